@@ -80,6 +80,13 @@ def test_coefficient_follows_its_target():
     assert adapt_kl_coef(1.0, kl=0.0, **settings) == pytest.approx(1 - 0.2 * 0.5)
 
 
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_coefficient_stays_positive_in_updates_beyond_its_horizon(kl):
+    coef = adapt_kl_coef(1.0, kl=kl, target=0.1, num_trajectories=512, horizon=50)
+    assert coef == pytest.approx(adapt_kl_coef(1.0, kl=kl, target=0.1, num_trajectories=50, horizon=50))
+    assert coef == pytest.approx(1.2 if kl else 0.8)
+
+
 def test_k3_is_never_negative_and_resolves_small_differences():
     """With exp instead of expm1, half of these are negative or 0 in float32."""
     torch.manual_seed(0)

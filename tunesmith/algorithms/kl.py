@@ -51,6 +51,9 @@ def compute_kl(
 
 
 def adapt_kl_coef(kl_coef: float, *, kl: float, target: float, num_trajectories: int, horizon: int) -> float:
-    """Next KL coefficient (Ziegler et al., 2019, section 2.2): higher where the KL is above its target, else lower."""
+    """Next KL coefficient (Ziegler et al., 2019, section 2.2): higher where the KL is above its target, else lower.
+
+    An update of more than `horizon` trajectories counts as one of `horizon`: the coefficient would become negative.
+    """
     error = min(max(kl / target - 1, -MAX_ADAPTATION), MAX_ADAPTATION)
-    return kl_coef * (1 + error * num_trajectories / horizon)
+    return kl_coef * (1 + error * min(num_trajectories / horizon, 1.0))

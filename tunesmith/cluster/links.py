@@ -22,6 +22,8 @@ from tunesmith.errors import RankError
 SECRET_BYTES = 32
 HEADER = struct.Struct("!Q")
 """Number of bytes of the message that follows."""
+GREETING_TIMEOUT_S = 10.0
+"""A connection that has not sent the secret by then is not a rank's; others wait behind it."""
 LOST = "another rank has ended: its own message says why; resume the run from its last checkpoint with --resume"
 
 
@@ -118,11 +120,20 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
         ranks.broadcast_object((server.getsockname()[1], secret))
         while len(links) < len(peers):
             connected, _ = server.accept()
-            connected.settimeout(timeout_s)
-            greeting = connected.recv(SECRET_BYTES + HEADER.size, socket.MSG_WAITALL)
+            greeting = receive_greeting(connected, timeout_s=min(timeout_s, GREETING_TIMEOUT_S))
             if not secrets.compare_digest(greeting[:SECRET_BYTES], secret):
                 connected.close()
                 continue
+            connected.settimeout(timeout_s)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             links[HEADER.unpack(greeting[SECRET_BYTES:])[0]] = Link(connected)
     return Links(by_rank=dict(sorted(links.items())))
+
+
+def receive_greeting(connected: socket.socket, *, timeout_s: float) -> bytes:
+    """The first bytes of a connection; fewer from a program that is no rank and sends less, resets it, or is silent."""
+    connected.settimeout(timeout_s)
+    try:
+        return connected.recv(SECRET_BYTES + HEADER.size, socket.MSG_WAITALL)
+    except OSError:
+        return b""

@@ -56,7 +56,8 @@ class AdaptiveKlSection(Section):
     target: float = Field(gt=0)
     """Target of the mean KL to the starting model, in nats per token."""
     horizon: int = Field(default=10000, ge=1)
-    """Trajectories over which the coefficient changes by at most 20 %; lower it to react faster."""
+    """Trajectories over which the coefficient changes by at most 20 %; lower it to react faster, down to the
+    trajectories of an update."""
 
 
 class AlgorithmSection(Section):

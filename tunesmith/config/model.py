@@ -44,7 +44,9 @@ class ServedModelSection(Section):
     """Loading and sampling of a local model."""
 
     max_model_len: int = Field(default=4096, ge=2)
-    """Maximum context length in tokens, prompt and completion together; lower it to save memory."""
+    """Maximum context length in tokens, prompt and completion together; lower it to save memory. A model with LongRoPE
+    (Phi-3 and Phi-4 with long contexts) uses its long frequencies for all sequences, short ones too, if this exceeds
+    its original context."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the parameters; auto is float32 on a CPU and bfloat16 on a GPU."""
     residual_dtype: Literal["model", "float32"] = "model"

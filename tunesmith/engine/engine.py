@@ -1,8 +1,7 @@
 """The inference engine on the trainer's own model: `generate` for rollouts, `step` for the clock that drives it.
 
 `generate` appends a request to an inbox. Each step moves the inbox to the scheduler, schedules, runs the model once and
-passes tokens and completions to the event loop. Only `step`, `pause` and `resume` use the scheduler, under a lock, so
-the clock may be the event loop or a thread. `resume` drops all keys and values, so none of another version of the
+passes tokens and completions to the event loop. `resume` drops all keys and values, so none of another version of the
 weights is read; unfinished requests are recomputed, and tokens sampled so far keep their policy version. With
 `keeps_cache` they keep theirs, and their tokens the version of the oldest keys and values that they depend on.
 """
@@ -47,17 +46,11 @@ class LocalEngine(PolicyFacts):
         settings: EngineSection,
         *,
         max_model_len: int,
-        lockstep: bool = True,
         has_trainer: bool = True,
     ) -> None:
-        """Stop strings need a tokenizer. `has_trainer`: whether the model is also trained on its device.
-
-        In lockstep the engine steps when every coroutine waits. Otherwise a thread steps whenever there is work, for
-        an event loop that must stay responsive; agents and engine then compete for the interpreter lock.
-        """
+        """Stop strings need a tokenizer. `has_trainer`: whether the model is also trained on its device."""
         super().__init__(model, tokenizer, max_model_len=max_model_len)
         self._settings = settings
-        self._is_lockstep = lockstep
         self._runner = ModelRunner(
             model, settings, max_model_len=max_model_len, grammars=self.grammars, has_trainer=has_trainer
         )
@@ -220,7 +213,7 @@ class LocalEngine(PolicyFacts):
             self._abandon_loop()
             self._undelivered.clear()
             self._loop = loop
-            self._clock = build_clock(self, is_lockstep=self._is_lockstep)
+            self._clock = build_clock(self)
             self._reported_wait_s = self._clock.waited_s or 0.0
             self._queue_places = asyncio.Semaphore(self._settings.max_waiting)
 
@@ -299,15 +292,12 @@ class LocalEngine(PolicyFacts):
         if not output or self._loop is None or self._loop.is_closed():
             return
         self._undelivered.append(output)
-        if self._is_lockstep:
-            self._loop.call_soon(self._deliver)
-        else:
-            self._loop.call_soon_threadsafe(self._deliver)
+        self._loop.call_soon(self._deliver)
 
     def _deliver_own(self) -> None:
-        """In lockstep, whose calls are made in the event loop's thread, deliver at once: callers then receive tokens
-        while `policy_version` is theirs."""
-        if self._is_lockstep and self._loop is not None and not self._loop.is_closed():
+        """Deliver at once, in a call from the event loop's thread: callers then receive tokens while `policy_version`
+        is theirs."""
+        if self._loop is not None and not self._loop.is_closed():
             self._deliver()
 
     def _deliver(self) -> None:

@@ -88,6 +88,10 @@ class Critic:
         """State of model and optimizer; tensors are not copied."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
+    def take_times(self) -> dict[str, float]:
+        """As `Trainer.take_times`, in the critic's updates."""
+        return self._optimizer.take_times()
+
     def count_state_bytes(self) -> int:
         """Approximate size of `state_dict`, without gathering it."""
         model = sum(tensor.nbytes for tensor in self._model.state_dict().values())

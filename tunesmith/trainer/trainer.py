@@ -29,6 +29,7 @@ from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
+from tunesmith.model.forward.rotary import fix_rotary_frequencies
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.critic import Critic
@@ -113,6 +114,7 @@ class Trainer:
         check_extra_model(self._algorithm, "values", critic_model)
         models = [each for each in (model, reference_model, teacher_model) if each is not None]
         check_plan_attention(*models)
+        fix_rotary_frequencies(*models, critic_model, max_model_len=max_model_len)
         self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings, ranks)
         self._reference: Reference | None = None
@@ -205,7 +207,8 @@ class Trainer:
 
     def take_times(self) -> dict[str, float]:
         """Seconds since the last call in which this rank waited for others and communicated; {} on a single rank."""
-        return self._optimizer.take_times()
+        own, critic = self._optimizer.take_times(), {} if self._critic is None else self._critic.take_times()
+        return {name: seconds + critic.get(name, 0.0) for name, seconds in own.items()}
 
     def count_state_bytes(self) -> int:
         """Approximate size of `state_dict` on several ranks, without gathering it."""

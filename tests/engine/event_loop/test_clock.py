@@ -11,56 +11,45 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engines import GREEDY, build_engine, build_prompts, generate_all
-from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop import clock
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, Sampling
 
-MODES: dict[str, tuple[bool, Callable]] = {
-    "lockstep": (True, run_lockstep),
-    "lockstep on a plain loop": (True, asyncio.run),
-    "free-running": (False, asyncio.run),
-}
+MODES: dict[str, Callable] = {"lockstep": run_lockstep, "lockstep on a plain loop": asyncio.run}
 
 
 @pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> tuple[bool, Callable]:
+def mode(request: pytest.FixtureRequest) -> Callable:
     return MODES[request.param]
 
 
-def build_moded(is_lockstep: bool, **settings: object) -> LocalEngine:
-    engine = build_engine(**settings)
-    engine._is_lockstep = is_lockstep
-    return engine
-
-
-def test_every_clock_gives_the_same_tokens(mode: tuple[bool, Callable]) -> None:
+def test_every_clock_gives_the_same_tokens(mode: Callable) -> None:
     prompts = build_prompts(5, 30, 12, 12)
     expected = generate_all(build_engine(), prompts, Sampling(max_tokens=15, seed=0))
-    engine = build_moded(mode[0])
+    engine = build_engine()
 
     async def run() -> list[Completion]:
         samplings = [Sampling(max_tokens=15, seed=index) for index in range(len(prompts))]
         return await asyncio.gather(*map(engine.generate, prompts, samplings))
 
-    assert [c.sampled_ids for c in mode[1](run())] == [c.sampled_ids for c in expected]
-    assert [c.sampled_ids for c in mode[1](run())] == [c.sampled_ids for c in expected]
+    assert [c.sampled_ids for c in mode(run())] == [c.sampled_ids for c in expected]
+    assert [c.sampled_ids for c in mode(run())] == [c.sampled_ids for c in expected]
 
 
-def test_tokens_arrive_in_order_before_the_completion(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0])
+def test_tokens_arrive_in_order_before_the_completion(mode: Callable) -> None:
+    engine = build_engine()
     tokens: list[tuple[int, float]] = []
 
     def take(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         tokens.extend(zip(token_ids, logprobs, strict=True))
 
-    completion = mode[1](engine.generate([1, 2], Sampling(max_tokens=9), on_tokens=take))
+    completion = mode(engine.generate([1, 2], Sampling(max_tokens=9), on_tokens=take))
     assert tokens == list(zip(completion.sampled_ids, completion.logprobs, strict=True))
 
 
-def test_cancelling_a_task_frees_its_blocks_and_other_requests_continue(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0])
+def test_cancelling_a_task_frees_its_blocks_and_other_requests_continue(mode: Callable) -> None:
+    engine = build_engine()
 
     async def run() -> Completion:
         received = asyncio.Event()
@@ -74,20 +63,20 @@ def test_cancelling_a_task_frees_its_blocks_and_other_requests_continue(mode: tu
             await first
         return await second
 
-    assert len(mode[1](run()).sampled_ids) == 100
+    assert len(mode(run()).sampled_ids) == 100
     assert not engine._output_processor.states
     assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
 
 
-def test_a_deadline_ends_a_request_with_the_tokens_sampled_so_far(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0], max_model_len=100_000, kv_cache_tokens=100_000)
-    completion = mode[1](engine.generate([1], Sampling(max_tokens=50_000, deadline_s=0.05)))
+def test_a_deadline_ends_a_request_with_the_tokens_sampled_so_far(mode: Callable) -> None:
+    engine = build_engine(max_model_len=100_000, kv_cache_tokens=100_000)
+    completion = mode(engine.generate([1], Sampling(max_tokens=50_000, deadline_s=0.05)))
     assert completion.stop_reason == "deadline"
     assert len(completion.sampled_ids) < 50_000
 
 
-def test_a_failing_step_is_raised_to_every_caller_and_the_engine_recovers(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0])
+def test_a_failing_step_is_raised_to_every_caller_and_the_engine_recovers(mode: Callable) -> None:
+    engine = build_engine()
     head = engine._runner.model.get_output_embeddings()
     hook = head.register_forward_hook(_raise_out_of_memory)
 
@@ -95,19 +84,19 @@ def test_a_failing_step_is_raised_to_every_caller_and_the_engine_recovers(mode: 
         calls = [engine.generate(prompt, Sampling(max_tokens=3)) for prompt in build_prompts(3, 50, 7)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    results = mode[1](run())
+    results = mode(run())
     assert [str(result) for result in results] == ["a step of the engine failed: RuntimeError: out of memory"] * 3
     assert all(isinstance(result, EngineError) for result in results)
     hook.remove()
-    assert all(isinstance(result, Completion) for result in mode[1](run()))
+    assert all(isinstance(result, Completion) for result in mode(run()))
 
 
 def _raise_out_of_memory(*arguments: object) -> None:
     raise RuntimeError("out of memory")
 
 
-def test_an_error_in_on_tokens_is_raised_to_its_caller(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0])
+def test_an_error_in_on_tokens_is_raised_to_its_caller(mode: Callable) -> None:
+    engine = build_engine()
 
     def fail(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         raise KeyError("broken listener")
@@ -119,13 +108,13 @@ def test_an_error_in_on_tokens_is_raised_to_its_caller(mode: tuple[bool, Callabl
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    broken, whole = mode[1](run())
+    broken, whole = mode(run())
     assert isinstance(broken, KeyError)
     assert isinstance(whole, Completion)
 
 
-def test_callers_beyond_max_waiting_are_queued(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0], max_waiting=2, max_num_seqs=1)
+def test_callers_beyond_max_waiting_are_queued(mode: Callable) -> None:
+    engine = build_engine(max_waiting=2, max_num_seqs=1)
     most = 0
 
     def watch(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -136,12 +125,12 @@ def test_callers_beyond_max_waiting_are_queued(mode: tuple[bool, Callable]) -> N
         calls = [engine.generate([index], Sampling(max_tokens=3), on_tokens=watch) for index in range(9)]
         return await asyncio.gather(*calls)
 
-    assert [len(completion.sampled_ids) for completion in mode[1](run())] == [3] * 9
+    assert [len(completion.sampled_ids) for completion in mode(run())] == [3] * 9
     assert 0 < most <= 2
 
 
-def test_a_paused_engine_samples_nothing_until_it_resumes(mode: tuple[bool, Callable]) -> None:
-    engine = build_moded(mode[0])
+def test_a_paused_engine_samples_nothing_until_it_resumes(mode: Callable) -> None:
+    engine = build_engine()
 
     async def run() -> Completion:
         engine.pause()
@@ -151,7 +140,7 @@ def test_a_paused_engine_samples_nothing_until_it_resumes(mode: tuple[bool, Call
         engine.resume(4)
         return await task
 
-    assert mode[1](run()).policy_versions == (4, 4, 4)
+    assert mode(run()).policy_versions == (4, 4, 4)
 
 
 def test_two_engines_share_one_loop() -> None:

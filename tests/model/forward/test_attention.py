@@ -6,9 +6,17 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DogeConfig,
+    LlamaConfig,
+    NemotronConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+)
 
-from tiny_models import CONFIGS, build_tiny
+from tiny_models import CONFIGS, SIZES, build_tiny
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
 from tunesmith.model.forward.logits import compute_logits, verify_model
@@ -98,6 +106,31 @@ def test_a_sliding_window_layer_that_passes_no_window_is_refused() -> None:
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(ModelError, match="sliding-window layer 0 passes no window size"):
         verify_model(model)
+
+
+MOE_SIZES = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
+UNSUPPORTED = {
+    "two attentions in a layer": (DiffLlamaConfig(**SIZES), "layer 0 attends more than once in a forward"),
+    "a mask of its own": (DogeConfig(**SIZES), "DogeAttention computes its own attention mask"),
+    "a window only in the mask": (PhimoeConfig(**MOE_SIZES, sliding_window=8), "layer 0 passes no window size"),
+    "attention of its own": (NemotronConfig(**SIZES), "does not run with plan attention"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_an_architecture_that_a_plan_would_compute_wrongly_is_refused(kind) -> None:
+    """On the short rows of the verification their logits are the model's own up to little or nothing."""
+    config, reason = UNSUPPORTED[kind]
+    model = AutoModelForCausalLM.from_config(config).eval()
+    use_plan_attention(model)
+    with pytest.raises(ModelError, match=reason):
+        verify_model(model)
+
+
+def test_a_window_of_the_whole_context_needs_no_layer_that_passes_it() -> None:
+    model = AutoModelForCausalLM.from_config(PhimoeConfig(**MOE_SIZES, sliding_window=256)).eval()
+    use_plan_attention(model)
+    verify_model(model)
 
 
 def test_verification_keeps_the_training_mode() -> None:

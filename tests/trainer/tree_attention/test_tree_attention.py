@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.experience.trie import EMPTY, Trie, build_trie, concatenate_tries
-from tunesmith.model.forward.attention import AttentionOptions, attend_masked
+from tunesmith.model.forward.attention import AttentionOptions, CausalPlan, attend_masked
 from tunesmith.trainer.tree_attention import cpu as segments
 from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan
@@ -87,6 +87,15 @@ def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, 
     inputs = draw_inputs(trie.num_tokens)
     for a, b in zip(run_with_gradients(ours, inputs), run_with_gradients(theirs, inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-6 if softcap else 1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_output_is_contiguous(softcap):
+    """As that of transformers' own attention functions: some modeling code (Afmoe) calls `view` on it."""
+    trie = build_random_trie(0)
+    inputs, options = draw_inputs(trie.num_tokens), AttentionOptions(softcap=softcap)
+    for plan in (TreePlan(trie, torch.device("cpu")), CausalPlan([trie.num_tokens], torch.device("cpu"))):
+        assert plan.attend(None, *inputs, options).is_contiguous()
 
 
 def test_masks_are_cached_across_layers():

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from tunesmith.engine.cuda.fx_passes import FusedOps, fuse_layer
 from tunesmith.errors import ModelError
+from tunesmith.model.forward.rotary import FIXED
 
 LOGGER = logging.getLogger(__name__)
 MAX_GRAPHS = 256
 """Traced graphs of one function: kinds of layers, of attention plans and of models in one process."""
-STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn", FIXED}
 """Rotary embeddings whose angles depend only on the position."""
 
 

@@ -3,8 +3,7 @@
 Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio lets its selector block only then,
 and this loop's selector runs a step instead. Which requests share a batch is thus a function of the program and never
 of time. The loop waits for short calls in threads and short sleeps; long sleeps and calls to other processes complete
-in their own time. On any other event loop a task steps between iterations of the loop. Free-running: a thread steps
-whenever there is work, for a loop that must stay responsive.
+in their own time. On any other event loop a task steps between iterations of the loop.
 """
 
 from __future__ import annotations
@@ -238,35 +237,7 @@ class TaskClock:
             self._engine.step()
 
 
-class ThreadClock:
-    """Free-running: a thread that ends when there is no work."""
-
-    waited_s = None
-
-    def __init__(self, engine: Steppable) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._is_running = False
-
-    def notify(self) -> None:
-        with self._lock:
-            if self._is_running:
-                return
-            self._is_running = True
-        threading.Thread(target=self._run, name="tunesmith-engine", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._engine.has_work:
-                    self._is_running = False
-                    return
-            self._engine.step()
-
-
-def build_clock(engine: Steppable, *, is_lockstep: bool) -> Clock:
+def build_clock(engine: Steppable) -> Clock:
     """The clock for the running event loop."""
-    if not is_lockstep:
-        return ThreadClock(engine)
     loop = asyncio.get_running_loop()
     return LoopClock(engine, loop) if isinstance(loop, EngineLoop) else TaskClock(engine, loop)

@@ -109,10 +109,15 @@ def find_function(call: Callable[..., Any], arguments: Sequence[Any] = ()) -> Ca
 
 
 def _identify(function: Callable[..., Any]) -> Hashable:
-    """Equal for all bound methods and closures of one definition."""
+    """Equal for all calls of one definition: bound methods of any object, closures, instances of a callable class.
+
+    Keeps no such object alive: identities are kept for the run.
+    """
     function = getattr(function, "__func__", function)
-    key: Any = getattr(function, "__code__", function)
-    return (key,) if isinstance(key, Hashable) else (type(key),)
+    code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", None)
+    if code is not None or name is None:
+        return code or type(function)
+    return type(getattr(function, "__self__", None)), getattr(function, "__module__", None), name
 
 
 @dataclass(slots=True)

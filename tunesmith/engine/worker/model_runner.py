@@ -37,6 +37,7 @@ from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
+from tunesmith.model.forward.rotary import fix_rotary_frequencies
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.fp8_weights import Fp8Weights  # needs Triton, which only CUDA machines have
@@ -72,6 +73,7 @@ class ModelRunner:
     ) -> None:
         """`grammars` computes the masks of requests that have a grammar; `has_trainer`: whether the model is also
         trained on this device, whose memory is then shared."""
+        fix_rotary_frequencies(model, max_model_len=max_model_len)
         verify_model(model)
         self._grammars = grammars
         self.model = model

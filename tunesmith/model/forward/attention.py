@@ -54,7 +54,7 @@ class AttentionPlan(Protocol):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D].
+        """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D], contiguous.
 
         `get_layer_index(module)` is the layer.
         """
@@ -153,7 +153,7 @@ class CausalPlan:
         if options.sliding_window is not None:
             mask_TT = mask_TT & (self.distance_TT < options.sliding_window)
         output = attend_masked(query, key, value, mask_TT, scaling=options.scaling, softcap=options.softcap)
-        return output.transpose(1, 2)
+        return output.transpose(1, 2).contiguous()
 
 
 def _run_attention(
@@ -172,7 +172,7 @@ def _run_attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in every layer; returns [B, T, H, D]."""
     if attention_plan is not None:
-        _check_supported(module, dropout, kwargs)
+        _check_supported(module, attention_mask, dropout, kwargs)
         options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         return attention_plan.attend(module, query, key, value, options), None
     if softcap is None:
@@ -185,7 +185,9 @@ def _run_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _check_supported(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_supported(module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None and attention_mask.numel() != 1:  # not the placeholder of `run_body`
+        raise ModelError(f"{type(module).__name__} computes its own attention mask, which plans do not apply")
     unknown = [name for name in UNSUPPORTED_INPUTS if kwargs.get(name) is not None]
     if unknown:
         raise ModelError(f"{type(module).__name__} uses attention inputs that are not supported: {', '.join(unknown)}")

@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.attention import AttentionOptions, CausalPlan, get_layer_index, run_body
+from tunesmith.model.device_errors import is_device_error
+from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -101,14 +102,20 @@ class _Float32Matmul(torch.autograd.Function):
 
 
 class _RecordingPlan(CausalPlan):
-    """Records which layers attended, and with which sliding window."""
+    """Records which layers attended, and with which sliding window; refuses a layer that attends twice."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
         self.window_of_layer: dict[int, int | None] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        self.window_of_layer[get_layer_index(module)] = options.sliding_window
+        layer = get_layer_index(module)
+        if layer in self.window_of_layer:
+            raise ModelError(
+                f"{type(module).__name__}: layer {layer} attends more than once in a forward, and the KV cache holds "
+                "one key and value per token and layer: not supported"
+            )
+        self.window_of_layer[layer] = options.sliding_window
         return super().attend(module, query, key, value, options)
 
 
@@ -124,7 +131,7 @@ def verify_model(model: PreTrainedModel) -> None:
     plan = _RecordingPlan([len(row) for row in rows], model.device)
     is_training = model.training
     model.eval()
-    ours = compute_logits(model, run_body(model, ids[None], positions[None], plan)[0]).float()
+    ours = compute_logits(model, _run_planned(model, ids[None], positions[None], plan)[0]).float()
     theirs = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows]).float()
     model.train(is_training)
     _check_layers(model, plan.window_of_layer)
@@ -139,6 +146,19 @@ def verify_model(model: PreTrainedModel) -> None:
         )
 
 
+def _run_planned(model: PreTrainedModel, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
+    """`run_body` with a ModelError for modeling code that fails with a plan, such as one with attention of its own."""
+    try:
+        return run_body(model, ids_1T, positions_1T, plan)
+    except RuntimeError as error:
+        if is_device_error(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{type(model).__name__} does not run with plan attention ({reason}): not supported"
+        ) from error
+
+
 def explain_not_finite(model: PreTrainedModel) -> str:
     """Error message for a model whose own logits are not finite: bad weights, or overflow in its dtype."""
     broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
@@ -149,9 +169,15 @@ def explain_not_finite(model: PreTrainedModel) -> str:
 
 
 def _check_layers(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:
-    """Refuse a model if a layer does not attend through the plan, or a sliding-window layer passes no window."""
+    """Refuse a model if a layer does not attend through the plan, or a sliding-window layer passes no window.
+
+    Without layer types all layers have the window of the config, if it is shorter than the context.
+    """
     config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    is_windowed = window is not None and window < getattr(config, "max_position_embeddings", math.inf)
+    every_type = "sliding_attention" if is_windowed else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or [every_type] * config.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
         if layer not in window_of_layer:
             raise ModelError(f"{type(model).__name__}: layer {layer} does not use transformers' attention interface")

@@ -69,12 +69,12 @@ class TreePlan:
             assert num_tokens == num_nodes, f"the plan has {num_nodes} tokens, the query {num_tokens}"
             if options.sliding_window is not None and options.sliding_window > self._max_depth:
                 options = replace(options, sliding_window=None)
-            return self._segments.attend(query, key, value, options).transpose(1, 2)
+            return self._segments.attend(query, key, value, options).transpose(1, 2).contiguous()
         if query.dtype == torch.float64 or value.shape[-1] != query.shape[-1]:
             trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
             mask = build_mask(trie, options.sliding_window).to(self._device)
             output = attend_masked(query, key, value, mask, scaling=options.scaling, softcap=options.softcap)
-            return output.transpose(1, 2)
+            return output.transpose(1, 2).contiguous()
         num_tokens = query.shape[2]
         if num_added := -num_tokens % PADDING:
             query, key, value = (functional.pad(x, (0, 0, 0, num_added)) for x in (query, key, value))

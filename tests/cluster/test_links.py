@@ -1,0 +1,46 @@
+"""Connections of ranks that something else on the network connects to as well."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import pytest
+
+from tunesmith.cluster import links
+from tunesmith.cluster.links import HEADER, accept_links
+
+
+class FirstRank:
+    """Hands the address to the test instead of to other ranks."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+
+    def broadcast_object(self, address: tuple[int, bytes]) -> None:
+        self.address = address
+        self.is_open.set()
+
+
+@pytest.mark.parametrize("kind", ["silent", "reset", "wrong"])
+def test_a_connection_that_is_not_of_a_rank_is_ignored(kind, monkeypatch):
+    monkeypatch.setattr(links, "GREETING_TIMEOUT_S", 0.2)
+    ranks, found = FirstRank(), []
+    thread = threading.Thread(target=lambda: found.append(accept_links(ranks, [1], "127.0.0.1", timeout_s=30)))
+    thread.start()
+    assert ranks.is_open.wait(30)
+    port, secret = ranks.address
+    with socket.create_connection(("127.0.0.1", port)) as other:
+        if kind == "wrong":
+            other.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n")
+        elif kind == "reset":
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            other.close()
+        with socket.create_connection(("127.0.0.1", port)) as rank:
+            rank.sendall(secret + HEADER.pack(1))
+            thread.join(30)
+    assert list(found[0].by_rank) == [1]
+    found[0].by_rank[1]._socket.close()
