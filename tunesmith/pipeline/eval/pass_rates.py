@@ -1,8 +1,8 @@
 """Pass rates of a model on a training set, written as a field of its rows for use by task selectors.
 
 The agent runs `num_runs` times on every task; nothing is trained, and the data set's operators are not applied. Results
-are appended batch by batch to `<out>.part`, so a killed measurement resumes after its last complete batch. With
-`tool_keys`, rows also get the outcome and the tool calls of each scored rollout.
+are appended batch by batch to `<out>.part`, so a killed measurement of the same tasks with the same settings resumes
+after its last complete batch. With `tool_keys`, rows also get the outcome and the tool calls of each scored rollout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.pipeline.eval.inputs import compute_digest
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.policy import BuildModel, check_policy
 from tunesmith.pipeline.session.result import Result
@@ -26,6 +27,9 @@ from tunesmith.storage import load_json_lines, save_text, storage_errors
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
+SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
+"""Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""
+DIGEST = "digest"
 CORRECTNESS, TOOL_CALLS = "correctness", "tool_calls"
 """Ends of the names of the fields with one number for each scored rollout."""
 
@@ -57,17 +61,25 @@ def measure_pass_rates(
     max_tasks: int | None = None,
 ) -> PassRates:
     """Write the first `max_tasks` rows of the training set, or all, with the model's pass rate under `field`."""
-    tasks = load_unmeasured_tasks(
+    rows = load_unmeasured_tasks(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
-    )[:max_tasks]
+    )
+    tasks = rows[:max_tasks]
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another file")
     check_policy(config.model)
     partial_file = out.with_name(f"{out.name}.part")
     batch_size = config.algorithm.batch_size
+    settings = config.model_dump(mode="json", include=set(SETTINGS))
+    digest = compute_digest(settings, config, rows, config.experience.outcome_key, num_runs, list(tool_keys))
     with storage_errors(partial_file, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        num_done = count_done(partial_file, batch_size, num_values=4 if tool_keys else 2)
+        num_done = open_partial_file(partial_file, digest, batch_size, num_values=4 if tool_keys else 2)
+    if num_done > len(tasks):
+        raise ConfigError(
+            f"{partial_file} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
+            "remove the file"
+        )
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
     async def measure() -> None:
@@ -124,15 +136,24 @@ def append_batch(partial_file: Path, records: Sequence[Sequence[Any]]) -> None:
         file.write(json.dumps(records) + "\n")
 
 
-def count_done(partial_file: Path, batch_size: int, *, num_values: int) -> int:
-    """Number of tasks in complete lines; an incomplete last line is removed from the file."""
+def open_partial_file(partial_file: Path, digest: str, batch_size: int, *, num_values: int) -> int:
+    """The number of tasks that are measured already; a new file begins with the digest of what it is measured from.
+
+    An incomplete last line is removed from the file. Raises ConfigError for a file of other settings, model or tasks.
+    """
     if not partial_file.exists():
+        partial_file.write_text(json.dumps({DIGEST: digest}) + "\n", encoding="utf-8")
         return 0
     text = partial_file.read_text(encoding="utf-8")
     complete = text[: text.rfind("\n") + 1]
     if complete != text:
         partial_file.write_text(complete, encoding="utf-8")
-    batches = load_json_lines(partial_file)
+    header, batches = read_partial_file(partial_file)
+    if header.get(DIGEST, digest) != digest:
+        raise ConfigError(
+            f"{partial_file} was measured with other settings, another model or other tasks; remove it to begin again, "
+            "or choose another file"
+        )
     sizes = [len(batch) for batch in batches]
     if any(size != batch_size for size in sizes[:-1]):
         raise ConfigError(f"{partial_file} was written with another algorithm.batch_size than {batch_size}; remove it")
@@ -141,10 +162,16 @@ def count_done(partial_file: Path, batch_size: int, *, num_values: int) -> int:
     return sum(sizes)
 
 
+def read_partial_file(partial_file: Path) -> tuple[dict[str, Any], list[list[list[Any]]]]:
+    """The first line, empty in files of earlier versions, and the records of each batch."""
+    lines = load_json_lines(partial_file)
+    return (lines[0], lines[1:]) if lines and isinstance(lines[0], dict) else ({}, lines)
+
+
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
     """Write rows with their pass rates to `out`, then remove the partial file."""
     names = (field, f"{field}_{CORRECTNESS}", f"{field}_{TOOL_CALLS}")
-    records = [record[1:] for batch in load_json_lines(partial_file) for record in batch]
+    records = [record[1:] for batch in read_partial_file(partial_file)[1] for record in batch]
     rows = [
         json.dumps({**task.row, **dict(zip(names, values, strict=False))}, ensure_ascii=False, default=str)
         for task, values in zip(tasks, records, strict=True)
