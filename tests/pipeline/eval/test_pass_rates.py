@@ -80,7 +80,7 @@ def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(meas
 
     with pytest.raises(KeyboardInterrupt):
         measure(workflow=stop)
-    assert len(read(tmp_path / "out.jsonl.part")) == 2
+    assert len(read(tmp_path / "out.jsonl.part")) == 1
     with pytest.raises(ConfigError, match="was measured with other settings, another model or other tasks"):
         measure(num_runs=3)
     with pytest.raises(ConfigError, match="has 2 measured tasks, more than max_tasks=1"):
@@ -92,6 +92,7 @@ def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(meas
         measure()
     train.write_text(text)
     assert [row["rate"] for row in read(measure(max_tasks=3).path)] == [0.0, 1.0, 1.0]
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.jsonl"]
 
 
 def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):

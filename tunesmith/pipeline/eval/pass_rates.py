@@ -23,7 +23,7 @@ from tunesmith.pipeline.session.policy import BuildModel, check_policy
 from tunesmith.pipeline.session.result import Result
 from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
-from tunesmith.storage import load_json_lines, save_text, storage_errors
+from tunesmith.storage import load_json, load_json_lines, save_json, save_text, storage_errors
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
@@ -137,23 +137,24 @@ def append_batch(partial_file: Path, records: Sequence[Sequence[Any]]) -> None:
 
 
 def open_partial_file(partial_file: Path, digest: str, batch_size: int, *, num_values: int) -> int:
-    """The number of tasks that are measured already; a new file begins with the digest of what it is measured from.
+    """The number of tasks that are measured already. A file next to it has the digest of what it is measured from.
 
     An incomplete last line is removed from the file. Raises ConfigError for a file of other settings, model or tasks.
     """
+    digest_file = find_digest_file(partial_file)
     if not partial_file.exists():
-        partial_file.write_text(json.dumps({DIGEST: digest}) + "\n", encoding="utf-8")
+        save_json(digest_file, {DIGEST: digest})
         return 0
-    text = partial_file.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        partial_file.write_text(complete, encoding="utf-8")
-    header, batches = read_partial_file(partial_file)
-    if header.get(DIGEST, digest) != digest:
+    if digest_file.exists() and load_json(digest_file)[DIGEST] != digest:
         raise ConfigError(
             f"{partial_file} was measured with other settings, another model or other tasks; remove it to begin again, "
             "or choose another file"
         )
+    text = partial_file.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        partial_file.write_text(complete, encoding="utf-8")
+    batches = load_json_lines(partial_file)
     sizes = [len(batch) for batch in batches]
     if any(size != batch_size for size in sizes[:-1]):
         raise ConfigError(f"{partial_file} was written with another algorithm.batch_size than {batch_size}; remove it")
@@ -162,16 +163,15 @@ def open_partial_file(partial_file: Path, digest: str, batch_size: int, *, num_v
     return sum(sizes)
 
 
-def read_partial_file(partial_file: Path) -> tuple[dict[str, Any], list[list[list[Any]]]]:
-    """The first line, empty in files of earlier versions, and the records of each batch."""
-    lines = load_json_lines(partial_file)
-    return (lines[0], lines[1:]) if lines and isinstance(lines[0], dict) else ({}, lines)
+def find_digest_file(partial_file: Path) -> Path:
+    """Earlier versions wrote none."""
+    return partial_file.with_name(f"{partial_file.name}.json")
 
 
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
     """Write rows with their pass rates to `out`, then remove the partial file."""
     names = (field, f"{field}_{CORRECTNESS}", f"{field}_{TOOL_CALLS}")
-    records = [record[1:] for batch in read_partial_file(partial_file)[1] for record in batch]
+    records = [record[1:] for batch in load_json_lines(partial_file) for record in batch]
     rows = [
         json.dumps({**task.row, **dict(zip(names, values, strict=False))}, ensure_ascii=False, default=str)
         for task, values in zip(tasks, records, strict=True)
@@ -180,4 +180,5 @@ def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: 
     save_text(out, "".join(f"{row}\n" for row in rows))
     with storage_errors(partial_file, "remove"):
         partial_file.unlink()
+        find_digest_file(partial_file).unlink(missing_ok=True)
     return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))
