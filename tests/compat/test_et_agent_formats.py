@@ -131,6 +131,15 @@ def test_evolve_buffers_become_one_row_per_trajectory_and_back(tmp_path):
     assert back == original
 
 
+def test_a_trajectory_is_right_above_the_f1_of_the_original(tmp_path):
+    (row, *_) = read_rows(convert(tmp_path, "et_evolve", "transcripts").path)
+    scores = [0.75, 0.8, 0.9, 1.0]
+    (tmp_path / "rows").write_text("".join(json.dumps({**row, "correctness": each}) + "\n" for each in scores))
+    convert_file(tmp_path / "rows", source="transcripts", target="et_evolve", out=tmp_path / "back.json")
+    (back,) = json.loads((tmp_path / "back.json").read_text())
+    assert back["evolve_trajectories_llm_judge_results"] == [False, False, True, True]
+
+
 def test_rollouts_become_tasks_for_the_pareto_stage_and_transcripts_become_rollouts(tmp_path):
     tasks = read_rows(convert(tmp_path, "et_rollouts", "tasks").path)
     assert tasks[1]["pass_rate_correctness"] == [1.0, 0.0] and tasks[1]["pass_rate_tool_calls"] == [2.0, 0.0]

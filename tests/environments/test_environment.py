@@ -215,6 +215,20 @@ async def test_several_arguments_are_a_json_object():
     assert transcript.segments[2].result == "2 of x"
 
 
+async def test_half_a_character_of_a_call_does_not_fail_the_rollout():
+    """JSON arguments may hold half of a surrogate pair, which a tool repeats: no request can hold that."""
+
+    @tool(name="search")
+    async def search(query: str, top_n: int) -> str:
+        """Search."""
+        return f"{top_n} of {query}"
+
+    call = '<think>a</think><search>{"query": "\\ud83d \\ud83d\\ude00", "top_n": 2}</search>'
+    transcript = await Environment(tools=[search]).run("Where?", ScriptedModel(call, ANSWER).model)
+    assert [each.result for each in transcript.calls] == ["2 of \ufffd \U0001f600"]
+    assert transcript.finish == "answered"
+
+
 async def test_an_unavailable_tool_fails_the_rollout():
     @tool(name="search")
     async def search(query: str) -> str:

@@ -113,6 +113,28 @@ def test_a_section_renames_and_limits_a_tool(values):
     assert build({"tool": "python", "is_session": True}).tools["python"].is_stateful
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("section", "length"),
+    [
+        ({"max_result_chars": 8000}, 6000),
+        ({"max_result_chars": 300}, 300),
+        ({"max_result_chars": 8000, "settings": {"max_result_chars": 500}}, 500),
+        ({}, 4000),
+    ],
+)
+async def test_the_limit_of_the_python_tool_is_that_of_its_section(values, section, length):
+    environment = build({"tool": "python", **section})
+    call = "<think>a</think><python>print('a' * 6000)</python>"
+    transcript = await environment.execute(environment.begin("q").append(*environment.protocol.read_text(call)))
+    assert len(transcript.calls[0].result) == length
+
+
+def test_an_opening_that_would_be_ignored_is_refused(values):
+    with pytest.raises(ConfigError, match="opening='<think>' has no effect with protocol=native"):
+        build_config(values | {"environment": {"protocol": "native", "opening": "<think>"}})
+
+
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [

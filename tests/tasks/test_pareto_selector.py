@@ -67,6 +67,17 @@ def test_the_best_fronts_are_kept_and_visited_least_often_first():
     assert selector.explain().choices[0].numbers["std_tool_calls"] == 2.5
 
 
+def test_choices_at_the_ends_of_a_front_are_json():
+    """Their crowding distance is infinite, which JSON does not have."""
+    spread = {1: ([0, 1, 1], [1, 2, 9]), 2: ([0, 1, 0, 1], [1, 1, 1, 2]), 3: ([0, 0, 1, 1], [1, 1, 1, 1])}
+    selector = build(explore=0)
+    selector.observe(list(spread), [make_group(i, *numbers) for i, numbers in spread.items()])
+    selector.select(3)
+    numbers = {choice.index: choice.numbers for choice in selector.explain().choices}
+    json.dumps(list(numbers.values()), allow_nan=False)
+    assert [numbers[index].get("is_end_of_front") for index in (1, 2, 3)] == [1.0, 1.0, None]
+
+
 def test_a_task_leaves_when_its_rollouts_become_equal():
     selector = build(keep=1.0, explore=0)
     selector.observe(list(range(8)), [make_group(i, *MIXED) for i in range(8)])

@@ -18,7 +18,7 @@ from tunesmith.config.run import (
     RolloutSection,
     RunConfig,
 )
-from tunesmith.config.section import NumThreads, Section
+from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, refuse_knobs
 
 
 class EvalConfig(Section):
@@ -64,6 +64,7 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalConfig:
+        refuse_knobs(self.rollout, ROLLOUT_KNOBS, where="rollout", reason="an evaluation trains nothing")
         self.to_run_config()
         return self
 

@@ -20,7 +20,7 @@ from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout.branching import BranchingSection, check_branching
 from tunesmith.config.rollout.staleness import StalenessKnobs, check_staleness_knobs
-from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
+from tunesmith.config.section import TASK_KNOBS, LearningRate, NumThreads, Section, Temperature, refuse_knobs
 from tunesmith.config.serve.serve import ServeSection, check_serve
 
 
@@ -318,9 +318,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_evaluation_sets(self) -> RunConfig:
         for name, dataset in self.eval_datasets.items():
-            for key in ("task_selector", "weight", "operators"):
-                if getattr(dataset, key) != DatasetSection.model_fields[key].default:
-                    raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations run every task unchanged")
+            where = f"eval_datasets.{name}"
+            refuse_knobs(dataset, TASK_KNOBS, where=where, reason="evaluations run every task unchanged")
         return self
 
     @model_validator(mode="after")

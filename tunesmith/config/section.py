@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -40,3 +41,16 @@ class Section(BaseModel):
                 hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(cls.model_fields)}"
                 raise PydanticCustomError("unknown_key", "unknown key {key}: {hint}", {"key": str(key), "hint": hint})
         return values
+
+
+TASK_KNOBS = ("task_selector", "weight", "operators")
+"""Knobs of a data set that choose or change tasks of training."""
+ROLLOUT_KNOBS = ("max_staleness", "branching")
+"""Knobs of `rollout` that only training has."""
+
+
+def refuse_knobs(section: Section, knobs: Sequence[str], *, where: str, reason: str) -> None:
+    """Raise a ValueError if one of the knobs has another value than its default."""
+    for key in knobs:
+        if getattr(section, key) != type(section).model_fields[key].default:
+            raise ValueError(f"{where}.{key} has no effect: {reason}")

@@ -110,7 +110,7 @@ class Toolbox:
 
     def _format(self, tool: Tool, result: ToolResult) -> str:
         limit = tool.max_result_chars or self.max_result_chars
-        return shorten_text(result.text.strip("\n") or NO_OUTPUT, limit)
+        return shorten_text(replace_surrogates(result.text).strip("\n") or NO_OUTPUT, limit)
 
     async def _open(self, tool: Tool) -> Run | None:
         if tool.open_session is None:
@@ -118,6 +118,11 @@ class Toolbox:
         if tool.name not in self._sessions:
             self._sessions[tool.name] = await self._stack.enter_async_context(tool.open_session())
         return self._sessions[tool.name]
+
+
+def replace_surrogates(text: str) -> str:
+    """The text as a request can hold it, without halves of characters, which JSON may have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _build_limit(sentence: str) -> ToolResult:

@@ -8,13 +8,11 @@ exactly; other expressions are compared by math-verify. A reference without an a
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from math_verify import parse, verify
-
+from tunesmith.judges.expression_process import compare_in_time
 from tunesmith.types import JudgeOutput
 
 NUMBER = re.compile(
@@ -25,9 +23,6 @@ NUMBER = re.compile(
 DIGIT = re.compile(r"\d")
 STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
-MAX_EXPRESSION_CHARACTERS = 200
-"""Longer candidates are not passed to math-verify."""
-TIMEOUT_S = 2
 RELATIVE_TOLERANCE = Fraction(1, 10**9)
 """Tolerance for numbers that are not whole; whole numbers are compared exactly."""
 
@@ -50,25 +45,18 @@ def score_numeric(text: str, answer: str) -> float | None:
     candidate = extract_answer(text)
     reference_number = parse_number(reference)
     if candidate is None:
-        return 0.0 if reference_number is not None or _parse_expression(reference) else None
+        return 0.0 if reference_number is not None else _score_expressions(None, reference)
     candidate_number = parse_number(candidate)
     if reference_number is not None and candidate_number is not None:
         return float(is_equal(candidate_number, reference_number))
     if reference_number is not None and not DIGIT.search(candidate):
         return 0.0  # words, which math-verify would parse as a product of letters
-    reference_terms = _parse_expression(reference)
-    if not reference_terms:
-        return None
-    return float(_is_equivalent(candidate, reference_terms))
+    return _score_expressions(candidate, reference)
 
 
 def score_symbolic(text: str, answer: str) -> float | None:
     """As `score_numeric`, with math-verify for numbers too."""
-    reference_terms = _parse_expression(extract_marked(answer) or answer.strip())
-    if not reference_terms:
-        return None
-    candidate = extract_answer(text)
-    return float(candidate is not None and _is_equivalent(candidate, reference_terms))
+    return _score_expressions(extract_answer(text), extract_marked(answer) or answer.strip())
 
 
 def read_text(response: Any) -> str:
@@ -149,19 +137,6 @@ def _read_braces(text: str) -> str | None:
     return None
 
 
-def _parse_expression(text: str) -> list[Any]:
-    """Expressions that math-verify parses from `text`; empty if it is too long."""
-    if len(text) > MAX_EXPRESSION_CHARACTERS:
-        return []
-    terms: list[Any] = parse(f"${text}$", parsing_timeout=_find_timeout())
-    return terms
-
-
-def _is_equivalent(candidate: str, reference_terms: list[Any]) -> bool:
-    terms = _parse_expression(candidate)
-    return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=_find_timeout()))
-
-
-def _find_timeout() -> int | None:
-    """The timeout of math-verify; None outside the main thread, because it is implemented with a signal."""
-    return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+def _score_expressions(candidate: str | None, reference: str) -> float | None:
+    is_equal = compare_in_time(candidate, reference)
+    return None if is_equal is None else float(is_equal)

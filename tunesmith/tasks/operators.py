@@ -6,6 +6,7 @@ in the data set; an operator adds fields to a row but never overwrites one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,8 @@ def read_number(task: Task, field: str) -> float:
     value = _read(task.row, field, task)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a number")
+    if not math.isfinite(value):
+        raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a finite number")
     return float(value)
 
 

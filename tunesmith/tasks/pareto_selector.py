@@ -78,7 +78,7 @@ class ParetoSelector:
         kept_J, ranks_J, distances_J = self._find_kept(rng)
         choices: dict[int, Choice] = {}
         numbers = {
-            int(index): {"front": float(rank), "crowding_distance": float(distance)}
+            int(index): describe_place(float(rank), float(distance))
             for index, rank, distance in zip(kept_J, ranks_J, distances_J, strict=True)
         }
         chosen: list[int] = []
@@ -192,6 +192,11 @@ class ParetoSelector:
         self._states_N[:] = state["states"]
         self._spreads_N2[:] = np.asarray(state["spreads"]).reshape(self.num_tasks, 2)
         self._num_selected_N[:] = state["num_selected"]
+
+
+def describe_place(rank: float, distance: float) -> dict[str, float]:
+    """The place of a kept task; the ends of a front have no finite distance, and JSON no infinite number."""
+    return {"front": rank} | ({"crowding_distance": distance} if math.isfinite(distance) else {"is_end_of_front": 1.0})
 
 
 def read_rows(

@@ -22,6 +22,7 @@ from typing import Any, Literal, overload
 import pydantic
 
 from tunesmith.tool_log import record_call
+from tunesmith.tools.arguments import find_wrong_argument
 
 Run = Callable[..., Awaitable["str | ToolResult"]]
 """The function of a tool: keyword arguments in, the text for the model out."""
@@ -32,10 +33,6 @@ FailureKind = Literal["", "error", "arguments", "unknown_tool", "timeout", "memo
 TOOL_NAME = re.compile(r"[A-Za-z_][\w-]*")
 RESERVED_NAMES = frozenset({"think", "result", "answer", "tool_call", "tool_response"})
 """Names of tags that have another meaning."""
-JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
-    "null": type(None),
-}  # fmt: skip
 
 
 class ToolInputError(ValueError):
@@ -196,30 +193,6 @@ def build_parameters(function: Run, name: str) -> dict[str, Any]:
     for each in schema.get("properties", {}).values():
         each.pop("title", None)
     return {"type": "object", "properties": {}, **schema}
-
-
-def find_wrong_argument(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments: one that is missing, unknown, or of another JSON type or value."""
-    properties = parameters.get("properties", {})
-    for name in parameters.get("required", ()):
-        if name not in arguments:
-            return f"the argument {name!r} is missing; the arguments are {', '.join(properties)}"
-    for name, value in arguments.items():
-        if name not in properties:
-            return f"there is no argument {name[:60]!r}; the arguments are {', '.join(properties)}"
-        kind, allowed = properties[name].get("type"), properties[name].get("enum")
-        kinds = [kind] if isinstance(kind, str) else kind or []
-        if kinds and not any(_has_type(value, each) for each in kinds):
-            return f"the argument {name!r} must be of type {' or '.join(kinds)}"
-        if allowed and value not in allowed:
-            return f"the argument {name!r} must be one of {', '.join(map(str, allowed))}"
-    return None
-
-
-def _has_type(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, JSON_TYPES.get(kind, object))
 
 
 def _describe_result(result: ToolResult) -> tuple[str, FailureKind]:

@@ -253,6 +253,18 @@ def test_a_killed_evaluation_resumes_with_the_models_not_yet_evaluated(workplace
     assert read_outcomes(workplace / "killed") == read_outcomes(workplace / "whole")
 
 
+def test_tasks_that_change_after_a_kill_are_evaluated_again(workplace):
+    (workplace / "stop").write_text("two")
+    run_eval("eval.yaml", "--out", "killed", expected_status=130)
+    (workplace / "called").unlink()
+    (workplace / "stop").unlink()
+    file = workplace / "one.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({**row, "question": row["question"] + "?"}) + "\n" for row in rows))
+    run_eval("eval.yaml", "--out", "killed")
+    assert (workplace / "called").read_text().split().count(str(workplace / "one")) == len(rows)
+
+
 def test_a_comparison_of_other_models_is_not_overwritten(workplace):
     run_eval("eval.yaml", "--out", "out")
     table = (workplace / "out/comparison.md").read_text()

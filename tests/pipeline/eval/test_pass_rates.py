@@ -38,10 +38,10 @@ def measure(tmp_path, pocket_folder):
         ],
     )  # fmt: skip
 
-    def call(field="rate", out="out.jsonl", workflow=ask):
+    def call(field="rate", out="out.jsonl", workflow=ask, num_runs=2, max_tasks=None):
         return measure_pass_rates(
             config, workflow=workflow, judge=judge, build_model=build_openai_chat_model,
-            field=field, num_runs=2, out=tmp_path / out,
+            field=field, num_runs=num_runs, out=tmp_path / out, max_tasks=max_tasks,
         )  # fmt: skip
 
     return call
@@ -70,6 +70,29 @@ def test_a_killed_measurement_resumes_after_the_last_complete_batch(measure, tmp
     result = measure(workflow=recording_ask)
     assert sorted(set(measured)) == [2, 3, 4]
     assert [row["rate"] for row in read(result.path)] == [0.5, 0.25, 1.0, 0.0]
+
+
+def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(measure, tmp_path):
+    async def stop(task, model):
+        if task["number"] == 2:
+            raise KeyboardInterrupt
+        return await ask(task, model)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(workflow=stop)
+    assert len(read(tmp_path / "out.jsonl.part")) == 1
+    with pytest.raises(ConfigError, match="was measured with other settings, another model or other tasks"):
+        measure(num_runs=3)
+    with pytest.raises(ConfigError, match="has 2 measured tasks, more than max_tasks=1"):
+        measure(max_tasks=1)
+    train = tmp_path / "train.jsonl"
+    text = train.read_text()
+    train.write_text(text.replace("0 apples", "9 apples"))
+    with pytest.raises(ConfigError, match="other tasks"):
+        measure()
+    train.write_text(text)
+    assert [row["rate"] for row in read(measure(max_tasks=3).path)] == [0.0, 1.0, 1.0]
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.jsonl"]
 
 
 def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):

@@ -178,6 +178,23 @@ def test_a_finished_flywheel_samples_nothing_again(values, tmp_path, monkeypatch
     assert (tmp_path / "out" / "attempts.jsonl").read_bytes() == before
 
 
+def test_answers_that_change_are_not_joined_with_trajectories_judged_before(values, tmp_path):
+    """The plans of attempts are the same: only the rows tell."""
+    values = values | {"num_iterations": 0}
+    run(values, tmp_path / "out")
+    train = tmp_path / "train.jsonl"
+    rows = train.read_text()
+    train.write_text("".join(json.dumps({**json.loads(row), "answer": "-1"}) + "\n" for row in rows.splitlines()))
+    with pytest.raises(ConfigError, match="its questions changed"):
+        run(values, tmp_path / "out")
+    train.write_text(rows)
+    journal = tmp_path / "out" / "attempts.jsonl"
+    header, rest = journal.read_text().split("\n", 1)
+    old = {key: value for key, value in json.loads(header).items() if key != "questions"}
+    journal.write_text(json.dumps(old) + "\n" + rest)
+    run(values, tmp_path / "out")  # written by an earlier version
+
+
 def test_attempts_of_other_settings_are_not_continued(values, tmp_path):
     run(values | {"num_iterations": 0}, tmp_path / "out")
     with pytest.raises(ConfigError, match="other settings"):

@@ -80,6 +80,33 @@ def test_every_removed_trajectory_is_counted_under_its_first_reason(filter_rows)
     assert result.dropped["equal to an earlier one"] == 1 and len(kept) == 3
 
 
+def test_equal_ids_of_two_files_are_two_questions(filter_rows, tmp_path):
+    """Each flywheel numbers its questions from 0: trajectories of one file must not fill the limit of another's."""
+    other = [make_row("b", make_transcript("python", words=f"b{i}"), question_id="train/0") for i in range(2)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    own = [make_row("a", make_transcript("search", words=f"a{i}"), question_id="train/0") for i in range(2)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    section = RftFilterSection(data=(str(tmp_path / "in.jsonl"), str(tmp_path / "other.jsonl")), max_per_question=2)
+    result = run_rft_filter(section, out_dir=tmp_path / "out")
+    assert result.num_kept == 4 and result.before["questions"] == 2.0
+
+
+def test_correctness_that_is_not_a_number_is_refused(filter_rows):
+    with pytest.raises(DataError, match="correctness must be a finite number, got nan"):
+        filter_rows([make_row("a", make_transcript("search"), correctness=float("nan"))])
+
+
+def test_call_with_half_a_character_is_written(filter_rows, tmp_path):
+    """A model may write half of a surrogate pair in the JSON arguments of a call."""
+    half = json.loads('"\\ud83d"')
+    transcript = make_transcript("search")
+    segments = [replace(each, arguments={"q": half}) if each.kind == "call" else each for each in transcript.segments]
+    result, _ = filter_rows([make_row("a", replace(transcript, segments=tuple(segments)))])
+    assert result.num_kept == 1
+    (row,) = read(tmp_path / "out" / "transcripts.jsonl")
+    assert row["transcript"]["segments"][1]["arguments"] == {"q": half}
+
+
 def test_different_orders_of_tools_are_kept_before_repeated_ones(filter_rows, tmp_path):
     texts = [("search", "search"), ("search",), ("search",), ("python",), ()]
     rows = [make_row("a", make_transcript(*tools, words=f"w{i}"), number=i) for i, tools in enumerate(texts)]

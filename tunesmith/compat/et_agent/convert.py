@@ -30,6 +30,8 @@ from tunesmith.errors import ConfigError, DataError
 Row = dict[str, Any]
 MATH_SOURCES = frozenset({"openr1", "numina-tir", "numina-cot", "aime", "dapo", "still"})
 """Sources that the original treats as math; any other is question answering."""
+RIGHT_ABOVE = 0.8
+"""Correctness above which the original's flywheel takes a trajectory for right: 1 of 0 and 1, or its token F1."""
 CORRECTNESS, TOOL_CALLS = "pass_rate_correctness", "pass_rate_tool_calls"
 
 
@@ -150,7 +152,7 @@ def read_evolve_rows(rows: Iterable[Mapping[str, Any]]) -> list[EvolveRow]:
     found = []
     for index, group in group_rows(rows):
         trajectories = tuple(
-            Trajectory(text=t.text, prediction=t.answer, is_correct=need(row, "correctness", index) >= 1)
+            Trajectory(text=t.text, prediction=t.answer, is_correct=need(row, "correctness", index) > RIGHT_ABOVE)
             for row, t in group
         )
         found.append(EvolveRow(**_describe_question(group[0][0], index), trajectories=trajectories))
@@ -191,10 +193,10 @@ def count_tools(transcript: Transcript) -> dict[str, int]:
 
 
 def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[tuple[Mapping[str, Any], Transcript]]]]:
-    """The rows of each question with their transcripts, by `question_id` if rows have it, else by the question."""
+    """The rows of each question with their transcripts; equal ids of different questions are those of other files."""
     groups: dict[Any, tuple[int, list[tuple[Mapping[str, Any], Transcript]]]] = {}
     for index, row in enumerate(rows):
-        key = row.get("question_id", need(row, "question", index))
+        key = row.get("question_id"), need(row, "question", index)
         groups.setdefault(key, (index, []))[1].append((row, read_transcript(row, index)))
     return list(groups.values())
 

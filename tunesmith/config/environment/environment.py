@@ -28,7 +28,8 @@ class ToolSection(Section):
     """Seconds after which a call is cancelled; by default the tool's own. The model reads that its call took too long;
     for search, which may wait for a server, the rollout becomes a failure instead."""
     max_result_chars: int | None = Field(default=None, ge=200)
-    """Characters of a result; by default the environment's."""
+    """Characters of a result; by default the environment's. python and search have defaults of their own: 4000, and
+    room for all passages."""
     is_session: bool = False
     """For python: keep variables from call to call, as in a notebook."""
 
@@ -67,7 +68,14 @@ class EnvironmentSection(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens per rollout, over all model calls; null leaves only the limit of a single model call."""
     max_result_chars: int = Field(default=4000, ge=200)
-    """Characters of a result that the model reads; the middle of a longer one is left out."""
+    """Characters of a result that the model reads; the middle of a longer one is left out. The tools python and search
+    have limits of their own, see `tools.max_result_chars`."""
+
+    @model_validator(mode="after")
+    def _check_opening(self) -> Self:
+        if self.opening and self.protocol == "native":
+            raise ValueError(f"opening={self.opening!r} has no effect with protocol=native: remove it, or use tags")
+        return self
 
     @field_validator("tools")
     @classmethod

@@ -10,7 +10,7 @@ from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.run import DatasetSection, MonitorSection, RolloutSection, RunConfig
-from tunesmith.config.section import NumThreads, Section
+from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, NumThreads, Section, refuse_knobs
 
 OperatorName = Literal[
     "rollout", "rewrite_redundant", "refine_thoughts", "repair_flaw", "hint_after_flaw", "hint_at_end", "reflect"
@@ -98,6 +98,14 @@ class FlywheelConfig(Section):
             if value not in (None, OWN_MODEL, *self.auxiliary_models) and ":" not in value:
                 known = ", ".join((OWN_MODEL, *self.auxiliary_models))
                 raise ValueError(f"roles.{name}={value!r} is neither a model ({known}) nor module:function")
+        return self
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        refuse_knobs(self.train_dataset, TASK_KNOBS, where="train_dataset", reason="a flywheel takes every question")
+        refuse_knobs(self.rollout, ROLLOUT_KNOBS, where="rollout", reason="a flywheel trains nothing")
+        if self.roles.judge is None and self.num_votes != type(self).model_fields["num_votes"].default:
+            raise ValueError(f"num_votes={self.num_votes} has no effect without roles.judge, the model that votes")
         return self
 
     @model_validator(mode="after")

@@ -8,8 +8,6 @@ resumes there. `comparison.json`, `comparison.md` and the optional plot replace 
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -22,12 +20,12 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
-from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.pipeline.eval.comparison import Comparison, ModelResult, compare_results, compute_result
 from tunesmith.pipeline.eval.comparison_plot import check_plot, save_plot
 from tunesmith.pipeline.eval.comparison_table import format_comparison
 from tunesmith.pipeline.eval.held_out import run_held_out
+from tunesmith.pipeline.eval.inputs import compute_digest
 from tunesmith.pipeline.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.pipeline.eval.suites import apply_suite, load_suite_tasks
 from tunesmith.pipeline.session.actors import load_actors
@@ -86,7 +84,7 @@ def run_comparison(
     try:
         for number, (label, path) in enumerate(models.items()):
             model_config = with_model_path(config, path)
-            partial_files = {name: find_partial_file(out, model_config, name) for name in sets}
+            partial_files = {name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()}
             scores = evaluate_model(
                 model_config,
                 sets,
@@ -240,14 +238,12 @@ def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
             )
 
 
-def find_partial_file(out: Path | None, config: RunConfig, name: str) -> Path | None:
+def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:
     """File with one model's scores on one set until the comparison is complete; named by a hash of its inputs."""
     if out is None:
         return None
     settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
-    weights = compute_fingerprint(config.model.path)
-    digest = hashlib.sha256(json.dumps([settings, weights, name], sort_keys=True).encode()).hexdigest()[:16]
-    return out / PARTS / f"{digest}.json"
+    return out / PARTS / f"{compute_digest(settings, config, tasks, name)[:16]}.json"
 
 
 def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:

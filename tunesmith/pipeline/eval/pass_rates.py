@@ -1,8 +1,8 @@
 """Pass rates of a model on a training set, written as a field of its rows for use by task selectors.
 
 The agent runs `num_runs` times on every task; nothing is trained, and the data set's operators are not applied. Results
-are appended batch by batch to `<out>.part`, so a killed measurement resumes after its last complete batch. With
-`tool_keys`, rows also get the outcome and the tool calls of each scored rollout.
+are appended batch by batch to `<out>.part`, so a killed measurement of the same tasks with the same settings resumes
+after its last complete batch. With `tool_keys`, rows also get the outcome and the tool calls of each scored rollout.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.pipeline.eval.inputs import compute_digest
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.policy import BuildModel, check_policy
 from tunesmith.pipeline.session.result import Result
 from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
-from tunesmith.storage import load_json_lines, save_text, storage_errors
+from tunesmith.storage import load_json, load_json_lines, save_json, save_text, storage_errors
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
+SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
+"""Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""
+DIGEST = "digest"
 CORRECTNESS, TOOL_CALLS = "correctness", "tool_calls"
 """Ends of the names of the fields with one number for each scored rollout."""
 
@@ -57,17 +61,25 @@ def measure_pass_rates(
     max_tasks: int | None = None,
 ) -> PassRates:
     """Write the first `max_tasks` rows of the training set, or all, with the model's pass rate under `field`."""
-    tasks = load_unmeasured_tasks(
+    rows = load_unmeasured_tasks(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
-    )[:max_tasks]
+    )
+    tasks = rows[:max_tasks]
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another file")
     check_policy(config.model)
     partial_file = out.with_name(f"{out.name}.part")
     batch_size = config.algorithm.batch_size
+    settings = config.model_dump(mode="json", include=set(SETTINGS))
+    digest = compute_digest(settings, config, rows, config.experience.outcome_key, num_runs, list(tool_keys))
     with storage_errors(partial_file, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        num_done = count_done(partial_file, batch_size, num_values=4 if tool_keys else 2)
+        num_done = open_partial_file(partial_file, digest, batch_size, num_values=4 if tool_keys else 2)
+    if num_done > len(tasks):
+        raise ConfigError(
+            f"{partial_file} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
+            "remove the file"
+        )
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
     async def measure() -> None:
@@ -124,10 +136,20 @@ def append_batch(partial_file: Path, records: Sequence[Sequence[Any]]) -> None:
         file.write(json.dumps(records) + "\n")
 
 
-def count_done(partial_file: Path, batch_size: int, *, num_values: int) -> int:
-    """Number of tasks in complete lines; an incomplete last line is removed from the file."""
+def open_partial_file(partial_file: Path, digest: str, batch_size: int, *, num_values: int) -> int:
+    """The number of tasks that are measured already. A file next to it has the digest of what it is measured from.
+
+    An incomplete last line is removed from the file. Raises ConfigError for a file of other settings, model or tasks.
+    """
+    digest_file = find_digest_file(partial_file)
     if not partial_file.exists():
+        save_json(digest_file, {DIGEST: digest})
         return 0
+    if digest_file.exists() and load_json(digest_file)[DIGEST] != digest:
+        raise ConfigError(
+            f"{partial_file} was measured with other settings, another model or other tasks; remove it to begin again, "
+            "or choose another file"
+        )
     text = partial_file.read_text(encoding="utf-8")
     complete = text[: text.rfind("\n") + 1]
     if complete != text:
@@ -139,6 +161,11 @@ def count_done(partial_file: Path, batch_size: int, *, num_values: int) -> int:
     if any(len(record) != num_values for batch in batches for record in batch):
         raise ConfigError(f"{partial_file} was written with other tool_keys; remove it, or use the same")
     return sum(sizes)
+
+
+def find_digest_file(partial_file: Path) -> Path:
+    """Earlier versions wrote none."""
+    return partial_file.with_name(f"{partial_file.name}.json")
 
 
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
@@ -153,4 +180,5 @@ def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: 
     save_text(out, "".join(f"{row}\n" for row in rows))
     with storage_errors(partial_file, "remove"):
         partial_file.unlink()
+        find_digest_file(partial_file).unlink(missing_ok=True)
     return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))

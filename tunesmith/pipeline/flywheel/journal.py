@@ -1,7 +1,7 @@
 """The journal of a flywheel: one line for each attempt, appended batch by batch.
 
 The state of a flywheel is a function of its journal. After a kill, lines of an incomplete batch are removed and the
-batch is repeated. The first line has a digest of the settings, so that other settings do not continue the file.
+batch is repeated. The first line has digests of the settings and of the questions: others do not continue the file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ Outcome = Literal["kept", "duplicate", "nothing", "unscored", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("kept", "duplicate", "nothing", "unscored", "failed")
 """kept: a new trajectory; duplicate: equal to an earlier one of the question; nothing: the operator had nothing to
 change; unscored: the judge gave no verdict; failed: an error, which is not a wrong answer."""
+
+OTHER_ATTEMPTS = "{path} has other attempts than this run would make: its {what} changed; remove it to begin again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +80,10 @@ class Record:
 class Journal:
     """The records of a file; complete batches alone."""
 
-    def __init__(self, path: Path, *, digest: str, seed: int) -> None:
+    def __init__(self, path: Path, *, digest: str, questions: str, seed: int) -> None:
+        """`digest` is that of the settings, `questions` that of the rows."""
         self._path = path
-        self._header = {"digest": digest, "seed": seed}
+        self._header = {"digest": digest, "questions": questions, "seed": seed}
         self._saved: list[list[Record]] = []
         """Batches of an earlier attempt that are not taken yet."""
         with storage_errors(path, "write"):
@@ -96,10 +99,7 @@ class Journal:
             return None
         records = self._saved.pop(0)
         if [each.plan for each in records] != list(plans):
-            raise ConfigError(
-                f"{self._path} has other attempts than this run would make: its questions or settings changed; remove "
-                "it to begin again"
-            )
+            raise ConfigError(OTHER_ATTEMPTS.format(path=self._path, what="questions or settings"))
         return records
 
     def add(self, records: Sequence[Record]) -> None:
@@ -130,8 +130,11 @@ class Journal:
                 batch, num_complete = [], num_bytes
             else:
                 batch.append(Record.from_json(row))
-        if header is not None and header != self._header:
-            raise ConfigError(f"{self._path} was written with other settings; remove it to begin again")
+        # files of earlier versions have no digest of the questions
+        if header is not None and {**self._header, **header} != self._header:
+            if header["digest"] != self._header["digest"]:
+                raise ConfigError(f"{self._path} was written with other settings; remove it to begin again")
+            raise ConfigError(OTHER_ATTEMPTS.format(path=self._path, what="questions"))
         os.truncate(self._path, num_complete)
         if header is None:
             self._append([self._header])

@@ -6,6 +6,9 @@ tie, or no readable vote, is no verdict: the trajectory is left out, not scored 
 
 from __future__ import annotations
 
+import copy
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,16 +20,20 @@ from tunesmith.judges.tir import PROMPT
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.types import JudgeOutput, JudgeType
 
+logger = logging.getLogger(__name__)
+
 
 async def judge_by_function(
     judge: JudgeType, row: Mapping[str, Any], transcript: Transcript, auxiliary_models: Mapping[str, Any]
 ) -> float | None:
-    """The reward of a judge."""
-    available = {"response": transcript, "auxiliary_models": dict(auxiliary_models)}
+    """The reward of a judge, which receives what it receives in training, and a copy of the row of its own."""
+    available = {"response": transcript, "auxiliary_models": dict(auxiliary_models), "logger": logger}
     arguments = {name: available[name] for name in list_parameters(judge) & available.keys()}
-    verdict = await judge(task=dict(row), **arguments)  # type: ignore[arg-type]
+    verdict = await judge(task=copy.deepcopy(dict(row)), **arguments)  # type: ignore[arg-type]
     if not isinstance(verdict, JudgeOutput):
         raise TypeError(f"the judge must return a JudgeOutput, got {type(verdict).__name__}")
+    if verdict.reward is not None and not math.isfinite(verdict.reward):
+        raise ValueError(f"the judge returned reward {verdict.reward}; it must be a finite number")
     return verdict.reward
 
 

@@ -71,14 +71,16 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
     """Run or resume a flywheel in `out_dir`.
 
     Raises:
-        ConfigError: the folder has attempts of other settings.
+        ConfigError: the folder has attempts of other settings or questions.
         DataError: a row has no question.
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
     check_policy(config.model)
     check_roles(config)
-    journal = Journal(out_dir / ATTEMPTS_FILE, digest=compute_digest(config), seed=config.seed)
+    journal = Journal(
+        out_dir / ATTEMPTS_FILE, digest=compute_digest(config), questions=hash_questions(states), seed=config.seed
+    )
     run_config = config.to_run_config()
     judge = load_function(config.judge, knob="judge")
     environment = load_environment(config.environment)
@@ -143,6 +145,12 @@ def compute_digest(config: FlywheelConfig) -> str:
     """Hash of the settings that change what is made."""
     values = config.model_dump(mode="json", exclude=KEYS_WITHOUT_EFFECT)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def hash_questions(states: Mapping[str, QuestionState]) -> str:
+    """Hash of the rows of all questions."""
+    rows = [[name, dict(state.row)] for name, state in states.items()]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def write_result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from tunesmith.pipeline.session.extra_models import check_extra_models
 from tunesmith.pipeline.session.load_function import load_component, load_function
 from tunesmith.pipeline.session.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.pipeline.session.sharded_models import check_sharded_models
+from tunesmith.tasks.contamination import count_shared_tasks
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
@@ -166,3 +168,14 @@ def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
         f"{num_tasks} training tasks are fewer than algorithm.batch_size={batch_size}: each step repeats tasks to fill "
         "its batch, each repetition as a separate group"
     )
+
+
+def describe_overlaps(tasks: Sequence[Task], eval_tasks: Mapping[str, Sequence[Task]]) -> list[str]:
+    """A console note for each held-out set that has training tasks."""
+    counts = {name: count_shared_tasks(tasks, held_out) for name, held_out in eval_tasks.items()}
+    return [
+        f"eval_datasets.{name}: {count} of {len(eval_tasks[name])} tasks are training tasks too, so its rewards do not "
+        "measure held-out tasks"
+        for name, count in counts.items()
+        if count
+    ]

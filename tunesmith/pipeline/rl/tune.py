@@ -41,7 +41,7 @@ from tunesmith.pipeline.rl.checkpoints import (
 )
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
-from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
+from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_overlaps, describe_repetition, load_own_functions
 from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.rl.server import Server, bind_actors, work_while_serving
 from tunesmith.pipeline.rl.staleness import (
@@ -309,6 +309,8 @@ def show_notes(config: RunConfig, plan: Plan, folder: RunFolder, monitor: Monito
     """Print what the user should know before the first step."""
     if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
         monitor.show_line(repetition)
+    for overlap in describe_overlaps(plan.feed.tasks, plan.eval_tasks):
+        monitor.show_line(overlap)
     if folder.archive is not None:
         monitor.show_line(f"resumed from step {first_step}; files of later steps were moved to {folder.archive}")
     if (requeued := describe_requeued(plan.feed)) is not None:

@@ -7,6 +7,7 @@ removed trajectory is counted under the first reason that applies.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,10 +74,11 @@ def read_trajectory(row: Row, *, where: str) -> TrajectoryRow:
     except (TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{where}: transcript is not one of tunesmith.environments: {error!r}") from error
     correctness = row["correctness"]
-    if not isinstance(correctness, int | float):
-        raise DataError(f"{where}: correctness must be a number, got {correctness!r}")
+    if not isinstance(correctness, int | float) or not math.isfinite(correctness):
+        raise DataError(f"{where}: correctness must be a finite number, got {correctness!r}")
     return TrajectoryRow(
-        question_id=row.get("question_id", row.get("question", transcript.question)),
+        # ids of different files may be equal: a flywheel numbers its questions from 0
+        question_id=(row.get("question_id"), row.get("question", transcript.question)),
         transcript=transcript,
         correctness=float(correctness),
         row=row,
@@ -149,5 +151,7 @@ def build_rows(
         try:
             conversation = build_conversation(each.transcript, system=system, tools=tools, trains_forced=trains_forced)
         except ValueError as error:
-            raise DataError(f"a trajectory of the question {each.question_id!r} cannot be trained: {error}") from error
+            raise DataError(
+                f"a trajectory of the question {each.transcript.question!r} cannot be trained: {error}"
+            ) from error
         yield {**more, **conversation}

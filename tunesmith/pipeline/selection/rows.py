@@ -23,12 +23,13 @@ def read_rows(path: str) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write JSON lines in one piece; returns the number of rows."""
+    """Write JSON lines in one piece, lone surrogates escaped; returns the number of rows."""
     count = 0
     with storage_errors(path, "write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(path) as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, default=str).encode() + b"\n")
+                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+                file.write(line.encode(errors="backslashreplace") + b"\n")
                 count += 1
     return count

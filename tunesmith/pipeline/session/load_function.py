@@ -76,7 +76,8 @@ def load_tool(section: ToolSection) -> Tool:
     knob = f"environment.tools: {section.tool}"
     if section.tool == "python":
         try:
-            settings = build_section(PythonToolSection, section.settings)
+            limit = {} if section.max_result_chars is None else {"max_result_chars": section.max_result_chars}
+            settings = build_section(PythonToolSection, limit | section.settings)
         except ConfigError as error:
             raise ConfigError(f"{knob}: settings: {error}") from error
         tool = build_python_tool(settings, is_session=section.is_session)

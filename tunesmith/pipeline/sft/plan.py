@@ -104,13 +104,30 @@ def read_samples(
 
 
 def hold_out_rows(samples: Sequence[Sample], config: OfflineConfig) -> tuple[list[Sample], list[Sample]]:
-    """Split samples by row into training samples and held-out samples."""
-    rows = sorted({sample.group_index for sample in samples})
-    held_out = set(hold_out(rows, config.eval_fraction, seed=config.seed)[1])
+    """Split samples into training samples and held-out samples; rows with one prompt stay together."""
+    prompts = group_by_prompt(samples)
+    held_out = {row for rows in hold_out(prompts, config.eval_fraction, seed=config.seed)[1] for row in rows}
     return (
         [sample for sample in samples if sample.group_index not in held_out],
         [sample for sample in samples if sample.group_index in held_out],
     )
+
+
+def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
+    """The rows of each prompt: the tokens before the first trained one. A text has none, so its row is alone.
+
+    Several trajectories of one question, as `rft_filter` writes them, would otherwise be on both sides of a split, and
+    the loss on held-out rows would fall as the training rows are memorized. If all rows have the same prompt, each is
+    alone.
+    """
+    prompt_of: dict[int, tuple[int, ...]] = {}
+    for sample in samples:
+        end = next((place for place, is_trained in enumerate(sample.is_sampled) if is_trained), len(sample.token_ids))
+        prompt_of.setdefault(sample.group_index, sample.token_ids[:end])
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for row, prompt in sorted(prompt_of.items()):
+        groups.setdefault((row if len(prompt) <= 1 else -1, prompt), []).append(row)
+    return list(groups.values()) if len(groups) > 1 else [[row] for row in sorted(prompt_of)]
 
 
 def count_rows(samples: Sequence[Sample]) -> int:

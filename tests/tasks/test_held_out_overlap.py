@@ -1,0 +1,37 @@
+"""Held-out tasks that are training tasks are counted; fields that only the training set has do not matter."""
+
+from __future__ import annotations
+
+from tunesmith.pipeline.rl.plan import describe_overlaps
+from tunesmith.tasks.contamination import count_shared_tasks
+from tunesmith.types import Task
+
+
+def tasks_of(*rows):
+    return [Task(task_id=f"t/{index}", index=index, row=row) for index, row in enumerate(rows)]
+
+
+TRAIN = tasks_of(
+    {"question": "How many apples?", "answer": "4", "rate": 0.5},
+    {"question": "How many pears?", "answer": "4", "rate": 0.5},
+    {"question": "Which one?", "choices": ["a", "b"], "answer": "a"},
+)
+
+
+def test_equal_rows_are_counted_once_and_equal_answers_are_not():
+    held_out = tasks_of(
+        {"question": "How many apples?", "answer": "4"},
+        {"question": "How many plums?", "answer": "4"},
+        {"question": "How many pears?", "answer": "5"},
+        {"question": "Which one?", "choices": ["a", "b"], "answer": "a"},
+        {"question": "Which one?", "choices": ["a", "c"], "answer": "a"},
+        {"problem": "How many apples?", "answer": "4"},
+        {"number": 3},
+    )
+    assert count_shared_tasks([*TRAIN, *TRAIN], held_out) == 2
+    assert count_shared_tasks(TRAIN, []) == count_shared_tasks([], held_out) == 0
+
+
+def test_the_note_names_the_set():
+    (note,) = describe_overlaps(TRAIN, {"test": TRAIN[:2], "other": tasks_of({"question": "x"})})
+    assert note.startswith("eval_datasets.test: 2 of 2 tasks are training tasks too")

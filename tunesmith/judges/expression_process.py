@@ -1,0 +1,116 @@
+"""Comparison of expressions from any thread, within a time limit.
+
+Outside of the main thread math-verify has no time limit, and one comparison such as that with `9^{9^{9^9}}` would keep
+the interpreter for hours. There, a process compares; it starts with the first comparison, serves one at a time, and is
+killed and replaced if it does not answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tunesmith.errors import RolloutError
+from tunesmith.judges import expressions
+from tunesmith.judges.expressions import TIMEOUT_S, compare_expressions
+
+START_TIMEOUT_S = 120.0
+"""Generous, because sympy is imported at the start."""
+ANSWER_TIMEOUT_S = 5.0 * TIMEOUT_S
+"""The process limits itself to two readings and one comparison of `TIMEOUT_S` each."""
+NUM_TRIES = 2
+NO_ANSWER = object()
+"""Instead of an answer that does not come in time."""
+
+
+class ExpressionProcess:
+    """A process that compares expressions, for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+
+    def compare(self, candidate: str | None, reference: str) -> bool | None:
+        """As `compare_expressions`; a candidate that does not let the process answer in time is not equal."""
+        for _ in range(NUM_TRIES):
+            with self._lock:
+                try:
+                    process = self._find_process()
+                    answer = self._ask(process, [candidate, reference], ANSWER_TIMEOUT_S)
+                except OSError:  # it did not start, was killed from outside, or ran out of memory
+                    self._end()
+                    continue
+                if answer is NO_ANSWER:
+                    self._end()
+                    return False
+                return None if answer is None else bool(answer)
+        raise RolloutError(f"the process that compares expressions was lost {NUM_TRIES} times in one comparison")
+
+    def close(self) -> None:
+        """End the process; the next comparison starts another."""
+        with self._lock:
+            self._end()
+
+    def _find_process(self) -> subprocess.Popen[bytes]:
+        if self._owner != os.getpid():  # a forked copy of the owner shares the pipes, but not the answers
+            self._process, self._owner = None, os.getpid()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(expressions.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+            if self._ask(self._process, [None, "1"], START_TIMEOUT_S) is NO_ANSWER:
+                raise TimeoutError("it did not start in time")
+        return self._process
+
+    @staticmethod
+    def _ask(process: subprocess.Popen[bytes], request: list[str | None], timeout_s: float) -> object:
+        """The answer, or `NO_ANSWER`; OSError if the process has ended."""
+        assert process.stdin is not None and process.stdout is not None
+        os.write(process.stdin.fileno(), json.dumps(request).encode() + b"\n")
+        fd, deadline, answer = process.stdout.fileno(), time.monotonic() + timeout_s, b""
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        while not answer.endswith(b"\n"):
+            if not poller.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+                return NO_ANSWER
+            chunk = os.read(fd, 1024)
+            if not chunk:
+                raise BrokenPipeError
+            answer += chunk
+        found: object = json.loads(answer)
+        return found
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+_process = ExpressionProcess()
+atexit.register(_process.close)
+
+
+def compare_in_time(candidate: str | None, reference: str) -> bool | None:
+    """As `compare_expressions`, from any thread."""
+    if threading.current_thread() is threading.main_thread():
+        return compare_expressions(candidate, reference)
+    return _process.compare(candidate, reference)
