@@ -18,12 +18,14 @@ from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, exit_on_signal
 
 EXIT_GRACE_S = 5.0
 """Seconds that threads of user code may keep running after the command has finished."""
+REPEAT_AFTER_S = 0.05
 
 
 def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
     """Print expected errors as one sentence on stderr and exit with status 1; SIGTERM exits with status 143."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, exit_on_signal)
+        sys.unraisablehook = repeat_lost_signal
     if is_debug:
         show_tracebacks()
     try:
@@ -38,6 +40,20 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
         if LOST_DEVICE_ADVICE in message:
             exit_now(1)  # freeing memory of a lost device may abort an ordinary exit
         raise typer.Exit(1) from None
+
+
+def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
+    """Send SIGINT or SIGTERM again if Python dropped the exception of its handler, which ran in a weakref's callback or
+    a destructor; imports have many of them."""
+    error = lost.exc_value
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.SIGINT
+    elif isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+        number = signal.SIGTERM
+    else:
+        sys.__unraisablehook__(lost)
+        return
+    threading.Timer(REPEAT_AFTER_S, os.kill, (os.getpid(), number)).start()
 
 
 def show_tracebacks() -> None:
