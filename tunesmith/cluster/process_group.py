@@ -72,7 +72,7 @@ def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Itera
 
 
 def check_store(timeout_s: float) -> None:
-    """Raise if the store of torchrun's agent, in which ranks meet, is gone; joining would wait for all of its timeout."""
+    """Raise if the store of torchrun's agent, where ranks meet, is gone: joining would wait for its whole timeout."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
