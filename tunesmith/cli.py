@@ -24,6 +24,7 @@ from tunesmith.commands.model import prepare_model
 from tunesmith.commands.offline import finetune, learn_preferences
 from tunesmith.commands.options import ConfigPath, Debug, Gpus, Judge, NumRanks, Overrides, Resume, Workflow
 from tunesmith.commands.serve import serve
+from tunesmith.commands.usage import name_corrections
 from tunesmith.commands.viewer import show, view
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
@@ -213,6 +214,9 @@ def demo(
         typer.echo(json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)))
 
     run_guarded(work, is_debug=debug)
+
+
+name_corrections(app, model_app, search_app)
 
 
 def main() -> None:

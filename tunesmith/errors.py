@@ -71,6 +71,11 @@ class SandboxError(ToolUnavailableError):
     """The sandbox of a tool cannot run code; nothing is known about the code."""
 
 
+def lacks_host_memory(error: BaseException) -> bool:
+    """Whether memory of the host, not of a GPU, could not be allocated, by Python, numpy or torch."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Signal handler that exits with the shell's status for the signal, 128 + number."""
     os.write(2, b"tunesmith: SIGTERM: exiting\n")

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
+from tunesmith.cluster import process_group
+from tunesmith.cluster.place import Place
+from tunesmith.cluster.rank_errors import LAUNCHED, TORCHRUN, WATCH_NAME, watch_launcher
+from tunesmith.errors import ConfigError
+
 RANK = """
-import time
-from tunesmith.cluster.rank_errors import watch_launcher
+import os, time
+from tunesmith.cluster.rank_errors import TORCHRUN, watch_launcher
+os.environ[TORCHRUN] = "x"
 watch_launcher()
 print(1)
 time.sleep(99)
@@ -32,3 +45,33 @@ def test_a_rank_ends_when_its_launcher_is_killed():
     while status.exists() and status.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "it runs on"
         time.sleep(0.1)
+
+
+def test_a_rank_ends_when_its_launcher_was_killed_before_the_watch_began():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    rank = subprocess.run(
+        [sys.executable, "-c", RANK], env=os.environ | {LAUNCHED: str(gone.pid)}, timeout=20, check=False
+    )
+    assert rank.returncode == -signal.SIGTERM
+
+
+def test_a_process_that_no_launcher_started_is_not_watched(monkeypatch):
+    monkeypatch.delenv(TORCHRUN, raising=False)
+    watch_launcher()
+    assert WATCH_NAME not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_rank_does_not_wait_for_its_timeout_where_the_store_of_its_launcher_is_gone(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(process_group, "STORE_TIMEOUT_S", 0.5)
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    place = Place(rank=1, world_size=2, local_size=2, address=f"127.0.0.1:{port}")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="rank 1 of 2 cannot join the others"):
+        process_group.open_ranks(place, device=torch.device("cpu"), timeout_s=3600).__enter__()
+    assert time.monotonic() - began < 60

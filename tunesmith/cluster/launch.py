@@ -40,7 +40,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(),
     )
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED] = str(os.getpid())
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are described here
     use_loopback()
     try:

@@ -5,6 +5,7 @@ Each rank has two groups: tensors (NCCL on GPUs, gloo on CPUs) and Python object
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from tunesmith.cluster.place import Place
-from tunesmith.cluster.rank_errors import is_launched, watch_launcher
+from tunesmith.cluster.rank_errors import watch_launcher
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.errors import ConfigError
+
+STORE_TIMEOUT_S = 20.0
+"""Seconds that a rank tries to reach the store of torchrun's agent, which is older than the rank."""
 
 
 @contextmanager
@@ -29,14 +33,14 @@ def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Itera
     if place.world_size == 1:
         yield Ranks()
         return
-    if is_launched():
-        watch_launcher()
+    watch_launcher()
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     try:
         with terminated_at_once():
+            check_store(min(timeout_s, STORE_TIMEOUT_S))
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
                 rank=place.rank,
@@ -65,6 +69,13 @@ def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Itera
         raise
     dist.barrier(group=objects)  # no rank closes its connections while another still reads
     dist.destroy_process_group()
+
+
+def check_store(timeout_s: float) -> None:
+    """Raise if the store of torchrun's agent, where ranks meet, is gone: joining would wait for its whole timeout."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 @contextmanager

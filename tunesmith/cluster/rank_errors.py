@@ -12,7 +12,10 @@ from pathlib import Path
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the path of the file, set by torchrun."""
 LAUNCHED = "TUNESMITH_LAUNCHED"
-"""Variable that is set if `tunesmith` itself has started this rank, and prints its error."""
+"""Variable with the process id of `tunesmith` if it has started this rank itself, and prints its error."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun's agent, in its own program or in `tunesmith`, sets for ranks."""
+WATCH_NAME = "tunesmith-launcher-watch"
 WATCH_INTERVAL_S = 0.5
 GRACE_S = 30.0
 
@@ -36,12 +39,18 @@ def record_rank_error(message: str, *, kind: str) -> None:
 
 
 def watch_launcher() -> None:
-    """From now on, end this process once its launcher was killed: with SIGTERM, and after `GRACE_S` at once."""
-    threading.Thread(target=_watch, args=(os.getppid(),), name="tunesmith-launcher-watch", daemon=True).start()
+    """From now on, end this rank once its launcher was killed: with SIGTERM, and after `GRACE_S` at once.
+
+    Nothing if neither `tunesmith` nor torchrun has started this process, or if the watch runs already.
+    """
+    if TORCHRUN not in os.environ or any(thread.name == WATCH_NAME for thread in threading.enumerate()):
+        return
+    launcher = int(os.environ.get(LAUNCHED, os.getppid()))  # of `tunesmith`, so that one killed before is noticed
+    threading.Thread(target=_watch, args=(launcher,), name=WATCH_NAME, daemon=True).start()
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
         time.sleep(WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)

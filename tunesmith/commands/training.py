@@ -8,6 +8,7 @@ from typing import Literal
 import typer
 
 from tunesmith import run_files
+from tunesmith.cluster.rank_errors import watch_launcher
 from tunesmith.config import RunConfig
 
 
@@ -16,6 +17,7 @@ def start_run(
     is_debug: bool,
 ) -> None:  # fmt: skip
     """Run in this process, or launch the ranks, which run the command again with the same `config` and overrides."""
+    watch_launcher()
     run_files.check_and_announce(command, settings, f"{config} is valid, loading libraries")
     if run_files.is_launcher(settings):
         from tunesmith.pipeline.session.launch import launch_tuning

@@ -158,7 +158,7 @@ class Trainer:
         try:
             with default_modes(num_threads=self._num_cpu_threads):
                 return self._step(samples, policy_version, beside)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
                 raise
             raise TrainingError(explain_device_error(error, work="an update", advice=LESS_MEMORY)) from error

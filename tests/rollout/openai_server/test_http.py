@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import httpx
@@ -32,3 +33,24 @@ async def test_small_answers_are_sent_at_once(monkeypatch):
     monkeypatch.setattr(socket.socket, "accept", record)
     async with serve_app(Starlette(routes=[Route("/", answer)])) as url, httpx.AsyncClient() as client:
         assert (await client.get(url)).json() == 1
+
+
+def test_a_server_whose_end_is_cancelled_closes_its_listener_before_its_owner_does():
+    async def serve(started):
+        async with serve_app(Starlette()):
+            started.set()
+            await asyncio.Event().wait()
+
+    async def cancel_twice():
+        started = asyncio.Event()
+        serving = asyncio.create_task(serve(started))
+        await started.wait()
+        serving.cancel()
+        await asyncio.sleep(0)
+        others = asyncio.all_tasks() - {asyncio.current_task(), serving}
+        serving.cancel()
+        ends = await asyncio.gather(serving, *others, return_exceptions=True)
+        return [end for end in ends if isinstance(end, BaseException)]
+
+    (end,) = asyncio.run(cancel_twice())
+    assert isinstance(end, asyncio.CancelledError)

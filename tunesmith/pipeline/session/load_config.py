@@ -154,6 +154,8 @@ def load_yaml(path: Path) -> DictConfig:
         loaded = OmegaConf.load(path)
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist") from error
+    except IsADirectoryError as error:
+        raise ConfigError(describe_folder(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file {path}: {first_line(error)}") from error
     except OmegaConfBaseException as error:
@@ -163,6 +165,14 @@ def load_yaml(path: Path) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not a list")
     return loaded
+
+
+def describe_folder(path: Path) -> str:
+    """What to write instead of a folder where a config file is expected."""
+    if (path / "config.yaml").is_file():
+        return f"{path} is a folder: its file is {path / 'config.yaml'}, which resumes a run with --resume"
+    files = ", ".join(sorted(str(each) for each in path.glob("*.y*ml"))[:5])
+    return f"{path} is a folder, where a YAML file is expected" + (f": it holds {files}" if files else "")
 
 
 def apply_override(config: DictConfig, override: str) -> DictConfig:

@@ -9,15 +9,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import typer
 
 from tunesmith.cluster.rank_errors import is_launched, record_rank_error
-from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, exit_on_signal
+from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, exit_on_signal, lacks_host_memory
 
 EXIT_GRACE_S = 5.0
 """Seconds that threads of user code may keep running after the command has finished."""
+LESS_HOST_MEMORY = (
+    "end other programs, use a smaller model, or lower engine.kv_cache_gib and trainer.max_tokens_per_row; --resume "
+    "continues a run from its last checkpoint"
+)
+REPEAT_AFTER_S = 0.05
 
 
 def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
@@ -27,9 +33,12 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
     if is_debug:
         show_tracebacks()
     try:
-        work()
-    except (TunesmithError, ValueError, OSError, ImportError) as error:
-        message = " ".join(str(error).split())
+        with repeated_signals():
+            work()
+    except Exception as error:
+        message = describe_expected(error)
+        if message is None:
+            raise
         record_rank_error(message, kind=type(error).__name__)
         if is_debug:
             raise
@@ -38,6 +47,40 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
         if LOST_DEVICE_ADVICE in message:
             exit_now(1)  # freeing memory of a lost device may abort an ordinary exit
         raise typer.Exit(1) from None
+
+
+def describe_expected(error: Exception) -> str | None:
+    """The sentence that is printed for an error of input, of the run or of this host; None for other errors."""
+    message = " ".join(str(error).split())
+    if isinstance(error, TunesmithError | ValueError | OSError | ImportError):
+        return message
+    if lacks_host_memory(error):
+        return f"this host has too little free memory ({message or 'MemoryError'}): {LESS_HOST_MEMORY}"
+    return None
+
+
+@contextmanager
+def repeated_signals() -> Iterator[None]:
+    """Send SIGINT or SIGTERM again if Python dropped the exception of its handler, which ran in a weakref's callback or
+    a destructor; imports have many of them."""
+    previous = sys.unraisablehook
+
+    def repeat(lost: sys.UnraisableHookArgs) -> None:
+        error = lost.exc_value
+        if isinstance(error, KeyboardInterrupt):
+            number = signal.SIGINT
+        elif isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+            number = signal.SIGTERM
+        else:
+            previous(lost)
+            return
+        threading.Timer(REPEAT_AFTER_S, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
 
 
 def show_tracebacks() -> None:

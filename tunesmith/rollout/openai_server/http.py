@@ -67,8 +67,20 @@ async def serve_app(
             url_host = f"[{host}]" if ":" in host else host
             yield f"http://{url_host}:{listener.getsockname()[1]}"
         finally:
-            server.end()
+            await end_server(server, task)
+
+
+async def end_server(server: _Server, task: asyncio.Task[None]) -> None:
+    """End the server, also if this is cancelled meanwhile: the listener may be closed only after the server has."""
+    server.end()
+    cancellation = None
+    while not task.done():
+        try:
             await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
 
 
 @contextlib.contextmanager
