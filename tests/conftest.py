@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 
+from conditions import SkippableTime
 from file_order import put_long_files_first
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
@@ -47,6 +48,12 @@ def pytest_collection_finish() -> None:
     the objects of the libraries would take most of that time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def passing_time(monkeypatch: pytest.MonkeyPatch) -> SkippableTime:
+    """Time that the test can let pass without waiting."""
+    return SkippableTime(monkeypatch)
 
 
 @pytest.fixture(scope="session")
