@@ -18,12 +18,12 @@ HANG_S = 120.0
 _monotonic = time.monotonic
 
 
-async def until(is_true: Callable[[], object]) -> None:
+async def until(is_true: Callable[[], object], interval_s: float = 0.001) -> None:
     """Return once the condition is true; other tasks of the event loop run meanwhile."""
     deadline = _monotonic() + HANG_S
     while not is_true():
         assert _monotonic() < deadline, "the condition stays false"
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(interval_s)
 
 
 def wait_until(is_true: Callable[[], object], interval_s: float = 0.01) -> None:
