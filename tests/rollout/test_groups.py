@@ -39,7 +39,7 @@ async def work(task, model):
 
 
 async def collect(service, *, workflow=work, max_concurrency=100, **options):
-    agent = Agent(workflow=workflow, timeout_s=5)
+    agent = Agent(workflow=workflow, timeout_s=60)
     return await run_groups(
         TASKS, group_size=3, agent=agent, model=service, seed=7, step=1, max_concurrency=max_concurrency, **options
     )
