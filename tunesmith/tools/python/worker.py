@@ -164,15 +164,14 @@ class Call:
             self._selector.register(child.code, selectors.EVENT_WRITE)
             while self._outcome is None:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    deadline += INTERRUPT_GRACE_S
-                    self._time_out()
-                    continue
-                for key, _ in self._selector.select(min(left_s, FOLDER_CHECK_S)):
+                for key, _ in self._selector.select(max(0.0, min(left_s, FOLDER_CHECK_S))):
                     self._handle(key.fd, requests, wake)
                 if self._outcome is None and child.poll():
                     self._judge_end()
                 self._check_folder()
+                if self._outcome is None and left_s <= 0:  # last: an answer counts that came while this process waited
+                    deadline += INTERRUPT_GRACE_S
+                    self._time_out()
         for fd in self._output:
             self._read_output(fd)
         return self._describe()
