@@ -15,7 +15,7 @@ import pytest
 HANG_S = 120.0
 """Far longer than anything that tests wait for takes on a busy machine."""
 
-_monotonic = time.monotonic
+_monotonic, _perf_counter = time.monotonic, time.perf_counter
 
 
 async def until(is_true: Callable[[], object], interval_s: float = 0.001) -> None:
@@ -35,11 +35,12 @@ def wait_until(is_true: Callable[[], object], interval_s: float = 0.01) -> None:
 
 
 class SkippableTime:
-    """`time.monotonic`, and thus the time of event loops, which a test moves forward."""
+    """`time.monotonic`, thus the time of event loops, and `time.perf_counter`, which a test moves forward."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._skipped_s = 0.0
         patch.setattr(time, "monotonic", lambda: _monotonic() + self._skipped_s)
+        patch.setattr(time, "perf_counter", lambda: _perf_counter() + self._skipped_s)
 
     def skip(self, seconds: float) -> None:
         """Let time pass in the code that runs, which counts as code that took so long."""

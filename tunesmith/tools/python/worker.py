@@ -35,7 +35,7 @@ from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 CHUNK_BYTES = 65536
 MAX_REMOVED_FILES = 1000
 """A worker whose temporary folder holds more is replaced, which takes less time than to remove them."""
-INTERRUPT_GRACE_S = 0.5
+INTERRUPT_GRACE_S = 2.0
 """Seconds that code of a session has after an interrupt at the time limit; then its process is killed."""
 MAX_FILES = 10_000
 """Files and folders in the temporary folder."""
