@@ -54,13 +54,15 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serve(judge=None, *, timeout_s=30.0, lost_after_s=20.0, max_attempts=3, headers=None, **limits):
+async def serve(
+    judge=None, *, timeout_s=30.0, lost_after_s=20.0, max_attempts=3, headers=None, end_grace_s=0.0, **limits
+):
     queue = TaskQueue(timeout_s=timeout_s, lost_after_s=lost_after_s, has_judge=judge is not None)
     agent = Agent(workflow=queue.run_attempt, judge=judge, timeout_s=timeout_s, max_attempts=max_attempts)
     service = build_service()
     given = {"max_body_bytes": 4096, "max_requests": 64} | limits
     async with (
-        serve_tasks(queue, service, ServerLimits(**given), host="127.0.0.1", port=0) as url,
+        serve_tasks(queue, service, ServerLimits(**given), host="127.0.0.1", port=0, end_grace_s=end_grace_s) as url,
         httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client,
     ):
         yield Served(queue=queue, service=service, client=client, agent=agent)
@@ -110,6 +112,22 @@ async def test_waiting_workers_learn_that_the_run_has_ended():
         reply = await waiting
     assert reply.status_code == 410
     assert read_message(reply) == "the run has ended: there are no more tasks"
+
+
+async def test_a_worker_that_asks_after_the_end_of_the_run_learns_of_it():
+    async def ask_late(queue, url):
+        await until(lambda: queue._is_finished)
+        async with httpx.AsyncClient(base_url=url) as client:
+            return await client.get("/tasks/next", params={"worker": "late"})
+
+    async with serve(end_grace_s=HANG_S) as served:
+        rollout = served.start()
+        taken = await served.take("late")
+        await served.call(taken)
+        await served.report(taken, reward=1)
+        await rollout
+        asking = asyncio.create_task(ask_late(served.queue, served.client.base_url))
+    assert (await asking).status_code == 410
 
 
 async def test_the_judge_scores_the_posted_response():
@@ -253,6 +271,7 @@ async def test_after_the_last_attempt_the_rollout_has_failed():
         first, second = await served.take("one"), await served.take("two")
         trajectory = await rollout
     assert first["attempt_id"] != second["attempt_id"]
+    assert not served.queue._workers, "nobody waits for them at the end of the run"
     assert trajectory.reward is None
     assert trajectory.failure.message == (
         "WorkerLostError: worker 'two' made no model call and sent no heartbeat for 0.1 s"
