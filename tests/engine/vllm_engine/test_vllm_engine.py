@@ -118,7 +118,7 @@ def test_a_prompt_that_fills_the_context_samples_nothing(engine):
     assert sample(engine, prompt=[1] * 64).stop_reason == "context"
 
 
-def test_a_stop_string_ends_the_request_and_aborts_it(engine, calls):
+def test_a_stop_string_ends_the_request_and_aborts_it(engine, calls, limited):
     stop = TOKENIZER.decode([7])
     completion = sample(engine, max_tokens=50, stop=(stop,))
     assert completion.sampled_ids == (4, 5, 6, 7) and completion.stop_reason == "stop"
