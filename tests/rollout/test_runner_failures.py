@@ -321,6 +321,20 @@ async def test_blocking_the_event_loop_past_the_timeout_is_a_timeout(passing_tim
     assert 60 <= float(re.search(message, failure.message)[1]) < 90
 
 
+async def test_code_that_blocked_before_the_time_limit_was_reached_is_not_its_cause(passing_time):
+    async def workflow(task, model):
+        output = await answer(task, model)
+        passing_time.skip(1)
+        await asyncio.sleep(0)
+        passing_time.skip_soon(60)
+        await asyncio.sleep(1000)
+        return output
+
+    failure = (await run(workflow, timeout_s=50)).failure
+    assert (failure.where, failure.message) == ("timeout", "not done after timeout_s=50")
+    assert failure.line.endswith("in workflow")
+
+
 async def test_time_blocked_by_another_rollout_does_not_count(passing_time):
     is_waiting, is_over = asyncio.Event(), asyncio.Event()
 
