@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 
+from conditions import SkippableTime
 from file_order import put_long_files_first
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
@@ -27,6 +29,12 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile("tunesmith")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt this process and its children also in the background of a shell, which ignores it there."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +55,12 @@ def pytest_collection_finish() -> None:
     the objects of the libraries would take most of that time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def passing_time(monkeypatch: pytest.MonkeyPatch) -> SkippableTime:
+    """Time that the test can let pass without waiting."""
+    return SkippableTime(monkeypatch)
 
 
 @pytest.fixture(scope="session")

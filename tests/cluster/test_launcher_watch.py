@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from conditions import HANG_S, wait_until
+from free_ports import find_free_port
 from tunesmith.cluster import process_group
 from tunesmith.cluster.place import Place
 from tunesmith.cluster.rank_errors import LAUNCHED, TORCHRUN, WATCH_NAME, watch_launcher
@@ -40,18 +40,21 @@ def test_a_rank_ends_when_its_launcher_is_killed():
     assert ready.strip() == "1"
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 20
-    status = Path(f"/proc/{pid}/stat")
-    while status.exists() and status.read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "it runs on"
-        time.sleep(0.1)
+    wait_until(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:  # it has ended
+        return False
 
 
 def test_a_rank_ends_when_its_launcher_was_killed_before_the_watch_began():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     rank = subprocess.run(
-        [sys.executable, "-c", RANK], env=os.environ | {LAUNCHED: str(gone.pid)}, timeout=20, check=False
+        [sys.executable, "-c", RANK], env=os.environ | {LAUNCHED: str(gone.pid)}, timeout=HANG_S, check=False
     )
     assert rank.returncode == -signal.SIGTERM
 
@@ -63,15 +66,11 @@ def test_a_process_that_no_launcher_started_is_not_watched(monkeypatch):
 
 
 def test_a_rank_does_not_wait_for_its_timeout_where_the_store_of_its_launcher_is_gone(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     monkeypatch.setattr(process_group, "STORE_TIMEOUT_S", 0.5)
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(port))
     place = Place(rank=1, world_size=2, local_size=2, address=f"127.0.0.1:{port}")
-    began = time.monotonic()
     with pytest.raises(ConfigError, match="rank 1 of 2 cannot join the others"):
         process_group.open_ranks(place, device=torch.device("cpu"), timeout_s=3600).__enter__()
-    assert time.monotonic() - began < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from conditions import until
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.step_windows import WINDOW_STEPS, open_windows
 
@@ -31,20 +32,19 @@ def test_engines_stop_after_each_window_and_report_once_when_they_have_no_work()
             lambda is_idle: ends.append((engine.num_steps, is_idle)), engines=[engine], has_windows=True
         )
         asyncio.get_running_loop().add_engine(engine)
-        for _ in range(3):
+        for number in range(3):
             windows.begin()
-            await asyncio.sleep(0.05)
+            await until(lambda number=number: len(ends) > number, interval_s=0.02)
         engine.num_left = 2
-        await asyncio.sleep(0.05)
+        await until(lambda: not engine.num_left, interval_s=0.02)
         windows.check_again()
-        await asyncio.sleep(0.05)
+        await until(lambda: len(ends) > 3, interval_s=0.02)
         windows.stop()
         engine.num_left = 5
         await asyncio.sleep(0.05)
         assert engine.num_left == 5, "no engine steps after stop"
         windows.release()
-        await asyncio.sleep(0.05)
-        assert engine.num_left == 0
+        await until(lambda: not engine.num_left, interval_s=0.02)
         return ends
 
     whole = 2 * WINDOW_STEPS + 3
@@ -64,7 +64,7 @@ def test_a_window_that_begins_within_the_report_of_the_last_one_is_whole():
         windows = open_windows(continue_at_once, engines=[engine], has_windows=True)
         asyncio.get_running_loop().add_engine(engine)
         windows.begin()
-        await asyncio.sleep(0.1)
+        await until(lambda: not engine.num_left, interval_s=0.02)
         return ends
 
     assert run_lockstep(run()) == [WINDOW_STEPS, 2 * WINDOW_STEPS, 3 * WINDOW_STEPS]

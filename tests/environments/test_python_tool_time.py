@@ -29,9 +29,9 @@ def call_together(tool, *codes):
 
 
 def test_waiting_for_a_worker_does_not_count_toward_the_time_limit_of_the_tool():
-    sleeps = ["import time; time.sleep(0.5); 1"] * 4
-    results = call_together(build(1.5), *sleeps)  # the last one ends after 2 s
-    assert [(result.text, result.failure) for result in results] == [("1", "")] * 4
+    sleeps = ["import time; time.sleep(0.4); 1"] * 8
+    results = call_together(build(3), *sleeps)  # the last one ends after 3.2 s
+    assert [(result.text, result.failure) for result in results] == [("1", "")] * 8
 
 
 @pytest.mark.parametrize("is_session", [False, True])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
 from test_trainer_gpu import build_samples
 from torch import multiprocessing
 
+from free_ports import find_free_port
 from trainable_models import build_deep
 from tunesmith.cluster.place import Place
 from tunesmith.cluster.process_group import open_ranks
@@ -56,10 +56,7 @@ def run_rank(rank, port, folder):
 
 
 def test_two_gpus_with_sharded_weights_make_the_updates_of_whole_ones(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, (port, tmp_path), nprocs=2)
+    multiprocessing.spawn(run_rank, (find_free_port(), tmp_path), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     whole, sharded = first[False], first[True]
     assert sharded["masters"] == whole["masters"]

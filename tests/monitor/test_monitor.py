@@ -7,6 +7,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -131,7 +132,7 @@ def test_durations_are_readable():
 
 def test_the_remaining_time_is_the_mean_of_recent_steps_times_steps_left(monkeypatch):
     now = iter([0.0, 10.0, 30.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setattr("tunesmith.monitor.console.time", SimpleNamespace(monotonic=lambda: next(now)))
     stream = io.StringIO()
     console = ConsoleProgress(first_step=2, total_steps=12, has_progress=False, log_interval_steps=1, stream=stream)
     console.show_train(3, {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,19 @@ from tunesmith.model.prepare import prepare_model
 
 AGENT = textwrap.dedent(
     """
+    import asyncio
+    from pathlib import Path
+
     from tunesmith import JudgeOutput, WorkflowOutput
+
+    HOLD = Path(__file__).with_name("hold")
+
+    def is_held():
+        "Whether the run that the file names has written as many lines of metrics as it says."
+        if not HOLD.exists():
+            return False
+        metrics, num_lines = HOLD.read_text().split("\\n")
+        return Path(metrics).exists() and Path(metrics).read_text().count("\\n") >= int(num_lines)
 
     async def workflow(task, model):
         messages = [{"role": "user", "content": task["question"]}]
@@ -24,9 +38,22 @@ AGENT = textwrap.dedent(
         return WorkflowOutput(response=second.choices[0].message.content)
 
     async def judge(task, response):
+        while is_held():
+            await asyncio.sleep(0.02)
         return JudgeOutput(reward=float(len(response) % 5), metrics={"length": float(len(response))})
     """
 )
+
+
+@contextlib.contextmanager
+def held_after(metrics: Path, num_lines: int) -> Iterator[None]:
+    """Until the end of the block, the run of these metrics judges nothing once it has written so many lines."""
+    hold = metrics.parents[3] / "hold"
+    hold.write_text(f"{metrics}\n{num_lines}")
+    try:
+        yield
+    finally:
+        hold.unlink()
 
 
 def write_run_folder(folder: Path, **settings: Any) -> None:

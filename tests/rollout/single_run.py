@@ -18,7 +18,7 @@ def build_service(script: Script | None = None, **options) -> ModelService:
     return ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=50), **options)
 
 
-async def run(workflow, judge=None, *, service=None, auxiliary_models=None, timeout_s=5.0, grace_s=0.05) -> Trajectory:
+async def run(workflow, judge=None, *, service=None, auxiliary_models=None, timeout_s=60.0, grace_s=0.05) -> Trajectory:
     return await run_trajectory(
         TASK,
         3,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 
 import pytest
 
 from chat_templates import QWEN25
+from conditions import HANG_S
 from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
+from tunesmith.rollout import watchdog
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
 from tunesmith.rollout.runner import Agent
@@ -36,7 +39,7 @@ async def work(task, model):
 
 
 async def collect(service, *, workflow=work, max_concurrency=100, **options):
-    agent = Agent(workflow=workflow, timeout_s=5)
+    agent = Agent(workflow=workflow, timeout_s=60)
     return await run_groups(
         TASKS, group_size=3, agent=agent, model=service, seed=7, step=1, max_concurrency=max_concurrency, **options
     )
@@ -161,26 +164,45 @@ def test_causes_are_grouped_by_kind_with_the_first_message():
 
 
 @pytest.mark.anyio
-async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog):
+async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog, monkeypatch):
+    has_looked, find = threading.Event(), watchdog.find_running_line
+
+    def find_running_line(frame):
+        has_looked.set()
+        return find(frame)
+
     def block_here():
+        has_looked.clear()
         time.sleep(0.5)
+        assert has_looked.wait(HANG_S)  # a busy machine may not have run the watchdog's thread meanwhile
+        time.sleep(0.1)
 
     async def workflow(task, model):
         await work(task, model)
         block_here()
 
+    monkeypatch.setattr(watchdog, "find_running_line", find_running_line)
     agent = Agent(workflow=workflow, timeout_s=0.2, cancel_grace_s=0.05)
     with pytest.raises(RolloutError, match=r"3 rollouts blocked the event loop past rollout.timeout_s=0.2.*block_here"):
         await run_groups(TASKS[:1], group_size=8, agent=agent, model=build_service(), seed=7, step=1, max_concurrency=8)
-    assert "test_groups.py" in caplog.records[0].getMessage().splitlines()[0]
+    warnings = [record.getMessage().splitlines()[0] for record in caplog.records]
+    assert any("test_groups.py" in each for each in warnings), warnings
 
 
 @pytest.mark.anyio
 async def test_the_watchdog_logs_the_blocking_line(caplog):
-    def block_here():
-        time.sleep(0.5)
+    has_warned = threading.Event()
 
-    with watch_event_loop(logging.getLogger("test"), limit_s=0.1):
+    def block_here():
+        assert has_warned.wait(HANG_S)
+
+    class Warned(logging.Handler):
+        def emit(self, record):
+            has_warned.set()
+
+    logger = logging.getLogger("test_watchdog")
+    logger.addHandler(Warned())
+    with watch_event_loop(logger, limit_s=0.1):
         await asyncio.sleep(0.2)
         assert not caplog.records
         block_here()

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import math
 import re
-import time
 
 import openai
 import pytest
 from single_run import TASK, answer, build_service, call_model, run
 
+from conditions import until
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.watchdog import EventLoopWatchdog
 from tunesmith.types import Failure, JudgeOutput, WorkflowOutput
@@ -152,36 +152,46 @@ async def test_a_failure_has_the_traceback_of_the_users_code():
     assert (await run(answer, judge_is_undecided)).failure.traceback is None
 
 
-async def test_a_rollout_past_its_timeout_is_cancelled():
+async def test_a_rollout_past_its_timeout_is_cancelled(passing_time):
     cleaned = []
 
     async def workflow(task, model):
         await call_model(model)
+        passing_time.skip_soon(60)
         try:
             await asyncio.sleep(60)
         finally:
             cleaned.append(True)
 
-    trajectory = await run(workflow, timeout_s=0.05)
-    assert trajectory.failure == Failure(where="timeout", message="not done after timeout_s=0.05")
+    trajectory = await run(workflow, timeout_s=50)
+    assert trajectory.failure == Failure(where="timeout", message="not done after timeout_s=50")
     assert cleaned
     assert len(trajectory.turns) == 1
 
 
-async def test_workflow_and_judge_share_the_deadline():
+async def test_workflow_and_judge_share_the_deadline(passing_time):
+    async def workflow(task, model):
+        output = await answer(task, model)
+        passing_time.skip_soon(30)
+        await asyncio.sleep(0)
+        return output
+
     async def judge(task, response):
+        passing_time.skip_soon(30)
         await asyncio.sleep(60)
 
-    assert (await run(answer, judge, timeout_s=0.05)).failure.where == "timeout"
+    trajectory = await run(workflow, judge, timeout_s=50)
+    assert trajectory.failure.where == "timeout" and len(trajectory.turns) == 1
 
 
-async def test_user_code_that_ignores_its_cancellation_is_abandoned(caplog):
-    late = []
+async def test_user_code_that_ignores_its_cancellation_is_abandoned(caplog, passing_time):
+    late, is_abandoned = [], asyncio.Event()
 
     async def workflow(task, model):
-        for _ in range(4):
+        passing_time.skip_soon(60)
+        while not is_abandoned.is_set():
             try:
-                await asyncio.sleep(0.1)
+                await is_abandoned.wait()
             except asyncio.CancelledError:
                 late.append("cancelled")
         try:
@@ -191,10 +201,11 @@ async def test_user_code_that_ignores_its_cancellation_is_abandoned(caplog):
         raise RuntimeError("ignored after cancellation")
 
     service = build_service()
-    trajectory = await run(workflow, service=service, timeout_s=0.05)
+    trajectory = await run(workflow, service=service, timeout_s=50)
     assert trajectory.failure.where == "timeout"
     assert "abandoned" in caplog.text
-    await asyncio.sleep(0.6)
+    is_abandoned.set()
+    await until(lambda: len(late) == 2)
     assert late == ["cancelled", "refused"]
     assert service.recorder.engine.ledger == []
 
@@ -256,15 +267,16 @@ async def test_all_errors_of_a_validation_are_reported():
     assert failure.line.endswith("in return_a_wrong_reward")
 
 
-async def test_a_timeout_names_the_line_that_waited():
+async def test_a_timeout_names_the_line_that_waited(passing_time):
     async def wait_inside():
+        passing_time.skip_soon(60)
         await asyncio.sleep(60)
 
     async def workflow(task, model):
         await call_model(model)
         await wait_inside()
 
-    assert (await run(workflow, timeout_s=0.1)).failure.line.endswith("in wait_inside")
+    assert (await run(workflow, timeout_s=50)).failure.line.endswith("in wait_inside")
 
 
 async def test_late_calls_are_refused_and_counted():
@@ -297,25 +309,45 @@ async def test_late_calls_are_refused_and_counted():
     assert len(service.recorder.engine.requests) == 1
 
 
-def block_for(seconds):
-    time.sleep(seconds)
+async def test_blocking_the_event_loop_past_the_timeout_is_a_timeout(passing_time):
+    async def block_once(task, model):
+        output = await answer(task, model)
+        passing_time.skip(60)
+        return output
 
-
-async def block_once(task, model):
-    output = await answer(task, model)
-    block_for(0.6)
-    return output
-
-
-async def test_blocking_the_event_loop_past_the_timeout_is_a_timeout():
-    failure = (await run(block_once, timeout_s=0.3)).failure
+    failure = (await run(block_once, timeout_s=50)).failure
     assert failure.where == "timeout"
-    assert "blocked the event loop for 0.6 s and was not done after timeout_s=0.3" in failure.message
+    message = r"blocked the event loop for (\d+\.\d) s and was not done after timeout_s=50"
+    assert 60 <= float(re.search(message, failure.message)[1]) < 90
 
 
-async def test_time_blocked_by_another_rollout_does_not_count():
+async def test_code_that_blocked_before_the_time_limit_was_reached_is_not_its_cause(passing_time):
+    async def workflow(task, model):
+        output = await answer(task, model)
+        passing_time.skip(1)
+        await asyncio.sleep(0)
+        passing_time.skip_soon(60)
+        await asyncio.sleep(1000)
+        return output
+
+    failure = (await run(workflow, timeout_s=50)).failure
+    assert (failure.where, failure.message) == ("timeout", "not done after timeout_s=50")
+    assert failure.line.endswith("in workflow")
+
+
+async def test_time_blocked_by_another_rollout_does_not_count(passing_time):
+    is_waiting, is_over = asyncio.Event(), asyncio.Event()
+
+    async def block_once(task, model):
+        output = await answer(task, model)
+        await is_waiting.wait()
+        passing_time.skip(60)
+        is_over.set()
+        return output
+
     async def bystander(task, model):
-        await asyncio.sleep(0.2)
+        is_waiting.set()
+        await is_over.wait()
         return await answer(task, model)
 
     watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
@@ -326,6 +358,6 @@ async def test_time_blocked_by_another_rollout_does_not_count():
             TASK, 0, agent=agent, model=build_service(), auxiliary_models={}, seed=1, watchdog=watchdog
         )
 
-    blocked, other = await asyncio.gather(start(block_once, 0.3), start(bystander, 0.5))
+    blocked, other = await asyncio.gather(start(block_once, 50), start(bystander, 50))
     assert blocked.failure.where == "timeout"
     assert other.reward == 0.5

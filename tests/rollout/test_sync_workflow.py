@@ -95,12 +95,13 @@ async def test_errors_of_a_plain_function_name_its_line():
     assert "must return a WorkflowOutput, got int" in (await run(wrong)).failure.message
 
 
-async def test_a_plain_function_past_its_timeout_is_abandoned_and_cannot_sample():
-    released, refused = threading.Event(), threading.Event()
+async def test_a_plain_function_past_its_timeout_is_abandoned_and_cannot_sample(passing_time):
+    released, refused, loop = threading.Event(), threading.Event(), asyncio.get_running_loop()
 
     def workflow(task, model):
         client = model.as_sync_openai_client()
         ask(client, model)
+        loop.call_soon_threadsafe(passing_time.skip, 60)
         released.wait(60)
         try:
             ask(client, model)
@@ -109,7 +110,7 @@ async def test_a_plain_function_past_its_timeout_is_abandoned_and_cannot_sample(
             raise
 
     service = build_service()
-    trajectory = await run(workflow, service=service, timeout_s=0.2)
+    trajectory = await run(workflow, service=service, timeout_s=50)
     assert trajectory.failure.where == "timeout"
     assert "in workflow" in trajectory.failure.line
     assert len(trajectory.turns) == 1

@@ -33,7 +33,7 @@ def require_isolation(kind: str) -> None:
 
 def build_tool(kind: str, **settings: Any) -> PythonTool:
     require_isolation(kind)
-    return PythonTool(PythonToolSection(isolation=kind, **{"num_workers": 1, "wall_s": 20, **settings}))
+    return PythonTool(PythonToolSection(isolation=kind, **{"num_workers": 1, "wall_s": 60, **settings}))
 
 
 def run_code(tool: PythonTool, code: str) -> PythonResult:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 def find_chromium() -> str | None:

@@ -136,6 +136,26 @@ def test_the_keyboard_moves_through_a_run(browser, served):
     assert browser.evaluate("document.activeElement.value") == "j", "what is typed survives changes of the page"
 
 
+def test_what_is_typed_at_once_into_a_new_page_stays(browser, served):
+    """Before the browser has painted the page, as on a busy machine."""
+    browser.open(served[0] + "#/config/0")
+    browser.wait_for_text("algorithm.algorithm_type")
+    typed = browser.evaluate(
+        """new Promise((done) => {
+            new MutationObserver((changes, observer) => {
+                const input = document.querySelector("[data-main]");
+                if (!input) return;
+                observer.disconnect();
+                input.value = "j";
+                input.dispatchEvent(new Event("input", {bubbles: true}));
+                setTimeout(() => done(document.querySelector("[data-main]").value), 300);
+            }).observe(document.body, {childList: true, subtree: true});
+            location.hash = "#/search/0";
+        })"""
+    )
+    assert typed == "j"
+
+
 def test_a_filter_is_part_of_the_link(browser, served):
     browser.open(served[0] + "#/search/0")
     browser.wait_for_text("24 shown")

@@ -220,7 +220,8 @@ async def _run_until_deadline(run: _Run) -> _Outcome:
     except asyncio.CancelledError:
         await _cancel(running, agent)
         raise
-    if run.blocked.blocked_s > 0 and compute_remaining_s() <= 0:
+    passed_since_block_s = time.monotonic() - watchdog.blocked_s - run.blocked.ended_at
+    if (remaining_s := compute_remaining_s()) <= 0 and passed_since_block_s <= -remaining_s:  # passed while it blocked
         return await _fail_blocked_run(run, running)
     if not running.done():
         line = None if run.user_coroutine is None else run.user_coroutine.find_line()

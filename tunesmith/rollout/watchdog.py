@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -42,6 +43,8 @@ class BlockedTime:
     longest_s: float = 0.0
     line: str | None = None
     """The line of user code that blocked, if the watchdog thread saw it."""
+    ended_at: float = -math.inf
+    """When it last blocked, in seconds of `time.monotonic` without the time for which any rollout blocked."""
 
 
 @contextlib.contextmanager
@@ -92,6 +95,7 @@ class EventLoopWatchdog:
             return
         self._blocked_s += seconds
         run.blocked_s += seconds
+        run.ended_at = time.monotonic() - self.blocked_s
         if seconds > run.longest_s:
             run.longest_s = seconds
             run.line = self._blocking_line

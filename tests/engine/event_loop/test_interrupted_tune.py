@@ -11,15 +11,38 @@ from collections.abc import Callable
 
 import pytest
 
+from conditions import wait_until
+from tunesmith.engine.event_loop import notebook
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
+from tunesmith.engine.event_loop.signal_handlers import interrupt_thread
 
 WAIT_S = 60.0
 """Far longer than any test takes; only a run that is not interrupted waits for so long."""
 
 
-def interrupt_soon(delay_s: float = 0.05) -> None:
-    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt_soon() -> None:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.fixture
+def interrupt_often(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sends Ctrl-C a number of times, each after the one before was passed on to the thread: two at once are one."""
+    num_passed_on = 0
+
+    def count(thread: threading.Thread) -> None:
+        nonlocal num_passed_on
+        interrupt_thread(thread)
+        num_passed_on += 1
+
+    def send(number: int) -> None:
+        for num_before in range(number):
+            wait_until(lambda num_before=num_before: num_passed_on >= num_before)
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(notebook, "interrupt_thread", count)
+    return lambda number: threading.Thread(target=send, args=(number,), daemon=True).start()
 
 
 async def call_in_a_loop(work: Callable[[], object]) -> None:
@@ -82,10 +105,9 @@ def test_an_interrupt_ends_a_run_that_has_no_event_loop_yet() -> None:
     assert time.monotonic() - started < WAIT_S / 2
 
 
-def test_a_second_interrupt_reaches_code_that_blocks_the_loop() -> None:
+def test_a_second_interrupt_reaches_code_that_blocks_the_loop(interrupt_often: Callable[[int], None]) -> None:
     async def train() -> None:
-        interrupt_soon(0.05)
-        interrupt_soon(0.3)
+        interrupt_often(2)
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             time.sleep(0.01)  # noqa: ASYNC251 - it is to block
@@ -96,12 +118,11 @@ def test_a_second_interrupt_reaches_code_that_blocks_the_loop() -> None:
     assert time.monotonic() - started < WAIT_S / 2
 
 
-def test_a_third_interrupt_leaves_a_thread_that_cannot_be_interrupted() -> None:
+def test_a_third_interrupt_leaves_a_thread_that_cannot_be_interrupted(interrupt_often: Callable[[int], None]) -> None:
     release = threading.Event()
 
     def work() -> None:
-        for delay_s in (0.05, 0.2, 0.35):
-            interrupt_soon(delay_s)
+        interrupt_often(3)
         release.wait(WAIT_S)
 
     started = time.monotonic()

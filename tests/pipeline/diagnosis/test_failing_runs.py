@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 
 import openai
@@ -26,6 +27,19 @@ def find(diagnosis, check):
     assert finding.problem and finding.change and finding.evidence
     check_settings(finding, load_record(diagnosis.folder).config)
     return finding
+
+
+class SamplingTime:
+    """Seconds from the first call of a run to its first reply, by which tools here are slow on any machine."""
+
+    def __init__(self):
+        self.started = self.seconds = None
+
+    async def ask(self, task, model):
+        self.started = time.monotonic() if self.started is None else self.started
+        output = await ask(task, model)
+        self.seconds = time.monotonic() - self.started if self.seconds is None else self.seconds
+        return output
 
 
 def write_evidence(finding):
@@ -148,14 +162,17 @@ def test_rollouts_that_time_out(run):
 
 def test_an_engine_without_requests_while_tools_run(run):
     async def workflow(task, model):
-        output = await ask(task, model)
-        await asyncio.sleep(1.0)
+        output = await sampling.ask(task, model)
+        await asyncio.sleep(max(1.0, 3 * sampling.seconds))
         return output
+
+    sampling = SamplingTime()
 
     diagnosis = run(steps=1, workflow_func=workflow)
     finding = find(diagnosis, "idle-engine")
     assert finding.settings == {"algorithm.batch_size": 8}
-    assert "waiting for tools 1" in diagnosis.step_time
+    assert float(re.search(r"waiting for tools ([\d.]+) s", diagnosis.step_time)[1]) >= 1
+    sampling = SamplingTime()
     limited = find(
         run("rollout.max_concurrency=8", experiment_name="y", steps=1, workflow_func=workflow), "idle-engine"
     )
@@ -164,9 +181,11 @@ def test_an_engine_without_requests_while_tools_run(run):
 
 def test_tools_that_block_the_event_loop(run):
     async def workflow(task, model):
-        output = await ask(task, model)
-        time.sleep(0.15)  # noqa: ASYNC251
+        output = await sampling.ask(task, model)
+        time.sleep(max(0.15, sampling.seconds / 2))  # noqa: ASYNC251
         return output
+
+    sampling = SamplingTime()
 
     diagnosis = run(steps=1, workflow_func=workflow)
     assert "asyncio.to_thread" in find(diagnosis, "blocking-code").change
@@ -178,9 +197,11 @@ def test_rollouts_that_hold_up_a_step(run):
 
     async def workflow(task, model):
         is_slow = next(calls) == 0
-        output = await ask(task, model)
-        await asyncio.sleep(4.0 if is_slow else 0)
+        output = await sampling.ask(task, model)
+        await asyncio.sleep(max(4.0, 8 * sampling.seconds) if is_slow else 0)
         return output
+
+    sampling = SamplingTime()
 
     finding = find(run(steps=1, workflow_func=workflow), "stragglers")
     assert "rollout.timeout_s" in finding.settings

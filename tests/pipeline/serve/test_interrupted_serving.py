@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 
 import httpx
 import pytest
 
+from conditions import wait_until
+from free_ports import find_free_port
 from killed_runs import Zygote, read_metrics
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model
@@ -60,19 +61,22 @@ def zygote(tmp_path_factory):
 
 def write_run(folder, name, text):
     """Write the run file; returns its path, the run folder, and the URL of the server."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = find_free_port()
     path = folder / f"{name}.yaml"
     path.write_text((RUN + text).replace("NAME", name).replace("PORT", str(port)))
     return str(path), folder / "runs" / "p" / name, f"http://127.0.0.1:{port}"
 
 
 class Client(threading.Thread):
-    """Works until the run has ended, whichever server answers; what goes wrong is in `error`."""
+    """Works until the run has ended, whichever server answers; what goes wrong is in `error`. Before the interruption
+    it does one report less than the whole run needs."""
+
+    num_needed: int
 
     def __init__(self, url):
         super().__init__(daemon=True)
+        self.turns = []
+        self.is_interrupted = threading.Event()
         self.client = httpx.Client(base_url=url, timeout=PATIENCE_S)
         self.is_ended = threading.Event()
         self.num_restarts = 0
@@ -81,6 +85,8 @@ class Client(threading.Thread):
 
     def run(self):
         while not self.is_ended.is_set():
+            if len(self.turns) >= self.num_needed - 1:
+                self.is_interrupted.wait(PATIENCE_S)
             try:
                 self.work()
             except httpx.TransportError:  # no server, or it ended during a call
@@ -112,11 +118,9 @@ class Client(threading.Thread):
 
 
 class Worker(Client):
-    """A worker of the queue of tasks."""
+    """A worker of the queue of tasks: each step has two rollouts and an evaluation of three tasks."""
 
-    def __init__(self, url):
-        self.turns = []
-        super().__init__(url)
+    num_needed = 3 * (2 + 3) - 3  # without the last evaluation
 
     def work(self):
         reply = self.client.get("/tasks/next", params={"wait_s": 5})
@@ -132,11 +136,9 @@ class Worker(Client):
 
 
 class User(Client):
-    """Live traffic with feedback."""
+    """Live traffic with feedback: each step has two sessions."""
 
-    def __init__(self, url):
-        self.turns = []
-        super().__init__(url)
+    num_needed = 3 * 2
 
     def work(self):
         session_id = f"user-{len(self.turns)}-{self.num_restarts}"
@@ -147,12 +149,7 @@ class User(Client):
 
 
 def wait_for_steps(run, number):
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if (run / f"global_step_{number}" / "DONE.json").exists():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"no checkpoint of step {number} after {PATIENCE_S} s")
+    wait_until((run / f"global_step_{number}" / "DONE.json").exists)
 
 
 @pytest.mark.parametrize(("name", "text", "client_class"), [("tasks", TASKS, Worker), ("online", ONLINE, User)])
@@ -166,6 +163,7 @@ def test_ctrl_c_saves_the_state_and_the_run_resumes_with_the_same_workers(zygote
     wait_for_steps(run, 1)
     os.kill(pid, signal.SIGINT)
     assert process.wait() == 130
+    client.is_interrupted.set()
     output = log.read_text()
     assert "SIGINT: ending the run" in output
     assert "resume" in output and "Traceback" not in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from free_ports import find_free_port
 from tunesmith import serve
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
@@ -71,12 +71,6 @@ class Traffic(threading.Thread):
             self.rewards[session_id] = float(sum(self.noted[session_id][-1][1]) % 7)
             body = {"reward": self.rewards[session_id], "response": session_id}
             self.client.post(f"/sessions/{session_id}/reward", json=body).raise_for_status()
-
-
-def find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import find_free_port
 from tunesmith import serve, tune
 from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
@@ -26,12 +27,6 @@ SMALL = (
     "algorithm.batch_size=2", "algorithm.group_size=4", "trainer.learning_rate=1e-3", "monitor.has_progress=false",
     "monitor.trackers=[]", "rollout.chat_model=openai", "total_steps=2",
 )  # fmt: skip
-
-
-def find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture

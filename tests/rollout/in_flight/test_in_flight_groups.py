@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from chat_templates import QWEN25
+from conditions import until
 from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
@@ -271,9 +272,12 @@ def test_a_cancelled_run_waits_for_the_update():
 
     async def run() -> None:
         groups, *_ = build_groups(talk, max_staleness=1)
-        working = asyncio.ensure_future(groups.run_beside(lambda: (time.sleep(0.1), done.append(1))))
-        await asyncio.sleep(0.01)
+        has_begun, may_end = threading.Event(), threading.Event()
+        work = lambda: (has_begun.set(), may_end.wait(60), done.append(1))  # noqa: E731
+        working = asyncio.ensure_future(groups.run_beside(work))
+        await until(has_begun.is_set)
         working.cancel()
+        asyncio.get_running_loop().call_later(0.02, may_end.set)
         with pytest.raises(asyncio.CancelledError):
             await working
         assert done == [1]

@@ -32,7 +32,7 @@ class Served:
         return await self.client.post(f"/sessions/{session_id}/reward", json={"reward": 1} | fields)
 
     async def run(self):
-        agent = Agent(workflow=self.sessions.run_session, timeout_s=5)
+        agent = Agent(workflow=self.sessions.run_session, timeout_s=60)
         return await run_trajectory(TASK, 0, agent=agent, model=self.sessions, auxiliary_models={}, seed=1)
 
 

@@ -12,6 +12,7 @@ import openai
 import pytest
 from single_run import TASK, build_service
 
+from conditions import until
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.task_server.app import ServerLimits
@@ -110,7 +111,7 @@ async def test_a_worker_of_one_address_runs_the_tasks_of_both_ranks():
 async def test_a_worker_that_waits_receives_another_ranks_task():
     async with serve() as served:
         waiting = asyncio.create_task(served.take())
-        await asyncio.sleep(0.05)
+        await until(lambda: served.queues[0]._polls)
         rollout = served.start(1)
         taken = await waiting
         await served.work(taken, 1.0)
@@ -141,6 +142,7 @@ async def test_the_task_of_a_lost_worker_is_offered_again():
         rollout = served.start(1)
         lost = await served.take()
         again = await served.take(wait_s=20)
+        served.queues[1]._lost_after_s = 20
         assert again["attempt_id"] != lost["attempt_id"]
         assert (await served.report(lost, reward=5)).status_code == 410
         await served.work(again, 1.0)

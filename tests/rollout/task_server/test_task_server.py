@@ -12,6 +12,7 @@ import openai
 import pytest
 from single_run import TASK, build_service
 
+from conditions import HANG_S, until
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, ServerLimits
 from tunesmith.rollout.task_server.queue import TaskQueue
@@ -53,13 +54,15 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serve(judge=None, *, timeout_s=30.0, lost_after_s=20.0, max_attempts=3, headers=None, **limits):
+async def serve(
+    judge=None, *, timeout_s=30.0, lost_after_s=20.0, max_attempts=3, headers=None, end_grace_s=0.0, **limits
+):
     queue = TaskQueue(timeout_s=timeout_s, lost_after_s=lost_after_s, has_judge=judge is not None)
     agent = Agent(workflow=queue.run_attempt, judge=judge, timeout_s=timeout_s, max_attempts=max_attempts)
     service = build_service()
     given = {"max_body_bytes": 4096, "max_requests": 64} | limits
     async with (
-        serve_tasks(queue, service, ServerLimits(**given), host="127.0.0.1", port=0) as url,
+        serve_tasks(queue, service, ServerLimits(**given), host="127.0.0.1", port=0, end_grace_s=end_grace_s) as url,
         httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client,
     ):
         yield Served(queue=queue, service=service, client=client, agent=agent)
@@ -92,7 +95,7 @@ async def test_a_worker_takes_a_task_calls_the_model_and_posts_a_reward():
 async def test_a_worker_that_waits_receives_the_next_task_and_then_learns_that_there_is_none():
     async with serve() as served:
         waiting = asyncio.create_task(served.take())
-        await asyncio.sleep(0.05)
+        await until(lambda: served.queue._polls)
         rollout = served.start()
         taken = await waiting
         assert (await served.client.get("/tasks/next", params={"wait_s": 0})).status_code == 204
@@ -104,11 +107,27 @@ async def test_a_worker_that_waits_receives_the_next_task_and_then_learns_that_t
 async def test_waiting_workers_learn_that_the_run_has_ended():
     async with serve() as served:
         waiting = asyncio.create_task(served.client.get("/tasks/next"))
-        await asyncio.sleep(0.05)
+        await until(lambda: served.queue._polls)
         served.queue.finish()
         reply = await waiting
     assert reply.status_code == 410
     assert read_message(reply) == "the run has ended: there are no more tasks"
+
+
+async def test_a_worker_that_asks_after_the_end_of_the_run_learns_of_it():
+    async def ask_late(queue, url):
+        await until(lambda: queue._is_finished)
+        async with httpx.AsyncClient(base_url=url) as client:
+            return await client.get("/tasks/next", params={"worker": "late"})
+
+    async with serve(end_grace_s=HANG_S) as served:
+        rollout = served.start()
+        taken = await served.take("late")
+        await served.call(taken)
+        await served.report(taken, reward=1)
+        await rollout
+        asking = asyncio.create_task(ask_late(served.queue, served.client.base_url))
+    assert (await asking).status_code == 410
 
 
 async def test_the_judge_scores_the_posted_response():
@@ -204,10 +223,11 @@ async def test_reports_and_calls_after_the_time_limit_are_refused():
     assert read_message(late).startswith("the attempt has ended: its time limit of 0.3 s has passed")
 
 
-async def test_waiting_for_a_worker_does_not_count_toward_the_time_limit():
-    async with serve(timeout_s=1.0) as served:
+async def test_waiting_for_a_worker_does_not_count_toward_the_time_limit(passing_time):
+    async with serve(timeout_s=50) as served:
         rollout = served.start()
-        await asyncio.sleep(1.2)
+        await until(lambda: served.queue.num_waiting)
+        passing_time.skip(60)
         taken = await served.take()
         await served.call(taken)
         await served.report(taken, reward=1)
@@ -220,6 +240,7 @@ async def test_the_task_of_a_lost_worker_is_issued_again_as_a_new_attempt():
         lost = await served.take("one")
         await served.call(lost)
         taken = await served.take("two")
+        served.queue._lost_after_s = 20
         assert taken["attempt_id"] != lost["attempt_id"]
         assert taken["task"] == lost["task"]
         late_call = await served.call(lost)
@@ -250,6 +271,7 @@ async def test_after_the_last_attempt_the_rollout_has_failed():
         first, second = await served.take("one"), await served.take("two")
         trajectory = await rollout
     assert first["attempt_id"] != second["attempt_id"]
+    assert not served.queue._workers, "nobody waits for them at the end of the run"
     assert trajectory.reward is None
     assert trajectory.failure.message == (
         "WorkerLostError: worker 'two' made no model call and sent no heartbeat for 0.1 s"
@@ -259,9 +281,9 @@ async def test_after_the_last_attempt_the_rollout_has_failed():
 async def test_a_worker_that_disconnects_while_it_waits_receives_no_task():
     async with serve() as served:
         waiting = asyncio.create_task(served.take("gone"))
-        await asyncio.sleep(0.05)
+        await until(lambda: served.queue._polls)
         waiting.cancel()
-        await asyncio.sleep(0.1)
+        await until(lambda: not served.queue._polls)
         rollout = served.start()
         taken = await served.take("here")
         await served.call(taken)
@@ -309,13 +331,15 @@ async def test_requests_that_fit_nothing_are_refused_with_a_sentence():
 async def test_more_requests_than_the_limit_are_refused():
     async with serve(max_requests=1) as served:
         waiting = asyncio.create_task(served.client.get("/tasks/next"))
-        await asyncio.sleep(0.1)
+        await until(lambda: served.queue._polls)
         refused = await served.client.get("/health")
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert "serve.max_requests=1" in read_message(refused)
         waiting.cancel()
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(HANG_S):  # the request ends after its wait for a task
+            while (await served.client.get("/health")).status_code == 503:  # noqa: ASYNC110 - over HTTP
+                await asyncio.sleep(0.01)
         assert (await served.client.get("/health")).json() == {"status": "ok", "num_waiting": 0, "num_open": 0}
 
 

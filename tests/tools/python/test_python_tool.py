@@ -148,15 +148,14 @@ def test_more_calls_than_workers(tool):
 
 def test_the_event_loop_runs_during_a_call(tool):
     async def run():
-        call = asyncio.create_task(tool("import time\ntime.sleep(.3)\n1"))
-        num_turns = 0
-        while not call.done():
+        call = asyncio.create_task(tool("import time\ntime.sleep(1000)"))
+        for _ in range(5):
             await asyncio.sleep(0.01)
-            num_turns += 1
-        return num_turns, (await call).text
+        assert not call.done()
+        call.cancel()
 
-    num_turns, text = asyncio.run(run())
-    assert num_turns > 3 and text == "1"
+    asyncio.run(run())
+    assert run_code(tool, "1").text == "1"
 
 
 def test_calls_on_the_loop_of_an_engine(tool):
@@ -166,7 +165,10 @@ def test_calls_on_the_loop_of_an_engine(tool):
     assert run_lockstep(run(), RolloutSection()) == [str(number) for number in range(8)]
 
 
-def test_a_cancelled_call_ends_at_once(tool):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cancelled_call_ends_at_once(kind):
+    tool = build_tool(kind, num_workers=2, wall_s=2 * HANG_S)
+
     async def run():
         started = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -180,20 +182,28 @@ def test_a_cancelled_call_ends_at_once(tool):
         return texts, time.monotonic() - started
 
     texts, seconds = asyncio.run(run())
+    tool.close()
     assert texts == ["42"] * 3
-    assert seconds < tool.settings.wall_s
+    assert seconds < HANG_S
 
 
-def test_a_lost_worker_is_replaced(tool):
-    assert run_code(tool, "1").text == "1"
-    before = find_workers()
-    assert before
+@pytest.mark.parametrize("kind", KINDS)
+def test_lost_workers_are_replaced(kind):
+    """All at once, as when memory runs out."""
+    others = set(find_workers())
+    tool = build_tool(kind, num_workers=3)
+    asyncio.run(tool.start())
+    before = set(find_workers()) - others
+    assert len(before) == 3
     for pid in before:
         os.killpg(pid, signal.SIGKILL)
-    assert run_code(tool, "2").text == "2"
+    assert [run_code(tool, str(number)).text for number in range(3)] == ["0", "1", "2"]
+    tool.close()
 
 
 def test_a_call_that_loses_two_workers_is_an_error_not_a_result(tool):
+    assert run_code(tool, "1").text == "1"  # it has found out which kind of isolation works
+
     async def run():
         call = asyncio.create_task(tool("import time\ntime.sleep(15)"))
         known = set(find_workers())
@@ -267,7 +277,7 @@ def test_without_isolation_the_tool_refuses(monkeypatch):
 
 def test_unsafe_runs_with_limits_only_where_isolation_is_missing(monkeypatch, caplog):
     monkeypatch.setenv("PATH", "/nowhere")
-    tool = PythonTool(PythonToolSection(isolation="bubblewrap", unsafe=True, wall_s=0.5, num_workers=1))
+    tool = PythonTool(PythonToolSection(isolation="bubblewrap", unsafe=True, wall_s=2, num_workers=1))
     assert run_code(tool, "6 * 7").text == "42"
     assert "WITHOUT isolation" in caplog.text
     assert run_code(tool, "while True: pass").outcome == "timeout"
@@ -311,7 +321,7 @@ def test_an_ordinary_user_has_the_same_sandbox(kind, tmp_path):
         "from tunesmith.config import PythonToolSection\n"
         "from tunesmith.tools.python.tool import PythonTool\n"
         "async def main():\n"
-        f"    async with PythonTool(PythonToolSection(isolation={kind!r}, num_workers=1, wall_s=1)) as tool:\n"
+        f"    async with PythonTool(PythonToolSection(isolation={kind!r}, num_workers=1, wall_s=2)) as tool:\n"
         "        for code in ('6 * 7', 'open(\"/etc/passwd\")', 'import os; os.fork()', 'while True: pass', '1 + 1'):\n"
         "            print((await tool(code)).outcome)\n"
         "asyncio.run(main())\n"

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from web_search_recordings import BING, SERPER, ReplayServer
 
+from conditions import SkippableTime
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
@@ -67,15 +68,30 @@ def test_the_api_key_is_read_from_the_environment(monkeypatch):
     assert server.requests[0][1]["authorization"] == "Bearer secret"
 
 
+TIME: list[SkippableTime] = []
+
+
+@pytest.fixture(autouse=True)
+def time_of_servers(passing_time):
+    TIME[:] = [passing_time]
+
+
 async def hang(request: Request) -> Response:
-    await asyncio.sleep(30)
+    """The client's limit, and no more, passes at once."""
+    TIME[0].skip_soon(60)
+    await asyncio.sleep(1000)
     return Response()
+
+
+async def refuse_late(request: Request) -> Response:
+    TIME[0].skip_soon(20)
+    return JSONResponse({}, 503)
 
 
 @pytest.mark.parametrize("trouble", [JSONResponse({}, 503), JSONResponse({}, 429), JSONResponse({}, 500), hang])
 def test_a_server_in_trouble_is_asked_again(trouble):
     server = ReplayServer(trouble, trouble, DOCS)
-    text = with_server(server, lambda tool: tool("q"), num_retries=2, timeout_s=0.3 if trouble is hang else 20)
+    text = with_server(server, lambda tool: tool("q"), num_retries=2, timeout_s=50)
     assert text.endswith("B\nshort") and len(server.requests) == 3
 
 
@@ -83,7 +99,7 @@ def test_a_server_in_trouble_is_asked_again(trouble):
     ("step", "num_requests", "message"),
     [
         (JSONResponse({"detail": "busy"}, 503), 3, "failed 3 times, the last time with: status 503, .*busy"),
-        (hang, 3, "the last time with: no answer within 0.3 s"),
+        (hang, 3, "the last time with: no answer within 50 s"),
         (JSONResponse({"detail": "wrong key"}, 401), 1, "refused the request: status 401, .*wrong key"),
         (JSONResponse({"detail": "no"}, 400), 1, "refused the request: status 400"),
         (Response("<html>"), 1, "did not answer with JSON: status 200, <html>"),
@@ -97,7 +113,7 @@ def test_a_server_that_does_not_answer_is_a_failure_and_never_a_result(step, num
         with pytest.raises(ToolUnavailableError, match=message):
             await tool("q")
 
-    with_server(server, work, num_retries=2, timeout_s=0.3)
+    with_server(server, work, num_retries=2, timeout_s=50)
     assert len(server.requests) == num_requests
 
 
@@ -107,14 +123,14 @@ def test_a_dead_server_is_a_failure_of_the_tool_and_names_what_to_do():
         asyncio.run(tool.call({"query": "q"}))
 
 
-@pytest.mark.parametrize("step", [hang, JSONResponse({}, 503)])
+@pytest.mark.parametrize("step", [hang, refuse_late])
 def test_a_time_limit_in_the_environment_makes_a_dead_server_no_observation(step):
     server = ReplayServer(step)
 
     async def work(_):
         settings = {"url": server.url, "num_retries": 100, "backoff_s": 0.05}
-        tool = load_tool(ToolSection(tool="search", timeout_s=0.5, settings=settings))
-        with pytest.raises(ToolUnavailableError, match=r"has not answered within 0.5 s.*timeout_s of the tool"):
+        tool = load_tool(ToolSection(tool="search", timeout_s=50, settings=settings))
+        with pytest.raises(ToolUnavailableError, match=r"has not answered within 50 s.*timeout_s of the tool"):
             await tool.call({"query": "q"})
         server.steps = [DOCS]
         return await tool.call({"query": "q"})

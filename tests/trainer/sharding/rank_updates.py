@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import socket
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from test_combinations import build_extra_models
 from test_trainer import LOOSE
 from torch import multiprocessing
 
+from free_ports import find_free_port
 from trainable_models import build_trainable
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.cluster.place import Place
@@ -175,11 +175,7 @@ def run_split(name: str, world: Ranks, num_samplers: int) -> torch.Tensor:
 
 def run_all(folder: Path) -> None:
     """Run the cases on three ranks, then on two of them, and save the results of each rank. Forks this process."""
-    ports = {}
-    with socket.socket() as one, socket.socket() as other:
-        for num_ranks, free in ((3, one), (2, other)):
-            free.bind(("127.0.0.1", 0))
-            ports[num_ranks] = free.getsockname()[1]
+    ports = {num_ranks: find_free_port() for num_ranks in (3, 2)}
     multiprocessing.start_processes(run_rank, (ports, folder), nprocs=3, start_method="fork")
 
 

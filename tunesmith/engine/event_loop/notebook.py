@@ -68,17 +68,19 @@ def wait_for_thread(thread: threading.Thread, has_ended: threading.Event) -> boo
 
     Waits for the event, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
     """
-    num_interrupts = 0
+    num_interrupts = num_passed_on = 0
     while True:
         try:
+            while num_passed_on < num_interrupts:  # here, where the next Ctrl-C is noticed too
+                num_passed_on += 1
+                os.write(2, INTERRUPT_LINES[num_passed_on - 1])
+                interrupt_thread(thread)
             while not has_ended.wait(WAIT_S):
                 pass
         except KeyboardInterrupt:
             num_interrupts += 1
             if num_interrupts > MAX_INTERRUPTS:
                 raise
-            os.write(2, INTERRUPT_LINES[num_interrupts - 1])
-            interrupt_thread(thread)
         else:
             thread.join()
             return num_interrupts > 0

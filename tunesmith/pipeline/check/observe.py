@@ -71,6 +71,7 @@ class BlockingLog(EventLoopWatchdog):
         super().record_step(step, seconds)
         if step.blocked_s:
             run.blocked_s += seconds
+            run.ended_at = step.ended_at
             if seconds > run.longest_s:
                 run.longest_s, run.line = seconds, step.line
             self.steps.append(Blocked(seconds=seconds, line=step.line))

@@ -24,7 +24,7 @@ def find_problems(first: Observation, second: Observation, *, config: RunConfig)
     """All problems; those of a single run are read from the first."""
     found = [
         find_failure(first, config), find_refused_calls(first), find_late_calls(first), find_truncation(first),
-        find_branches(first), find_blocking_code(first), find_differences(first, second),
+        find_branches(first), find_blocking_code(first, second), find_differences(first, second),
     ]  # fmt: skip
     return [finding for finding in found if finding is not None]
 
@@ -108,8 +108,12 @@ def find_truncation(run: Observation) -> Finding | None:
     )
 
 
-def find_blocking_code(run: Observation) -> Finding | None:
-    """Synchronous code that stopped the event loop, and with it all other rollouts."""
+def find_blocking_code(first: Observation, second: Observation) -> Finding | None:
+    """Synchronous code that stopped the event loop, and with it all other rollouts, in both runs.
+
+    A stall of the machine, and what a library imports at its first call, is in one of them.
+    """
+    run = min(first, second, key=lambda each: len(each.blocked))
     if not run.blocked:
         return None
     return Finding(

@@ -24,6 +24,9 @@ from tunesmith.rollout.task_server.queue import TaskQueue
 from tunesmith.rollout.task_server.serve import KNOB, serve_live, serve_tasks
 from tunesmith.types import JudgeType, WorkflowType
 
+END_GRACE_S = 5.0
+"""After the last step, the server answers for so long workers that are about to ask for a task."""
+
 
 def run_serving(
     config: RunConfig,
@@ -66,7 +69,8 @@ def run_serving(
             timeout_s=config.rollout.timeout_s, lost_after_s=section.lost_after_s, has_judge=judge is not None
         )
         workflow = queue.run_attempt
-        server = Server(start=partial(serve_tasks, queue, **address), notice="tasks for workers: {url}/tasks/next")
+        start = partial(serve_tasks, queue, **address, end_grace_s=END_GRACE_S)
+        server = Server(start=start, notice="tasks for workers: {url}/tasks/next")
     return run_tuning(
         config.model_copy(update={"serve": section}),
         workflow=workflow,

@@ -94,6 +94,9 @@ class TaskQueue:
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_at_work: Counter[int] = Counter()
         """Attempts at work by rank."""
+        self._workers: set[str] = set()
+        """Names of the workers that have asked for a task, are not lost, and do not know that the run has ended."""
+        self._has_forgotten = asyncio.Event()
         self._is_finished = False
         self.first_rank: FirstRank | None = None
         """Where workers take this rank's attempts; None: here."""
@@ -121,6 +124,7 @@ class TaskQueue:
             return report
         except WorkerLostError:
             reason = f"its worker was lost: no model call and no heartbeat for {self._lost_after_s:g} s"
+            self._forget_worker(attempt.worker)
             raise
         finally:
             self._open.pop(attempt.attempt_id, None)
@@ -183,8 +187,13 @@ class TaskQueue:
 
         It is the oldest one of the rank that has the fewest at work.
         """
-        while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
-            pass
+        self._workers.add(worker)
+        try:
+            while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
+                pass
+        except (QueueError, asyncio.CancelledError):  # it learns that the run has ended, or it is gone
+            self._forget_worker(worker)
+            raise
         if attempt is not None:
             attempt.worker = worker
             self._num_at_work[attempt.rank] += 1
@@ -236,6 +245,18 @@ class TaskQueue:
         for poll in self._polls:
             if not poll.done():
                 poll.set_exception(QueueError(410, "the run has ended: there are no more tasks"))
+
+    async def wait_for_workers(self, timeout_s: float) -> None:
+        """After `finish`: wait until those that reported lately have asked for a task again, and know of the end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._workers:
+                    self._has_forgotten.clear()
+                    await self._has_forgotten.wait()
+
+    def _forget_worker(self, worker: str) -> None:
+        self._workers.discard(worker)
+        self._has_forgotten.set()
 
     def _remember(self, attempt_id: str, reason: str) -> None:
         self._ended[attempt_id] = reason

@@ -32,10 +32,12 @@ async def serve_tasks(
     host: str,
     port: int,
     ranks: Ranks = Ranks(),
+    end_grace_s: float = 0.0,
 ) -> AsyncIterator[str]:
     """Serve until the block ends, and yield the URL; waiting workers then learn that the run has ended.
 
-    Each rank calls this. Workers take the tasks of all ranks from the first one.
+    So do the others, if they ask for a task within `end_grace_s` seconds. Each rank calls this. Workers take the tasks
+    of all ranks from the first one.
     """
     # no time limit: a rank answers after its update; no proxy of the environment: ranks are on one host
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=False) as client:
@@ -52,6 +54,7 @@ async def serve_tasks(
                 yield url
             finally:
                 queue.finish()
+            await queue.wait_for_workers(end_grace_s)
 
 
 @contextlib.asynccontextmanager

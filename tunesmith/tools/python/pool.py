@@ -132,7 +132,8 @@ class WorkerPool:
 
     def _run(self, code: str, call: PendingCall) -> dict[str, Any]:
         for number in range(1, NUM_TRIES + 1):
-            worker = self._take()
+            # Idle workers may have been lost together, so the last try is in a new one.
+            worker = self._take() if number < NUM_TRIES else self.launcher.start()
             call.attach(worker)
             try:
                 answer = worker.request(code)

@@ -35,7 +35,7 @@ from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 CHUNK_BYTES = 65536
 MAX_REMOVED_FILES = 1000
 """A worker whose temporary folder holds more is replaced, which takes less time than to remove them."""
-INTERRUPT_GRACE_S = 0.5
+INTERRUPT_GRACE_S = 2.0
 """Seconds that code of a session has after an interrupt at the time limit; then its process is killed."""
 MAX_FILES = 10_000
 """Files and folders in the temporary folder."""
@@ -164,15 +164,14 @@ class Call:
             self._selector.register(child.code, selectors.EVENT_WRITE)
             while self._outcome is None:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    deadline += INTERRUPT_GRACE_S
-                    self._time_out()
-                    continue
-                for key, _ in self._selector.select(min(left_s, FOLDER_CHECK_S)):
+                for key, _ in self._selector.select(max(0.0, min(left_s, FOLDER_CHECK_S))):
                     self._handle(key.fd, requests, wake)
                 if self._outcome is None and child.poll():
                     self._judge_end()
                 self._check_folder()
+                if self._outcome is None and left_s <= 0:  # last: an answer counts that came while this process waited
+                    deadline += INTERRUPT_GRACE_S
+                    self._time_out()
         for fd in self._output:
             self._read_output(fd)
         return self._describe()

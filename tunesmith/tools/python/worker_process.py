@@ -122,14 +122,14 @@ class WorkerProcess:
         data = bytearray()
         while len(data) < size:
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                self.kill()
-                raise WorkerLostError("it did not answer in time")
-            if poller.poll(left_s * 1000):
+            if poller.poll(max(0.0, left_s * 1000)):
                 chunk = os.read(fd, size - len(data))
                 if not chunk:
                     raise WorkerLostError(self._describe_end())
                 data += chunk
+            elif left_s <= 0:
+                self.kill()
+                raise WorkerLostError("it did not answer in time")
         return bytes(data)
 
     def _describe_end(self) -> str:

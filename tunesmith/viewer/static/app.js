@@ -43,7 +43,7 @@ function useTheme() {
     document.documentElement.dataset.theme = theme;
   }, [theme]);
   const toggle = () => {
-    const next = theme === "dark" ? "light" : "dark";
+    const next = (document.documentElement.dataset.theme || theme) === "dark" ? "light" : "dark"; // also for two keys at once
     saveTheme(next);
     document.documentElement.dataset.theme = next;
     setTheme(next);

@@ -1,5 +1,5 @@
 // Small components that several pages use.
-import { html, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useState } from "./vendor/htm-preact.js";
 import { num, rewardColor, signed } from "./format.js";
 import { setParams } from "./route.js";
 
@@ -68,7 +68,7 @@ export function Tabs({ name, value, options }) {
 // An input that writes one setting into the URL when typing ends. What is typed stays when the page is drawn again.
 export function Filter({ name, label, value, type = "text", width = 110, isMain = false, placeholder = "" }) {
   const [typed, setTyped] = useState(null);
-  useEffect(() => setTyped(null), [value]);
+  useLayoutEffect(() => setTyped(null), [value]); // before the browser paints: later it would erase what was typed meanwhile
   return html`<label class="filter">${label}<input type=${type} step="any" value=${typed ?? value ?? ""} placeholder=${placeholder}
     data-main=${isMain ? "" : undefined} style=${{ width: `${width}px` }} onInput=${(event) => setTyped(event.target.value)}
     onChange=${(event) => setParams({ [name]: event.target.value.trim(), page: "" })} /></label>`;

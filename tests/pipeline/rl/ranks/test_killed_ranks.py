@@ -111,7 +111,10 @@ def kill_one(
     ranks = find()
     if process.poll() is not None or len(ranks) != num_ranks:
         return False
-    os.kill(rng.choice(ranks), signal.SIGKILL)
+    try:
+        os.kill(rng.choice(ranks), signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended
+        return False
     return True
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import textwrap
 import time
 from functools import cache
@@ -18,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from free_ports import find_free_port
 from killed_runs import read_metrics
 from tunesmith.cluster.place import Place
 from tunesmith.errors import ConfigError
@@ -91,12 +91,6 @@ def build_environment(rank, num_ranks, port):
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-
-
-def find_free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

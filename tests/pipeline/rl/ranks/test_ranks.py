@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,10 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from conditions import wait_until
 from forked_programs import LOG, ForkedPrograms
 from killed_runs import read_metrics
-from run_folders import AGENT, write_run_folder
+from run_folders import AGENT, held_after, write_run_folder
 from tunesmith.cli import app
 from tunesmith.experience.store import load_rollouts
 
@@ -170,16 +170,14 @@ def test_a_run_of_one_rank_is_resumed_on_any_number_of_ranks(folder, forks, alon
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=NEEDS_ALL), 1])
 def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, forks, pair, victim):
     name = f"killed-{victim}"
-    process = fork(forks, folder, name, "--ranks", "2")
-    metrics, deadline = folder / "runs/AgentScope" / name / "metrics.jsonl", time.monotonic() + 120
-    num_rows = random.Random(victim).randrange(2, 5)
-    while not metrics.exists() or metrics.read_text().count("\n") < num_rows:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    ranks = forks.find_ranks(process)
-    assert len(ranks) == 2
-    os.kill(ranks[victim], signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
+    metrics, num_rows = folder / "runs/AgentScope" / name / "metrics.jsonl", random.Random(victim).randrange(2, 5)
+    with held_after(metrics, num_rows):
+        process = fork(forks, folder, name, "--ranks", "2")
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= num_rows)
+        ranks = forks.find_ranks(process)
+        assert len(ranks) == 2
+        os.kill(ranks[victim], signal.SIGKILL)
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"tunesmith: rank {victim} was killed by signal 9 (SIGKILL)" in output
     assert "--resume" in output

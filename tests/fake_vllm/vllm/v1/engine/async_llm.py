@@ -68,6 +68,8 @@ class AsyncLLM:
         pending: list[int] = []
         while finish is None:
             await asyncio.sleep(self.args.seconds_per_token)
+            if sent >= self.read_limit() and name not in self.aborted:
+                continue
             if name not in self.aborted:
                 token = (token + 1) % VOCAB_SIZE
                 pending.append(token)
@@ -84,6 +86,13 @@ class AsyncLLM:
                 yield self.output(pending, sampling.logprobs, finish)
                 pending = []
         self.running.discard(name)
+
+    def read_limit(self) -> float:
+        """Tokens after which requests wait until they are aborted, which tests write to a file."""
+        try:
+            return float((self.folder / "limit").read_text())
+        except FileNotFoundError:
+            return float("inf")
 
     def output(self, ids: list[int], num_top: int, finish: str | None) -> Any:
         rows = [
