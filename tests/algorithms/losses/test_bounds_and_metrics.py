@@ -45,6 +45,13 @@ def run(compute, ratios, advantage, **args):
     return gradients.tolist(), {name: values.tolist() for name, values in losses.metrics.items()}
 
 
+@pytest.mark.parametrize(("advantage", "exponent"), [(1.5, 15.0), (3.0, 20.0), (-3.0, -20.0)])
+def test_the_weight_of_a_large_advantage_is_bounded(advantage, exponent):
+    """exp(30) times a batch would still fit into float32; a reward of 10 at this temperature would not."""
+    gradients, _ = run(compute_rec_losses, [1.0], advantage, weight="advantage", temp=0.1)
+    assert gradients == [pytest.approx(math.exp(exponent))]
+
+
 def test_cispo_masks_positive_tokens_above_and_negative_tokens_below_the_bounds():
     args = {"clip_range_high": 9.0, "enable_mask_clip": True, "mask_clip_range_low": 0.5, "mask_clip_range_high": 0.3}
     ratios = [0.4, 0.6, 0.8, 1.1, 1.25, 1.35, 1.6]

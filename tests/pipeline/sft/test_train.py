@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PhimoeConfig
 
 from conversation_examples import CALL, ROW
 from fakes import full_disk
@@ -73,6 +73,18 @@ def build_config(folder, data, *, lora=None, max_model_len=256, **settings):
 
 def read_metrics(root):
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_model_that_would_be_computed_wrongly_is_refused_before_training(data, tmp_path):
+    """There is no engine that would refuse it; the layers of this one have a window in their mask only."""
+    place, tokenizer = tmp_path / "model", build_pocket_tokenizer()
+    tokenizer.save_pretrained(place)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 1, "num_local_experts": 2, "sliding_window": 8}
+    config = PhimoeConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes, **experts)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    with pytest.raises(ModelError, match="sliding-window layer 0 passes no window size"):
+        run_sft(build_config(place, data), out_dir=tmp_path / "run")
 
 
 def test_batches_hold_every_row_once_an_epoch():

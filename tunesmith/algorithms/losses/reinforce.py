@@ -72,8 +72,9 @@ def compute_rec_losses(
 
     `clip_mode` selects the trained tokens: `one-side`, A >= 0 and r <= 1 + high or A <= 0 and r >= 1 - low; `two-side`,
     1 - low <= r <= 1 + high; `ring`, two-side or A >= 0 and r <= 1 - low' or A <= 0 and r >= 1 + high';
-    `gspo-one-side`, one-side by the sequence's ratio. `weight` w is 1, sg(r), the sequence's ratio, or exp(A / temp)
-    (RED-Weight). The regularizer adds coef d^2 or -coef log p. Metric: `clip_frac`, the share of masked tokens.
+    `gspo-one-side`, one-side by the sequence's ratio. `weight` w is 1, sg(r), the sequence's ratio, or exp(A / temp),
+    A / temp limited to 20 (RED-Weight). The regularizer adds coef d^2 or -coef log p. Metric: `clip_frac`, the share of
+    masked tokens.
     """
     if clip_mode == "none" and (epsilon_low, epsilon_high) != (0.2, 0.2):
         raise ConfigError("epsilon_low and epsilon_high have no effect with clip_mode='none'")
@@ -112,5 +113,5 @@ def _compute_rec_weights(scores: TokenScores, ratio_N: Tensor, weight: str, temp
     if weight == "gspo_importance_sampling":
         return compute_sequence_ratios(scores).detach()
     if weight == "advantage":
-        return (scores.advantages_N / temp).exp()
+        return clamp_log_ratio(scores.advantages_N / temp).exp()
     return torch.ones_like(ratio_N)

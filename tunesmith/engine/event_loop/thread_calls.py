@@ -114,9 +114,12 @@ def _identify(function: Callable[..., Any]) -> Hashable:
     Keeps no such object alive: identities are kept for the run.
     """
     function = getattr(function, "__func__", function)
-    code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", None)
-    if code is not None or name is None:
-        return code or type(function)
+    code: Hashable = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", None)
+    if code is not None:
+        return code
+    if name is None:
+        return (type(function),)
     return type(getattr(function, "__self__", None)), getattr(function, "__module__", None), name
 
 

@@ -14,6 +14,7 @@ from tunesmith.algorithms.advantages.multi_reward import NEEDED_REWARDS
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
     check_model,
     check_residual_dtype,
@@ -117,7 +118,7 @@ def load_frozen(
     """A model that is not trained, where the policy is and as it is sharded."""
     if (sharding := find_sharding(policy)) is not None:
         return load_sharded_model(path, model, sharding.ranks, base_path=base_path, is_trained=False)
-    return load_model(
+    frozen = load_model(
         path,
         dtype=policy.dtype,
         device=policy.device,
@@ -125,3 +126,5 @@ def load_frozen(
         base_path=base_path,
         has_fp32_residual=model.residual_dtype == "float32",
     ).requires_grad_(False)
+    verify_model(frozen)
+    return frozen

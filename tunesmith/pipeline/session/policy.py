@@ -25,6 +25,7 @@ from tunesmith.engine.vllm.installation import check_installation
 from tunesmith.engine.vllm.parameters import check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
+from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
     check_section,
     check_vocabulary,
@@ -178,6 +179,7 @@ def build_engine(
     if section.kind == "tunesmith":
         return LocalEngine(model, tokenizer, section, max_model_len=max_model_len, has_trainer=has_trainer)
     if ranks is None:
+        verify_model(model)  # as `LocalEngine` does: the trainer computes with it
         return VllmEngine(model, tokenizer, section, max_model_len=max_model_len)
     engine: VllmEngine | DistantEngine
     if ranks.is_first:

@@ -21,6 +21,7 @@ from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConf
 from tunesmith.errors import TrainingError
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
 from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
@@ -137,6 +138,7 @@ def run_offline(
     ):
         model = load_section_model(config.model)
         check_vocabulary(model, plan.tokenizer)
+        verify_model(model)  # as an engine does
         trainer = build_trainer(model, len(plan.batches))
         check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
         progress = train(config, plan, model, trainer, folder, monitor)
