@@ -45,13 +45,25 @@ def watch_launcher() -> None:
     """
     if TORCHRUN not in os.environ or any(thread.name == WATCH_NAME for thread in threading.enumerate()):
         return
-    launcher = int(os.environ.get(LAUNCHED, os.getppid()))  # of `tunesmith`, so that one killed before is noticed
-    threading.Thread(target=_watch, args=(launcher,), name=WATCH_NAME, daemon=True).start()
+    parent = os.getppid()
+    launcher = int(os.environ.get(LAUNCHED, parent))
+    threading.Thread(target=_watch, args=(parent, launcher), name=WATCH_NAME, daemon=True).start()
 
 
-def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
+def _watch(parent: int, launcher: int) -> None:
+    """End this process once it has another parent, or once the launcher, which may be killed before, is gone."""
+    while os.getppid() == parent and _is_running(launcher):
         time.sleep(WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs as another user
+        return True
+    return True
