@@ -45,13 +45,23 @@ def watch_launcher() -> None:
     """
     if TORCHRUN not in os.environ or any(thread.name == WATCH_NAME for thread in threading.enumerate()):
         return
-    launcher = int(os.environ.get(LAUNCHED, os.getppid()))  # of `tunesmith`, so that one killed before is noticed
-    threading.Thread(target=_watch, args=(launcher,), name=WATCH_NAME, daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(),), name=WATCH_NAME, daemon=True).start()
 
 
-def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
+def _watch(parent: int) -> None:
+    launcher = int(os.environ.get(LAUNCHED, parent))  # one that was killed before this began is not the parent now
+    while os.getppid() == parent and (parent == launcher or _is_running(launcher)):
         time.sleep(WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
