@@ -51,7 +51,7 @@ def test_every_command_with_overrides_names_the_option(command):
 def test_a_folder_in_place_of_a_file_is_answered_with_the_file_in_it(tmp_path):
     (tmp_path / "run.yaml").write_text("")
     result = CliRunner().invoke(app, ["tune", str(tmp_path)])
-    assert f"{tmp_path} is a folder, where a YAML file is expected: it holds {tmp_path}/run.yaml" in result.output
+    assert f"{tmp_path}: it is a folder; it holds {tmp_path}/run.yaml" in result.output
     (tmp_path / "config.yaml").write_text("")
     result = CliRunner().invoke(app, ["tune", str(tmp_path)])
     assert f"its file is {tmp_path}/config.yaml, which resumes a run with --resume" in result.output

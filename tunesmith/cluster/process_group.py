@@ -75,7 +75,8 @@ def check_store(timeout_s: float) -> None:
     """Raise if the store of torchrun's agent, where ranks meet, is gone: joining would wait for its whole timeout."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=timeout_s)
+        dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -45,14 +45,12 @@ def watch_launcher() -> None:
     """
     if TORCHRUN not in os.environ or any(thread.name == WATCH_NAME for thread in threading.enumerate()):
         return
-    parent = os.getppid()
-    launcher = int(os.environ.get(LAUNCHED, parent))
-    threading.Thread(target=_watch, args=(parent, launcher), name=WATCH_NAME, daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(),), name=WATCH_NAME, daemon=True).start()
 
 
-def _watch(parent: int, launcher: int) -> None:
-    """End this process once it has another parent, or once the launcher, which may be killed before, is gone."""
-    while os.getppid() == parent and _is_running(launcher):
+def _watch(parent: int) -> None:
+    launcher = int(os.environ.get(LAUNCHED, parent))  # one that was killed before this began is not the parent now
+    while os.getppid() == parent and (parent == launcher or _is_running(launcher)):
         time.sleep(WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)

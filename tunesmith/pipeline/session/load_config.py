@@ -168,11 +168,12 @@ def load_yaml(path: Path) -> DictConfig:
 
 
 def describe_folder(path: Path) -> str:
-    """What to write instead of a folder where a config file is expected."""
+    """That a folder is not a config file, and which files in it are."""
+    message = f"cannot read the config file {path}: it is a folder"
     if (path / "config.yaml").is_file():
-        return f"{path} is a folder: its file is {path / 'config.yaml'}, which resumes a run with --resume"
+        return f"{message}; its file is {path / 'config.yaml'}, which resumes a run with --resume"
     files = ", ".join(sorted(str(each) for each in path.glob("*.y*ml"))[:5])
-    return f"{path} is a folder, where a YAML file is expected" + (f": it holds {files}" if files else "")
+    return f"{message}; it holds {files}" if files else message
 
 
 def apply_override(config: DictConfig, override: str) -> DictConfig:
