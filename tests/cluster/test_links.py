@@ -25,9 +25,10 @@ class FirstRank:
         self.is_open.set()
 
 
-@pytest.mark.parametrize("kind", ["silent", "reset", "wrong"])
+@pytest.mark.parametrize("kind", ["silent", "reset", "wrong", "ended"])
 def test_a_connection_that_is_not_of_a_rank_is_ignored(kind, monkeypatch):
-    monkeypatch.setattr(links, "GREETING_TIMEOUT_S", 0.2)
+    if kind == "silent":  # the rank behind it has twice as long to send its own greeting
+        monkeypatch.setattr(links, "GREETING_TIMEOUT_S", 2.0)
     ranks, found = FirstRank(), []
     thread = threading.Thread(target=lambda: found.append(accept_links(ranks, [1], "127.0.0.1", timeout_s=30)))
     thread.start()
@@ -36,6 +37,9 @@ def test_a_connection_that_is_not_of_a_rank_is_ignored(kind, monkeypatch):
     with socket.create_connection(("127.0.0.1", port)) as other:
         if kind == "wrong":
             other.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n")
+        elif kind == "ended":  # a rank that dies while it sends
+            other.sendall((secret + HEADER.pack(1))[:-3])
+            other.close()
         elif kind == "reset":
             other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             other.close()

@@ -121,7 +121,8 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
         while len(links) < len(peers):
             connected, _ = server.accept()
             greeting = receive_greeting(connected, timeout_s=min(timeout_s, GREETING_TIMEOUT_S))
-            if not secrets.compare_digest(greeting[:SECRET_BYTES], secret):
+            is_whole = len(greeting) == SECRET_BYTES + HEADER.size
+            if not (is_whole and secrets.compare_digest(greeting[:SECRET_BYTES], secret)):
                 connected.close()
                 continue
             connected.settimeout(timeout_s)
