@@ -61,8 +61,8 @@ class OfflineConfig(Section):
     eval_dataset: ConversationDataSection | None = None
     """Held-out rows, on which the loss is computed to choose the best weights."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the training rows that is held out at random, instead of an `eval_dataset`; of the prompts if several
-    rows have one, so that no prompt is on both sides."""
+    """Share of the training rows that is held out at random, instead of an `eval_dataset`. Whole prompts are held out,
+    at most this share of the rows, so that no prompt is on both sides; single rows if each prompt has more rows."""
     long_rows: Literal["error", "drop"] = "error"
     """Handling of rows longer than `model.max_model_len`: error stops before training, drop skips and counts them."""
     num_epochs: int = Field(default=1, ge=1)

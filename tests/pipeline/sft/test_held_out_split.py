@@ -39,6 +39,18 @@ def test_rows_that_all_have_one_prompt_are_split_one_by_one():
     assert [len(part) for part in split([ask("a joke", f"joke {n}") for n in range(10)], 0.3)] == [7, 3]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_prompt_with_most_of_the_rows_is_trained(seed):
+    rows = [ask("a joke", f"joke {n}") for n in range(36)] + [ask(f"{n} apples?", "a") for n in range(4)]
+    train, held_out = split(rows, 0.1, seed)
+    assert held_out == [36, 37, 38, 39]
+
+
+def test_few_prompts_with_many_rows_are_split_one_by_one():
+    rows = [ask(("a joke", "a poem")[n % 2], f"{n}") for n in range(20)]
+    assert [len(part) for part in split(rows, 0.1)] == [18, 2]
+
+
 def test_fraction_of_zero_holds_nothing_out():
     samples = ConversationReader(build_pocket_tokenizer()).read([ask("a", "b")], max_model_len=200)
     train, held_out = hold_out_rows(samples, SftConfig(**SECTIONS))

@@ -104,21 +104,36 @@ def read_samples(
 
 
 def hold_out_rows(samples: Sequence[Sample], config: OfflineConfig) -> tuple[list[Sample], list[Sample]]:
-    """Split samples into training samples and held-out samples; rows with one prompt stay together."""
+    """Split samples into training samples and held-out samples; rows with one prompt stay together.
+
+    `eval_fraction` is the largest share of the rows that is held out. If the rows of each prompt are more than that, as
+    with one instruction for all rows, they are split one by one.
+    """
     prompts = group_by_prompt(samples)
-    held_out = {row for rows in hold_out(prompts, config.eval_fraction, seed=config.seed)[1] for row in rows}
+    rows = sorted(row for prompt in prompts for row in prompt)
+    held_out = set(hold_out(rows, config.eval_fraction, seed=config.seed)[1])
+    if len(prompts) < len(rows):
+        held_out = choose_prompts(prompts, len(held_out), seed=config.seed) or held_out
     return (
         [sample for sample in samples if sample.group_index not in held_out],
         [sample for sample in samples if sample.group_index in held_out],
     )
 
 
+def choose_prompts(prompts: Sequence[Sequence[int]], max_rows: int, *, seed: int) -> set[int]:
+    """The rows of random prompts, `max_rows` at most; none if each prompt has more."""
+    chosen: set[int] = set()
+    for rows in random.Random(f"held-out-{seed}").sample(prompts, len(prompts)):
+        if len(chosen) + len(rows) <= max_rows:
+            chosen.update(rows)
+    return chosen
+
+
 def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
     """The rows of each prompt: the tokens before the first trained one. A text has none, so its row is alone.
 
     Several trajectories of one question, as `rft_filter` writes them, would otherwise be on both sides of a split, and
-    the loss on held-out rows would fall as the training rows are memorized. If all rows have the same prompt, each is
-    alone.
+    the loss on held-out rows would fall as the training rows are memorized.
     """
     prompt_of: dict[int, tuple[int, ...]] = {}
     for sample in samples:
@@ -127,7 +142,7 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for row, prompt in sorted(prompt_of.items()):
         groups.setdefault((row if len(prompt) <= 1 else -1, prompt), []).append(row)
-    return list(groups.values()) if len(groups) > 1 else [[row] for row in sorted(prompt_of)]
+    return list(groups.values())
 
 
 def count_rows(samples: Sequence[Sample]) -> int:
