@@ -91,3 +91,13 @@ def test_value_that_is_nested_too_deeply_is_named():
     for _ in range(100_000):
         value = [value]
     assert find_wrong_argument({"x": value}, schema) == "the argument 'x' is nested too deeply"
+
+
+def test_limits_and_null_as_openapi_3_0_writes_them():
+    properties = {
+        "x": {"type": "number", "minimum": 0, "exclusiveMinimum": False, "exclusiveMaximum": False},
+        "y": {"type": "array", "items": {"type": "integer", "nullable": True}},
+    }
+    schema = {"type": "object", "properties": properties}
+    assert find_wrong_argument({"x": 5, "y": [1, None]}, schema) is None
+    assert find_wrong_argument({"x": -1}, schema) == "the argument 'x' must be at least 0"

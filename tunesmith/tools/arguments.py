@@ -61,6 +61,8 @@ def find_wrong_value(value: Any, schema: Any, name: str, root: Mapping[str, Any]
     for each in schema.get("allOf", ()):
         if (wrong := find_wrong_value(value, each, name, root)) is not None:
             return wrong
+    if value is None and schema.get("nullable") is True:  # as OpenAPI 3.0 writes it
+        return None
     kinds = list_types(schema, root)
     if kinds and not any(has_type(value, each) for each in kinds):
         return f"{name} must be of type {' or '.join(kinds)}"
@@ -72,8 +74,8 @@ def find_wrong_value(value: Any, schema: Any, name: str, root: Mapping[str, Any]
 
 def find_limit(value: Any, schema: Mapping[str, Any], name: str) -> str | None:
     """The limit of a number or of a length that a value breaks."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        limits = {keyword: schema[keyword] for keyword in LIMITS if isinstance(schema.get(keyword), int | float)}
+    if is_number(value):
+        limits = {keyword: schema[keyword] for keyword in LIMITS if is_number(schema.get(keyword))}
         is_kept = {
             "minimum": value >= limits.get("minimum", value),
             "maximum": value <= limits.get("maximum", value),
@@ -142,3 +144,8 @@ def has_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, JSON_TYPES.get(kind, object))
+
+
+def is_number(value: Any) -> bool:
+    """False for booleans, which `exclusiveMinimum` has in OpenAPI 3.0."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
