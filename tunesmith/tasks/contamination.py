@@ -7,8 +7,9 @@ words with one, ignoring case, spacing and punctuation. An evaluation text with 
 
 from __future__ import annotations
 
+import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,23 +71,21 @@ def iter_ngrams(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 def count_shared_tasks(train: Sequence[Task], held_out: Sequence[Task]) -> int:
     """The number of held-out tasks whose row a training task has, with the same value in each field.
 
-    Fields that only the training task has, such as a pass rate, do not matter.
+    Fields that only the training task has, such as a pass rate, do not matter. Rows without a text are not counted.
     """
-    by_text: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for place, task in enumerate(held_out):
-        texts = [(len(value), field) for field, value in task.row.items() if isinstance(value, str)]
-        if texts:
-            field = max(texts)[1]
-            by_text[field][task.row[field]].append(place)
-    shared: set[int] = set()
+    by_fields: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    for task in held_out:
+        if any(isinstance(value, str) for value in task.row.values()):
+            fields = tuple(task.row)
+            by_fields[fields][write_fields(task.row, fields)] += 1
+    num_shared = 0
     for task in train:
-        for field, places_of in by_text.items():
-            text = task.row.get(field)
-            if isinstance(text, str) and text in places_of:
-                shared.update(place for place in places_of[text] if is_part(held_out[place].row, task.row))
-    return len(shared)
+        for fields, numbers in by_fields.items():
+            if all(field in task.row for field in fields):
+                num_shared += numbers.pop(write_fields(task.row, fields), 0)
+    return num_shared
 
 
-def is_part(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether another row has all fields of a row, with equal values."""
-    return all(field in other and other[field] == value for field, value in row.items())
+def write_fields(row: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """Values of a row, equal for equal values."""
+    return json.dumps([row[field] for field in fields], sort_keys=True, default=str)
