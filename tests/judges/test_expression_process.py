@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -67,3 +70,28 @@ def test_process_that_does_not_answer_is_killed_and_its_candidate_not_equal(monk
         assert process.compare(None, "x^2+1") is False
     finally:
         process.close()
+
+
+def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
+    process = ExpressionProcess()
+    expression_process.os.register_at_fork(after_in_child=process.forget)
+    try:
+        assert process.compare("2", "1+1") is True
+        with process._lock:  # as while another thread compares
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)  # ends a child that waits for the lock
+                is_right = process.compare("2", "1+1") is True and process.compare("3", "1+1") is False
+                process.close()
+                os._exit(0 if is_right else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert process.compare("2", "1+1") is True
+    finally:
+        process.close()
+
+
+def test_program_without_an_owner_ends_inside_of_one_multiplication():
+    program = "from tunesmith.judges import expressions; expressions.MAX_CPU_S = 1; expressions.main()"
+    request = json.dumps(["(10^{10^{10}})!", "x+1"])
+    ended = subprocess.run([sys.executable, "-c", program], input=f"{request}\n", text=True, timeout=60)
+    assert ended.returncode == -signal.SIGPROF

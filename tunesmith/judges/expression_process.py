@@ -37,7 +37,6 @@ class ExpressionProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = os.getpid()
 
     def compare(self, candidate: str | None, reference: str) -> bool | None:
         """As `compare_expressions`; a candidate that does not let the process answer in time is not equal."""
@@ -60,9 +59,11 @@ class ExpressionProcess:
         with self._lock:
             self._end()
 
+    def forget(self) -> None:
+        """In a forked copy of this process: the comparing process is the owner's, and a thread of it may hold the lock."""
+        self._lock, self._process = threading.Lock(), None
+
     def _find_process(self) -> subprocess.Popen[bytes]:
-        if self._owner != os.getpid():  # a forked copy of the owner shares the pipes, but not the answers
-            self._process, self._owner = None, os.getpid()
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(expressions.__file__))],
@@ -95,7 +96,7 @@ class ExpressionProcess:
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
+        if process is None:
             return
         process.kill()
         process.wait()
@@ -107,6 +108,7 @@ class ExpressionProcess:
 
 _process = ExpressionProcess()
 atexit.register(_process.close)
+os.register_at_fork(after_in_child=_process.forget)
 
 
 def compare_in_time(candidate: str | None, reference: str) -> bool | None:

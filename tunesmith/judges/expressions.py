@@ -7,6 +7,7 @@ so that it starts alone. math-verify limits its own time by a signal, which only
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from typing import Any
@@ -16,6 +17,9 @@ from math_verify import parse, verify
 MAX_EXPRESSION_CHARACTERS = 200
 """Longer expressions are not passed to math-verify."""
 TIMEOUT_S = 2
+MAX_CPU_S = 60
+"""CPU seconds of one request after which the program is killed, also where Python handles no signal, such as in one
+multiplication of large integers. Otherwise its owner kills it earlier; an owner that was killed cannot."""
 
 
 def compare_expressions(candidate: str | None, reference: str) -> bool | None:
@@ -44,6 +48,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # what libraries print is no answer
     for line in sys.stdin:
         candidate, reference = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         print(json.dumps(compare_expressions(candidate, reference)), file=answers, flush=True)
 
 
