@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import pytest
 
 from tunesmith import JudgeOutput, WorkflowOutput
 from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.pipeline.eval.inputs import describe_value
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.session.load_config import load_config
 
@@ -104,3 +106,10 @@ def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):
     (tmp_path / "other.jsonl.part").write_text("[[0, 0.5]]\n[[1, 0.5]]\n")
     with pytest.raises(ConfigError, match="another algorithm.batch_size"):
         measure(out="other.jsonl")
+
+
+def test_digest_of_a_row_does_not_depend_on_where_its_values_are_in_memory():
+    images = [object(), object()]
+    assert str(images[0]) != str(images[1])
+    assert describe_value(images[0]) == describe_value(images[1])
+    assert describe_value(date(2026, 1, 2)) == "2026-01-02"

@@ -26,6 +26,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.errors import DataError, RolloutError
 from tunesmith.monitor.console import format_duration
+from tunesmith.pipeline.eval.inputs import describe_value
 from tunesmith.pipeline.flywheel.crew import Crew, check_roles, load_crew
 from tunesmith.pipeline.flywheel.journal import OUTCOMES, Journal, Plan, Record
 from tunesmith.pipeline.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
@@ -150,7 +151,7 @@ def compute_digest(config: FlywheelConfig) -> str:
 def hash_questions(states: Mapping[str, QuestionState]) -> str:
     """Hash of the rows of all questions."""
     rows = [[name, dict(state.row)] for name, state in states.items()]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=describe_value).encode()).hexdigest()
 
 
 def write_result(
