@@ -60,7 +60,7 @@ class ExpressionProcess:
             self._end()
 
     def forget(self) -> None:
-        """In a forked copy of this process: the comparing process is the owner's, and a thread of it may hold the lock."""
+        """In a forked copy of this process: the comparing process is not its own, and a thread may hold the lock."""
         self._lock, self._process = threading.Lock(), None
 
     def _find_process(self) -> subprocess.Popen[bytes]:

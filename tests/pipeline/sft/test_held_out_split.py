@@ -42,7 +42,7 @@ def test_rows_that_all_have_one_prompt_are_split_one_by_one():
 @pytest.mark.parametrize("seed", range(5))
 def test_prompt_with_most_of_the_rows_is_trained(seed):
     rows = [ask("a joke", f"joke {n}") for n in range(36)] + [ask(f"{n} apples?", "a") for n in range(4)]
-    train, held_out = split(rows, 0.1, seed)
+    _, held_out = split(rows, 0.1, seed)
     assert held_out == [36, 37, 38, 39]
 
 
