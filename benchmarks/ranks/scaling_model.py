@@ -13,7 +13,7 @@
 What these terms do not explain on two GPUs is a fifth, `rest`, which is kept constant: it is there with any number
 of ranks above one. A prediction for more GPUs than were measured is a prediction, not a measurement.
 
-    python -m benchmarks.ranks.scaling_model results/ranks/ranks_cuda/qwen*b.json \\
+    python -m benchmarks.ranks.scaling_model results/ranks/ranks_cuda/qwen{2.5-1.5b,3-0.6b}.json \\
         --out results/ranks/ranks_cuda/prediction.json
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
@@ -47,4 +48,22 @@ def test_a_connection_that_is_not_of_a_rank_is_ignored(kind, monkeypatch):
             rank.sendall(secret + HEADER.pack(1))
             thread.join(30)
     assert list(found[0].by_rank) == [1]
+    found[0].by_rank[1]._socket.close()
+
+
+def test_greeting_in_two_packets_is_that_of_a_rank():
+    ranks, found = FirstRank(), []
+    thread = threading.Thread(
+        target=lambda: found.append(accept_links(ranks, [1], "127.0.0.1", timeout_s=30)), daemon=True
+    )
+    thread.start()
+    assert ranks.is_open.wait(30)
+    port, secret = ranks.address
+    with socket.create_connection(("127.0.0.1", port)) as rank:
+        rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        rank.sendall(secret)
+        time.sleep(0.2)  # until the first half was read
+        rank.sendall(HEADER.pack(1))
+        thread.join(10)
+    assert [list(each.by_rank) for each in found] == [[1]]
     found[0].by_rank[1]._socket.close()

@@ -7,6 +7,7 @@ accepts messages only from ranks that know a secret of the run, which is broadca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import secrets
@@ -134,7 +135,11 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
 def receive_greeting(connected: socket.socket, *, timeout_s: float) -> bytes:
     """The first bytes of a connection; fewer from a program that is no rank and sends less, resets it, or is silent."""
     connected.settimeout(timeout_s)
-    try:
-        return connected.recv(SECRET_BYTES + HEADER.size, socket.MSG_WAITALL)
-    except OSError:
-        return b""
+    greeting = b""
+    with contextlib.suppress(OSError):
+        while missing := SECRET_BYTES + HEADER.size - len(greeting):
+            received = connected.recv(missing)  # MSG_WAITALL has no effect on a socket with a timeout
+            if not received:
+                break
+            greeting += received
+    return greeting
