@@ -130,6 +130,23 @@ async def test_a_worker_that_asks_after_the_end_of_the_run_learns_of_it():
     assert (await asking).status_code == 410
 
 
+async def test_each_of_several_workers_without_a_name_learns_of_the_end():
+    async def ask_in_turn(queue, url):
+        await until(lambda: queue._is_finished)
+        async with httpx.AsyncClient(base_url=url, headers={"Connection": "close"}) as client:
+            replies = [await client.get("/tasks/next")]
+            await asyncio.sleep(0.2)  # the other worker works for longer
+            return [*replies, await client.get("/tasks/next")]
+
+    async with serve(end_grace_s=HANG_S) as served:
+        for rollout, taken in [(served.start(), await served.take("")) for _ in range(2)]:
+            await served.call(taken)
+            await served.report(taken, reward=1)
+            await rollout
+        asking = asyncio.create_task(ask_in_turn(served.queue, served.client.base_url))
+    assert [reply.status_code for reply in await asking] == [410, 410]
+
+
 async def test_the_judge_scores_the_posted_response():
     async def judge(task, response):
         return JudgeOutput(reward=float(response["answer"] == 7))
@@ -271,7 +288,7 @@ async def test_after_the_last_attempt_the_rollout_has_failed():
         first, second = await served.take("one"), await served.take("two")
         trajectory = await rollout
     assert first["attempt_id"] != second["attempt_id"]
-    assert not served.queue._workers, "nobody waits for them at the end of the run"
+    assert not served.queue._num_away, "nobody waits for them at the end of the run"
     assert trajectory.reward is None
     assert trajectory.failure.message == (
         "WorkerLostError: worker 'two' made no model call and sent no heartbeat for 0.1 s"

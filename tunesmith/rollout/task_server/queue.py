@@ -94,9 +94,9 @@ class TaskQueue:
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_at_work: Counter[int] = Counter()
         """Attempts at work by rank."""
-        self._workers: set[str] = set()
-        """Names of the workers that have asked for a task, are not lost, and do not know that the run has ended."""
-        self._has_forgotten = asyncio.Event()
+        self._num_away: Counter[str] = Counter()
+        """By name, which workers may share: those whose attempt or request has ended and that have not asked since."""
+        self._has_returned = asyncio.Event()
         self._is_finished = False
         self.first_rank: FirstRank | None = None
         """Where workers take this rank's attempts; None: here."""
@@ -124,7 +124,7 @@ class TaskQueue:
             return report
         except WorkerLostError:
             reason = f"its worker was lost: no model call and no heartbeat for {self._lost_after_s:g} s"
-            self._forget_worker(attempt.worker)
+            self._count_return(attempt.worker)
             raise
         finally:
             self._open.pop(attempt.attempt_id, None)
@@ -155,7 +155,9 @@ class TaskQueue:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(attempt)
             attempt.is_ended = True
-            self._num_at_work[attempt.rank] -= attempt.taken.is_set()
+            if attempt.taken.is_set():
+                self._num_at_work[attempt.rank] -= 1
+                self._num_away[attempt.worker] += 1
 
     async def _wait_report(self, attempt: Attempt) -> Report:
         """The worker's report; raises WorkerLostError once it has been silent for too long.
@@ -187,14 +189,12 @@ class TaskQueue:
 
         It is the oldest one of the rank that has the fewest at work.
         """
-        self._workers.add(worker)
-        try:
-            while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
-                pass
-        except (QueueError, asyncio.CancelledError):  # it learns that the run has ended, or it is gone
-            self._forget_worker(worker)
-            raise
-        if attempt is not None:
+        self._count_return(worker)
+        while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
+            pass
+        if attempt is None:
+            self._num_away[worker] += 1
+        else:
             attempt.worker = worker
             self._num_at_work[attempt.rank] += 1
             if attempt.url is None:
@@ -247,16 +247,20 @@ class TaskQueue:
                 poll.set_exception(QueueError(410, "the run has ended: there are no more tasks"))
 
     async def wait_for_workers(self, timeout_s: float) -> None:
-        """After `finish`: wait until those that reported lately have asked for a task again, and know of the end."""
+        """After `finish`: wait until those that are away have asked for a task again, and know of the end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._workers:
-                    self._has_forgotten.clear()
-                    await self._has_forgotten.wait()
+                while self._num_away:
+                    self._has_returned.clear()
+                    await self._has_returned.wait()
 
-    def _forget_worker(self, worker: str) -> None:
-        self._workers.discard(worker)
-        self._has_forgotten.set()
+    def _count_return(self, worker: str) -> None:
+        """A worker of this name asks for a task, or is lost."""
+        if self._num_away[worker] > 1:
+            self._num_away[worker] -= 1
+        else:
+            del self._num_away[worker]
+        self._has_returned.set()
 
     def _remember(self, attempt_id: str, reason: str) -> None:
         self._ended[attempt_id] = reason
