@@ -25,6 +25,7 @@ from transformers import (
 
 from fakes import full_disk
 from killed_runs import kill_at_call
+from tiny_models import FreshConfigs
 from tunesmith.errors import StorageError
 from tunesmith.model.checkpoint import (
     find_checkpoints,
@@ -45,11 +46,13 @@ SIZES = {
     "num_key_value_heads": 1,
     "head_dim": 8,
 }
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen3 tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
-    "gemma2": Gemma2Config(**SIZES),
-}
+CONFIGS = FreshConfigs(
+    {
+        "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+        "qwen3 tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+        "gemma2": Gemma2Config(**SIZES),
+    }
+)
 
 
 def build_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from functools import cache
 
 import torch
@@ -34,18 +36,29 @@ SIZES = {
 }
 GEMMA_SIZES = SIZES | {"head_dim": 16}
 SLIDING = {"sliding_window": 5, "query_pre_attn_scalar": 16}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**GEMMA_SIZES),
-    "gemma": GemmaConfig(**GEMMA_SIZES),
-    "gemma2": Gemma2Config(**GEMMA_SIZES, **SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "gemma3": Gemma3TextConfig(
-        **GEMMA_SIZES, **SLIDING, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-    ),
-    "mistral": MistralConfig(**SIZES, sliding_window=5),
-    "phi3": Phi3Config(**SIZES),
-}
+
+
+class FreshConfigs(UserDict[str, PreTrainedConfig]):
+    """Configs by name. Each access gives a copy: a model keeps its config, and changes it."""
+
+    def __getitem__(self, name: str) -> PreTrainedConfig:
+        return copy.deepcopy(super().__getitem__(name))
+
+
+CONFIGS = FreshConfigs(
+    {
+        "llama": LlamaConfig(**SIZES),
+        "qwen2": Qwen2Config(**SIZES),
+        "qwen3": Qwen3Config(**GEMMA_SIZES),
+        "gemma": GemmaConfig(**GEMMA_SIZES),
+        "gemma2": Gemma2Config(**GEMMA_SIZES, **SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "gemma3": Gemma3TextConfig(
+            **GEMMA_SIZES, **SLIDING, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        ),
+        "mistral": MistralConfig(**SIZES, sliding_window=5),
+        "phi3": Phi3Config(**SIZES),
+    }
+)
 
 
 @cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +17,7 @@ def build_trainable(
     name: str = "llama", *, is_tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> PreTrainedModel:
     """Equal arguments give equal models."""
-    config = copy.deepcopy(CONFIGS[name])
+    config = CONFIGS[name]
     config.tie_word_embeddings = is_tied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -34,7 +32,7 @@ def build_trainable(
 
 def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0) -> PreTrainedModel:
     """A bfloat16 model of 16 layers with small residual updates; equal weights for both residual types."""
-    config = copy.deepcopy(CONFIGS[name])
+    config = CONFIGS[name]
     config.num_hidden_layers, config.hidden_size, config.initializer_range = 16, 64, 0.03
     if hasattr(config, "head_dim"):
         config.head_dim = 16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -84,7 +82,7 @@ def get_adapter(model):
 def test_loss_and_gradient_equal_peft_and_transformers():
     """Against a padded batch with the loss of transformers on the PEFT model."""
     samples, ours = build_demonstrations(), build_adapted()
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32)
     theirs = get_peft_model(
         plain, LoraConfig(r=3, lora_alpha=6, target_modules=list(LORA.target_modules), task_type="CAUSAL_LM")
     ).eval()
@@ -122,7 +120,7 @@ def step_with_dropout(*, seed=5, num_steps_before=0, **settings):
 
 def test_dropout_equals_peft_in_training_mode():
     sample, ours = build_demonstrations()[-1], build_adapted(dropout=0.4)
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32)
     config = LoraConfig(
         r=3, lora_alpha=6, target_modules=list(LORA.target_modules), task_type="CAUSAL_LM", lora_dropout=0.4
     )

@@ -255,7 +255,7 @@ def test_entropy_bonus_enters_the_loss():
 
 def test_model_without_plan_attention_is_refused():
     with pytest.raises(ModelError, match="use_plan_attention"):
-        build_trainer(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"])))
+        build_trainer(AutoModelForCausalLM.from_config(CONFIGS["llama"]))
 
 
 def test_dropout_under_gradient_checkpointing_is_refused():

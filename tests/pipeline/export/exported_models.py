@@ -25,6 +25,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from tiny_models import FreshConfigs
+
 CORPUS = (
     "The farmer's 12 hens laid 345 eggs; she sold 7 of them. We'll see what's left!\n",
     "def total(values):\n    return sum(values)  # the sum\n\n",
@@ -62,16 +64,18 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "smollm": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama": LlamaConfig(**SIZES, head_dim=32, rope_parameters=LLAMA3_ROPE),
-    "llama-biased": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LINEAR_ROPE),
-    "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN_ROPE),
-    "qwen3": Qwen3Config(**SIZES, head_dim=128),
-    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN_ROPE),
-}
+CONFIGS = FreshConfigs(
+    {
+        "smollm": LlamaConfig(**SIZES, tie_word_embeddings=True),
+        "llama": LlamaConfig(**SIZES, head_dim=32, rope_parameters=LLAMA3_ROPE),
+        "llama-biased": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LINEAR_ROPE),
+        "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),
+        "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN_ROPE),
+        "qwen3": Qwen3Config(**SIZES, head_dim=128),
+        "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN_ROPE),
+    }
+)
 TOKENIZERS = {
     "smollm": "smollm",
     "llama": "llama-bpe",

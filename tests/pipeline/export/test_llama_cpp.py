@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import numpy as np
@@ -67,7 +66,7 @@ def test_q8_0_equals_that_of_llama_cpp_bit_for_bit(tmp_path):
 
 
 def test_q4_k_m_loads_and_computes_logits(tmp_path):
-    config = copy.deepcopy(CONFIGS["qwen2"])
+    config = CONFIGS["qwen2"]
     config.hidden_size, config.intermediate_size = 256, 512
     model = build_random_model(config, std=0.05)
     write_gguf(tmp_path / "f32.gguf", model, build_header(model), file_type="f32")

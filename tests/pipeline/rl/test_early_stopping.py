@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import textwrap
 
@@ -129,14 +130,15 @@ def test_a_killed_run_ends_at_the_same_step(workplace):
 
 def test_a_resumed_run_says_that_it_has_ended_and_continues_with_more_patience(workplace):
     folder, zygote = workplace
-    arguments = ["tune", "run.yaml", "--resume", "--set", "name=whole"]
-    before = read_metrics(folder / "runs/AgentScope/whole")
+    run = folder / "runs/AgentScope/continued"
+    shutil.copytree(run.with_name("whole"), run, symlinks=True)
+    arguments = ["tune", "run.yaml", "--resume", "--set", "name=continued"]
+    before = read_metrics(run)
     assert zygote.run(arguments) == 0
     log = (folder / "zygote.log").read_text()
     assert f"{STOPPED} (early_stopping.patience=3); to continue it, change early_stopping" in log
-    assert read_metrics(folder / "runs/AgentScope/whole") == before
+    assert read_metrics(run) == before
     assert zygote.run([*arguments, "--set", "early_stopping.patience=4"]) == 0
-    run = folder / "runs/AgentScope/whole"
     assert json.loads((run / "stopped.json").read_text())["step"] == 6
     assert list_checkpoints(run) == ["global_step_2", "global_step_6"]
     assert zygote.run([*arguments, "--set", "early_stopping=null", "--set", "keep_best=null"]) == 0
