@@ -57,7 +57,23 @@ def load_functions(
     if ENVIRONMENT in list_parameters(workflow):
         function: Callable[..., Any] = workflow
         workflow = functools.partial(function, environment=load_environment(config.environment))
+    elif (knob := find_set_knob(config.environment)) is not None and not has_environment(workflow):
+        raise ConfigError(
+            f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
+            "add it, or remove the section environment"
+        )
     return workflow, judge
+
+
+def find_set_knob(section: EnvironmentSection) -> str | None:
+    """The first knob whose value is not its default."""
+    fields = type(section).model_fields.items()
+    return next((name for name, field in fields if getattr(section, name) != field.default), None)
+
+
+def has_environment(workflow: Callable[..., Any]) -> bool:
+    """Whether a `functools.partial` binds the workflow to an environment of its own."""
+    return isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords
 
 
 def load_environment(section: EnvironmentSection) -> Environment:
