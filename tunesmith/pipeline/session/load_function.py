@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config import EnvironmentSection, PythonToolSection, RunConfig, ToolSection
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.rollout.signature import ENVIRONMENT, list_parameters
+from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
 from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
 
@@ -61,6 +61,12 @@ def load_functions(
         raise ConfigError(
             f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
             "add it, or remove the section environment"
+        )
+    takes = list_parameters(workflow) | (frozenset() if judge is None else list_parameters(judge))
+    if config.auxiliary_models and AUXILIARY_MODELS not in takes:
+        raise ConfigError(
+            f"auxiliary_models.{next(iter(config.auxiliary_models))} has no effect: neither the workflow nor the judge "
+            "has a parameter `auxiliary_models`; add it, or remove the section"
         )
     return workflow, judge
 
