@@ -121,11 +121,11 @@ class AuxiliaryModelSection(Section):
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url={self.base_url!r} is not a URL: it must begin with http:// or https://")
         if self.base_url is None and self.api_key_env is not None:
             raise ValueError("api_key_env has no effect without base_url: the model is loaded locally")
         for key in ("tool_call_parser", "reasoning_parser"):
             if self.base_url is not None and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with base_url: the server parses its model's output")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url={self.base_url!r} is not a URL: it must begin with http:// or https://")
         return self
