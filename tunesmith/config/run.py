@@ -23,7 +23,6 @@ from tunesmith.config.rollout.staleness import StalenessKnobs, check_staleness_k
 from tunesmith.config.section import TASK_KNOBS, LearningRate, NumThreads, Section, Temperature, refuse_knobs
 from tunesmith.config.serve.serve import ServeSection, check_serve
 
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -118,8 +118,10 @@ def check_online(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Raise for knobs of evaluations in a run that has no held-out tasks; an interval of none is allowed, since files of
-    other programs always set one."""
+    """Raise for knobs of evaluations in a run that has no held-out tasks.
+
+    An interval is allowed, since files of other programs always set one.
+    """
     if config.eval_datasets:
         return
     section, fields = config.evaluation, type(config.evaluation).model_fields
