@@ -124,3 +124,30 @@ def test_values_that_would_fail_later_are_refused(override, message):
 def test_zero_and_low_temperatures_are_allowed():
     for temperature in (0, 1e-5, 0.01):
         assert load_config(None, values={"model": {"path": "m", "temperature": temperature}})
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.top_k=1000000000000000000000",
+        "model.lora.seed=1000000000000000000000",
+        "model.lora.r=1000000",
+        "model.lora.alpha=.inf",
+        "trainer.betas=[.nan,0.9]",
+        "trainer.betas=[0.9,1.0]",
+        "trainer.weight_decay=.inf",
+        "algorithm.kl_coef=.inf",
+        "experience.refill_budget=.inf",
+        "rollout.max_body_mib=.inf",
+        "engine.max_num_seqs=1000000000",
+        "cluster.timeout_s=.inf",
+        "early_stopping={metric: rollout/reward_mean, target: .nan}",
+        "auxiliary_models.a={path: m, base_url: localhost}",
+    ],
+)
+def test_a_number_or_address_that_no_run_survives_is_refused_by_the_name_of_its_knob(override):
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model.path=m", override])
+    assert str(caught.value).startswith(key)
+    assert "\n" not in str(caught.value)

@@ -69,5 +69,8 @@ def load_fixed_tasks(dataset: DatasetConfig, *, knob: str) -> list[Task]:
     """The rows of a data set that are all run: the first `total_steps`, or all."""
     if not isinstance(dataset, DatasetConfig):
         raise ConfigError(f"{knob} must be a DatasetConfig, got {type(dataset).__name__}")
+    for name in ("total_epochs", "task_selector", "weight"):
+        if getattr(dataset, name) != DatasetConfig.model_fields[name].default:
+            raise ConfigError(f"{knob}.{name} has no effect: every task is run once; total_steps limits their number")
     section = DatasetSection(**translate_dataset(dataset))
     return load_tasks(section, name=knob)[: dataset.total_steps]

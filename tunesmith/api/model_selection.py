@@ -9,6 +9,7 @@ from tunesmith.api.given_models import build_candidates, load_fixed_tasks
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model_class
+from tunesmith.config.section import MAX_INTEGER
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.candidates.runs import RunLimits
 from tunesmith.pipeline.model_selection.result import ModelSelection
@@ -46,8 +47,8 @@ async def select_model(
     check_selection_judge_function(judge_func)
     if len(candidate_models) < 2:
         raise ConfigError("At least two candidate models must be provided.")
-    if max_threads < 1:
-        raise ConfigError(f"max_threads={max_threads} must be at least 1")
+    check_limits(max_threads=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
+    build_model = choose_chat_model_class(chat_model)
     candidates = build_candidates(candidate_models, knob="candidate_models")
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
     limits = RunLimits(max_concurrency=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
@@ -58,5 +59,18 @@ async def select_model(
             workflow=workflow_func,
             judge=judge_func,
             limits=limits,
-            build_model=choose_chat_model_class(chat_model),
+            build_model=build_model,
         )
+
+
+def check_limits(*, max_threads: int, timeout_s: float, max_failure_rate: float, seed: int) -> None:
+    """Raise a ConfigError that names the first argument out of its range."""
+    allowed = {
+        f"max_threads={max_threads}": (isinstance(max_threads, int) and max_threads >= 1, "an integer of at least 1"),
+        f"timeout_s={timeout_s}": (timeout_s > 0, "a number of seconds above 0"),
+        f"max_failure_rate={max_failure_rate}": (0 <= max_failure_rate < 1, "at least 0 and below 1"),
+        f"seed={seed}": (isinstance(seed, int) and 0 <= seed <= MAX_INTEGER, "an integer of at least 0"),
+    }
+    for given, (is_allowed, expected) in allowed.items():
+        if not is_allowed:
+            raise ConfigError(f"{given} must be {expected}")

@@ -10,6 +10,9 @@ from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 
+CHAT_MODELS = ("auto", "agentscope", "openai")
+"""Values of `rollout.chat_model`, and of arguments of the same name."""
+
 
 def choose_chat_model(config: RunConfig) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
     """The class of `model` in workflows: AgentScope's OpenAIChatModel, or Tunesmith's own on the OpenAI client."""
@@ -18,6 +21,8 @@ def choose_chat_model(config: RunConfig) -> Callable[[Endpoint, Mapping[str, Any
 
 def choose_chat_model_class(kind: str) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
     """As `choose_chat_model`, for a value of `rollout.chat_model`."""
+    if kind not in CHAT_MODELS:
+        raise ConfigError(f"chat_model={kind!r} must be one of {', '.join(CHAT_MODELS)}")
     is_installed = has_agentscope()
     if kind == "agentscope" and not is_installed:
         raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")

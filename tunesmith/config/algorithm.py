@@ -16,7 +16,7 @@ class MaskSection(Section):
     level: Literal["token", "sequence", "geometric"]
     """Importance weight compared with the limits: of each token, the product over its sequence, or the geometric mean
     over its sequence."""
-    low: float = Field(ge=0)
+    low: float = Field(ge=0, allow_inf_nan=False)
     """Lower limit; about 0.5 for tokens, 0.999 for geometric means of a large model."""
     high: float = Field(gt=0)
     """Upper limit; about 5 for tokens, 1.001 for geometric means of a large model."""
@@ -53,7 +53,7 @@ class CorrectionSection(Section):
 class AdaptiveKlSection(Section):
     """Adapts the KL coefficient so that the KL approaches a target."""
 
-    target: float = Field(gt=0)
+    target: float = Field(gt=0, allow_inf_nan=False)
     """Target of the mean KL to the starting model, in nats per token."""
     horizon: int = Field(default=10000, ge=1)
     """Trajectories over which the coefficient changes by at most 20 %; lower it to react faster, down to the
@@ -89,7 +89,7 @@ class AlgorithmSection(Section):
     norm_length: int | None = Field(default=None, ge=1)
     """Divisor, in tokens, of a sequence's summed loss in seq-mean-token-sum-norm (dr_grpo). Set it to the longest
     expected answer, so that the loss scale does not depend on the context length. null uses `model.max_model_len`."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the KL to the starting model; raise it if the policy drifts too far. Above 0 a frozen copy of the
     model is loaded, except with `model.lora`, where the base weights are the reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = "k2"
@@ -104,7 +104,7 @@ class AlgorithmSection(Section):
     top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
     """Compute the policy loss only on this fraction of the tokens of an update, those of highest entropy; 0.2 for long
     chains of thought. Below 1 it costs one extra forward per update. 1 trains all tokens."""
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the entropy bonus; raise it slightly (0.001) if answers lose diversity too early."""
     critic: CriticSection = CriticSection()
     """Critic of ppo."""

@@ -37,9 +37,9 @@ class EarlyStoppingSection(Section):
     patience: int | None = Field(default=3, ge=1)
     """Evaluations (steps for a metric of steps) in a row without improvement that end the run; null only stops at
     `target`."""
-    min_delta: float = Field(default=0.0, ge=0)
+    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Smallest difference to the best value that counts as an improvement; raise it if the metric is noisy."""
-    target: float | None = None
+    target: float | None = Field(default=None, allow_inf_nan=False)
     """Value at which the run ends; null sets none."""
     min_steps: int = Field(default=0, ge=0)
     """Steps before which the run does not end; raise it if the metric rises late."""
@@ -56,7 +56,7 @@ class PatienceSection(Section):
 
     patience: int = Field(default=3, ge=1)
     """Evaluations in a row without improvement that end the training."""
-    min_delta: float = Field(default=0.0, ge=0)
+    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Smallest decrease of the evaluation loss that counts as an improvement."""
 
 

@@ -26,7 +26,7 @@ class ClusterSection(Section):
     died; null is 3."""
     ray_namespace: str | None = Field(default=None, min_length=1)
     """With `launcher: ray`, the namespace of the run's actors; null is an anonymous one."""
-    timeout_s: float = Field(default=3600.0, gt=0)
+    timeout_s: float = Field(default=3600.0, gt=0, le=1e9)
     """Seconds that a rank waits for the others before the run stops. Raise it if rollouts of one rank may take that
     much longer than those of another."""
     has_sharded_gradients: bool | None = None

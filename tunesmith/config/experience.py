@@ -30,9 +30,9 @@ class ReplaySection(Section):
     """Maximum age of a group in policy versions; older groups are evicted. Lower it to stay closer to on-policy."""
     max_uses: int = Field(default=3, ge=1)
     """Maximum number of times a group is replayed."""
-    decay: float = Field(default=2.0, ge=0)
+    decay: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     """Amount by which each replay lowers a group's priority, which starts at its policy version."""
-    sigma: float = Field(default=0.0, ge=0)
+    sigma: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Standard deviation of noise added to priorities; raise it to replay older groups too."""
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class ExperienceSection(Section):
     outcome_key: str | None = None
     """Metric from 0 to 1 that selectors, outcome_gate and dapo_dynamic_sampling use as a rollout's outcome; null uses
     the judge's reward."""
-    refill_budget: float = Field(default=1.0, ge=1)
+    refill_budget: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """Maximum number of tasks tried per step, as a multiple of the batch size; above 1, groups with zero advantage are
     replaced by new ones."""
     replay: ReplaySection = ReplaySection()

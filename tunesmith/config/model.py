@@ -17,9 +17,9 @@ ReasoningParser = Literal["auto", "deepseek_r1", "mistral", "harmony", "none"]
 class LoraSection(Section):
     """A low-rank adapter (LoRA; Hu et al., 2021) trained on frozen base weights."""
 
-    r: int = Field(default=16, ge=1)
+    r: int = Field(default=16, ge=1, le=65536)
     """Rank; raise it if the adapter underfits. A loaded adapter keeps its own."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """The adapter's output is scaled by alpha / r. A loaded adapter keeps its own."""
     target_modules: Literal["attention", "all-linear"] | tuple[str, ...] = "attention"
     """Layers to adapt: attention (its projections), all-linear (all linear layers but the head), or a list of layer
@@ -126,4 +126,6 @@ class AuxiliaryModelSection(Section):
         for key in ("tool_call_parser", "reasoning_parser"):
             if self.base_url is not None and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with base_url: the server parses its model's output")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url={self.base_url!r} is not a URL: it must begin with http:// or https://")
         return self

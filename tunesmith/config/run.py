@@ -7,7 +7,7 @@ config.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,8 @@ from tunesmith.config.rollout.branching import BranchingSection, check_branching
 from tunesmith.config.rollout.staleness import StalenessKnobs, check_staleness_knobs
 from tunesmith.config.section import TASK_KNOBS, LearningRate, NumThreads, Section, Temperature, refuse_knobs
 from tunesmith.config.serve.serve import ServeSection, check_serve
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SelectorSection(Section):
@@ -54,7 +56,7 @@ class DatasetSection(Section):
     priority_order, paraphrase."""
     task_selector: SelectorSection = SelectorSection()
     """Selection of training tasks; evaluations run all tasks."""
-    weight: float | None = Field(default=None, gt=0)
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
 
 
@@ -72,7 +74,7 @@ class RolloutSection(StalenessKnobs):
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of 127.0.0.1 on which the models are also served over HTTP while workflows run, 0 for any free port. Set it
     for agents in other processes or languages; they use `model.base_url` and `model.api_key`."""
-    max_body_mib: float = Field(default=8.0, gt=0)
+    max_body_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     """Maximum size of an HTTP request in MiB; larger ones get status 413."""
     chat_model: Literal["auto", "agentscope", "openai"] = "auto"
     """Type of a workflow's `model` argument: AgentScope's OpenAIChatModel, or a callable that returns OpenAI
@@ -102,11 +104,11 @@ class TrainerSection(Section):
     """Learning rate schedule after the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a share of the peak."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay; norms and biases are exempt."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
-    epsilon: float = Field(default=1e-8, gt=0)
+    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """AdamW's epsilon, added to the denominator."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down."""
@@ -179,7 +181,7 @@ class EvaluationSection(HeldOutSection):
     """Evaluation during a run."""
 
     interval_steps: int = Field(default=100, ge=0)
-    """Steps between evaluations; 0 evaluates only at the end."""
+    """Steps between evaluations of `eval_datasets`; 0 evaluates only at the end."""
     at_start: bool = False
     """Evaluate the model before the first step."""
 

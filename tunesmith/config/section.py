@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tunesmith.types import MIN_TEMPERATURE
@@ -23,6 +23,8 @@ Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 """AdamW changes a weight by about the learning rate per step, so values above 1 destroy any model."""
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
+MAX_INTEGER = 2**63 - 1
+"""Largest integer of torch and numpy."""
 
 
 class Section(BaseModel):
@@ -41,6 +43,13 @@ class Section(BaseModel):
                 hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(cls.model_fields)}"
                 raise PydanticCustomError("unknown_key", "unknown key {key}: {hint}", {"key": str(key), "hint": hint})
         return values
+
+    @field_validator("*")
+    @classmethod
+    def _check_integer(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"must be at most {MAX_INTEGER}, got {value}")
+        return value
 
 
 TASK_KNOBS = ("task_selector", "weight", "operators")

@@ -13,7 +13,9 @@ from typing import Any
 
 from tunesmith.errors import ConfigError
 
-OPTIONAL_PARAMETERS = frozenset({"auxiliary_models", "logger"})
+AUXILIARY_MODELS = "auxiliary_models"
+"""A parameter of workflows and judges that receives the other models of the run."""
+OPTIONAL_PARAMETERS = frozenset({AUXILIARY_MODELS, "logger"})
 ENVIRONMENT = "environment"
 """A parameter of workflows that the pipeline binds to the run's environment."""
 WORKFLOW_PARAMETERS = frozenset({"task", "model"})
@@ -61,7 +63,7 @@ def check_workflow_branches(func: Callable[..., Any]) -> None:
     """
     inner = _find_innermost(func)
     reason = getattr(func, "cannot_branch", None) or getattr(inner, "cannot_branch", None)
-    if reason is None and "auxiliary_models" in list_parameters(func):
+    if reason is None and AUXILIARY_MODELS in list_parameters(func):
         reason = "it takes auxiliary_models, whose replies a branch cannot receive from its parent"
     if reason is not None:
         name = getattr(inner, "__qualname__", type(inner).__name__)

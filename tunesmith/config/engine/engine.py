@@ -48,16 +48,16 @@ class EngineSection(Section):
     """With `kind: vllm`, the number of GPUs that share the weights which vLLM samples from."""
     vllm: VllmSection = VllmSection()
     """The vLLM process, with `kind: vllm`."""
-    page_size: int = Field(default=16, ge=1)
+    page_size: int = Field(default=16, ge=1, le=65536)
     """Tokens per KV-cache block."""
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1, le=65536)
     """Maximum number of requests decoded at once; the others wait."""
     max_batched_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per forward; longer prompts are prefilled in chunks. null uses 4096 on a CPU and 16384 on a
     GPU."""
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Capacity of the KV cache in tokens; null derives it from `kv_cache_gib`."""
-    kv_cache_gib: float | None = Field(default=None, gt=0)
+    kv_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Size of the KV cache in GiB, if `kv_cache_tokens` is not set. null uses 2 on a CPU, and on a GPU the memory that
     training leaves free, at most the need of `max_num_seqs` requests with full context."""
     max_waiting: int = Field(default=4096, ge=1)

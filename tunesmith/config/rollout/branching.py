@@ -22,13 +22,13 @@ class BranchingSection(Section):
     """Sampled tokens after a tool result, and at the start of the rollout, whose entropy is compared."""
     base_probability: float = Field(default=0.5, ge=0, le=1)
     """Probability of a branch where the entropy after a tool result equals that at the start of the rollout."""
-    entropy_weight: float = Field(default=0.2, ge=0)
+    entropy_weight: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     """Change of the probability per unit of entropy, the sum over the window divided by the log of the vocabulary
     size. 0 branches everywhere with `base_probability`; raise it if branches should follow the entropy more closely."""
     consecutive_penalty: float = Field(default=0.0, ge=0, le=1)
     """Share of the probability that each consecutive branch before on the same path takes away (AEPO); 0 takes away
     none. Set it if most branches of a group lie on one path."""
-    dynamic_budget_slope: float | None = Field(default=None, gt=0)
+    dynamic_budget_slope: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Choose the number of initial rollouts of each group from the entropies of its first rollout (AEPO): group size x
     sigmoid(slope x (entropy at the start - mean entropy after tool results)). The other rollouts of the group wait for
     the first one. null uses `initial_rollouts`; with a slope these count only if the first rollout calls no tool."""

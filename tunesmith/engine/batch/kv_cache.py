@@ -23,6 +23,7 @@ from torch.nn import functional
 from tunesmith.engine.batch.arrays import copy_to_device
 from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
+from tunesmith.errors import ConfigError
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
 
 MAX_BATCHED_QUERIES = 16
@@ -73,7 +74,15 @@ def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """Zeros; on a CPU the system commits memory only when a block is first written."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
+    num_bytes = math.prod(size) * dtype.itemsize
+    try:
+        values = np.zeros(num_bytes, dtype=np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise ConfigError(
+            f"the KV cache has tensors of {num_bytes / 2**30:.4g} GiB, which cannot be allocated: lower "
+            "engine.kv_cache_tokens, engine.kv_cache_gib or engine.page_size"
+        ) from error
+    return torch.from_numpy(values).view(dtype).view(size)
 
 
 class PagedAttentionPlan:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tunesmith.config import ConversationDataSection
 from tunesmith.errors import DataError
 from tunesmith.storage import storage_errors
-from tunesmith.tasks.load import load_rows
+from tunesmith.tasks.load import SINGLE_SPLIT, load_rows
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -26,6 +26,12 @@ def load_conversation_rows(section: ConversationDataSection) -> list[Row]:
     rows: list[Row] = []
     for path in section.paths:
         file = find_jsonl_file(path, section.split)
+        if file is not None and section.name is not None:
+            raise DataError(f"name {section.name!r} has no effect: {path!r} has no configurations; remove name")
+        if file == Path(path).expanduser() and section.split not in {None, SINGLE_SPLIT, file.stem}:
+            raise DataError(
+                f"split {section.split!r}: the file {path!r} is one split; leave split out, or give its folder"
+            )
         if file is not None:
             rows += load_jsonl(file)
         else:

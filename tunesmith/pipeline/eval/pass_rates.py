@@ -61,6 +61,10 @@ def measure_pass_rates(
     max_tasks: int | None = None,
 ) -> PassRates:
     """Write the first `max_tasks` rows of the training set, or all, with the model's pass rate under `field`."""
+    if num_runs < 1:
+        raise ConfigError(f"num_runs={num_runs} must be at least 1: it is the number of rollouts of each task")
+    if not field:
+        raise ConfigError("field is empty: name the field of the rows that receives the pass rate")
     rows = load_unmeasured_tasks(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
     )

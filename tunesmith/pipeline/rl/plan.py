@@ -60,6 +60,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         )
     if config.is_online:
         check_online(config, algorithm)
+    check_evaluation(config)
     check_refill(config)
     check_credit(config)
     check_sampling_is_random(config, algorithm)
@@ -114,6 +115,22 @@ def check_online(config: RunConfig, algorithm: Algorithm) -> None:
     for knob, (is_wrong, advice) in reasons.items():
         if is_wrong:
             raise ConfigError(f"serve.mode=online does not work with this {knob}: {advice}")
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Raise for knobs of evaluations in a run that has no held-out tasks.
+
+    An interval is allowed, since files of other programs always set one.
+    """
+    if config.eval_datasets:
+        return
+    section, fields = config.evaluation, type(config.evaluation).model_fields
+    given = {name: getattr(section, name) for name, field in fields.items() if getattr(section, name) != field.default}
+    knobs = [f"evaluation.{name}={value}" for name, value in given.items() if name != "interval_steps"]
+    if config.callbacks.on_evaluation is not None:
+        knobs.append(f"callbacks.on_evaluation={config.callbacks.on_evaluation}")
+    if knobs:
+        raise ConfigError(f"{knobs[0]} has no effect without held-out tasks: set eval_datasets, or leave it out")
 
 
 def check_refill(config: RunConfig) -> None:

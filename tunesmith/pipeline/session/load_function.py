@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config import EnvironmentSection, PythonToolSection, RunConfig, ToolSection
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.rollout.signature import ENVIRONMENT, list_parameters
+from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
 from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
 
@@ -57,7 +57,29 @@ def load_functions(
     if ENVIRONMENT in list_parameters(workflow):
         function: Callable[..., Any] = workflow
         workflow = functools.partial(function, environment=load_environment(config.environment))
+    elif (knob := find_set_knob(config.environment)) is not None and not has_environment(workflow):
+        raise ConfigError(
+            f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
+            "add it, or remove the section environment"
+        )
+    takes = list_parameters(workflow) | (frozenset() if judge is None else list_parameters(judge))
+    if config.auxiliary_models and AUXILIARY_MODELS not in takes:
+        raise ConfigError(
+            f"auxiliary_models.{next(iter(config.auxiliary_models))} has no effect: neither the workflow nor the judge "
+            "has a parameter `auxiliary_models`; add it, or remove the section"
+        )
     return workflow, judge
+
+
+def find_set_knob(section: EnvironmentSection) -> str | None:
+    """The first knob whose value is not its default."""
+    fields = type(section).model_fields.items()
+    return next((name for name, field in fields if getattr(section, name) != field.default), None)
+
+
+def has_environment(workflow: Callable[..., Any]) -> bool:
+    """Whether a `functools.partial` binds the workflow to an environment of its own."""
+    return isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords
 
 
 def load_environment(section: EnvironmentSection) -> Environment:

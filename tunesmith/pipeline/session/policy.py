@@ -204,7 +204,10 @@ def build_sampling(section: ModelSection, *, temperature: float | None = None) -
 
 def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
     if section.base_url is None:
-        check_policy(_to_model_section(section))
+        try:
+            check_policy(_to_model_section(section))
+        except ConfigError as error:
+            raise ConfigError(f"auxiliary_models.{name}: {error}") from error
     elif section.api_key_env is not None and section.api_key_env not in os.environ:
         raise ConfigError(f"auxiliary_models.{name}.api_key_env: environment variable {section.api_key_env} is not set")
 
