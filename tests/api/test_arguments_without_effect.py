@@ -61,7 +61,7 @@ def test_auxiliary_models_that_no_function_takes_are_refused():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"evaluation": {"at_start": True}}, "evaluation.at_start=True has no effect without held-out tasks"),
+        ({"evaluation": {"num_samples": 4}}, "evaluation.num_samples=4 has no effect without held-out tasks"),
         ({"evaluation": {"max_tasks": 2}}, "evaluation.max_tasks=2 has no effect without held-out tasks"),
         ({"callbacks": {"on_evaluation": "a:b"}}, "callbacks.on_evaluation=a:b has no effect without held-out tasks"),
     ],
@@ -69,12 +69,7 @@ def test_auxiliary_models_that_no_function_takes_are_refused():
 def test_knobs_of_evaluations_without_held_out_tasks_are_refused(data, values, message):
     with pytest.raises(ConfigError, match=message):
         build_plan(build_config(train_dataset={"path": data}, **values))
-
-
-def test_a_seed_of_the_sequential_selector_is_refused(data):
-    selector = {"selector_type": "sequential", "seed": 3}
-    with pytest.raises(ConfigError, match="task_selector.seed=3 has no effect on selector 'sequential'"):
-        build_plan(build_config(train_dataset={"path": data, "task_selector": selector}))
+    build_plan(build_config(train_dataset={"path": data}, evaluation={"at_start": True, "interval_steps": 5}))
 
 
 @pytest.mark.parametrize(

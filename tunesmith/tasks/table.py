@@ -81,8 +81,6 @@ def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int
         build = find_function(name, {key: entry.build for key, entry in SELECTORS.items()}, load=load, where="selector")
         return build_own_selector(build, tasks, section=section, seed=seed)
     entry = SELECTORS[name]
-    if name == "sequential" and section.seed is not None:
-        raise ConfigError(f"task_selector.seed={section.seed} has no effect on selector {name!r}: remove it")
     if not entry.min_features <= len(keys) <= entry.max_features:
         needed = f"at least {entry.min_features}" if entry.max_features else "none"
         raise ConfigError(f"selector {name!r} takes {needed} of feature_keys, got {list(keys)}")

@@ -29,6 +29,8 @@ from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
 
+WHEN_TO_EVALUATE = ("interval_steps", "at_start")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -120,13 +122,13 @@ def check_online(config: RunConfig, algorithm: Algorithm) -> None:
 def check_evaluation(config: RunConfig) -> None:
     """Raise for knobs of evaluations in a run that has no held-out tasks.
 
-    An interval is allowed, since files of other programs always set one.
+    When to evaluate is allowed, since files of other programs always say it.
     """
     if config.eval_datasets:
         return
     section, fields = config.evaluation, type(config.evaluation).model_fields
     given = {name: getattr(section, name) for name, field in fields.items() if getattr(section, name) != field.default}
-    knobs = [f"evaluation.{name}={value}" for name, value in given.items() if name != "interval_steps"]
+    knobs = [f"evaluation.{name}={value}" for name, value in given.items() if name not in WHEN_TO_EVALUATE]
     if config.callbacks.on_evaluation is not None:
         knobs.append(f"callbacks.on_evaluation={config.callbacks.on_evaluation}")
     if knobs:
