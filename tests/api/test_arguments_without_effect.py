@@ -12,7 +12,7 @@ from tunesmith.config import ConversationDataSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.pipeline.data.conversation_rows import load_conversation_rows
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
-from tunesmith.pipeline.rl.plan import build_plan
+from tunesmith.pipeline.rl.plan import build_plan, check_evaluation
 from tunesmith.pipeline.session.load_function import load_functions
 
 
@@ -69,7 +69,10 @@ def test_auxiliary_models_that_no_function_takes_are_refused():
 def test_knobs_of_evaluations_without_held_out_tasks_are_refused(data, values, message):
     with pytest.raises(ConfigError, match=message):
         build_plan(build_config(train_dataset={"path": data}, **values))
-    build_plan(build_config(train_dataset={"path": data}, evaluation={"at_start": True, "interval_steps": 5}))
+
+
+def test_when_to_evaluate_may_be_given_without_held_out_tasks():
+    check_evaluation(build_config(evaluation={"at_start": True, "interval_steps": 5}))
 
 
 @pytest.mark.parametrize(
