@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fakes import full_disk
 from tunesmith.cli import app
-from tunesmith.commands import pass_rate
+from tunesmith.commands import pass_rate as pass_rate_module
 from tunesmith.commands.prepare.flags import collect_values
 from tunesmith.commands.prepare.run import run_prepare
 from tunesmith.commands.sft.conversation_rows import load_jsonl
@@ -170,7 +170,7 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
     pass_rate = {"models": {"m": tiny_model(pocket_folder)}, "num_samples": 1, "batch_size": 1}
     pass_rate["engine"] = {"kv_cache_tokens": 8192}
     measured = []
-    original = pass_rates.sample_groups
+    original = pass_rate_module.sample_groups
 
     async def die_at_the_second_batch(config, actors, tasks, **options):
         measured.append(tasks[0].row["place"])
