@@ -17,25 +17,26 @@ LAYERS = [
     {"shared_step", "environments"},
     {"loop"},
     {"runs"},
-    {"commands", "compat", "viewer"},
+    {"compat"},
+    {"commands", "viewer"},
     {"et_agent"},
-    {"commands.run"},
-    {"api", "cli", "pipeline", "run_files", "compat.agentscope", "__init__", "__main__"},
+    {"api", "cli", "pipeline", "compat.agentscope", "__init__", "__main__"},
 ]
-RAISED = ("tunesmith.compat.agentscope", "tunesmith.commands.run")
-"""Sub-packages on a higher layer than the rest of their package: AgentScope's names of the public API, and pipelines,
-whose stages are commands and neighbours."""
+RAISED = "tunesmith.compat.agentscope"
+"""The sub-package on a higher layer than the rest of its package: AgentScope's names of the public API."""
 INNER_LAYERS = {
-    "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
+    "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}, {"command"}],
     "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}, {"vllm"}],
     "commands": [
+        {"table", "references"},
+        {"settings", "stage"},
         {"eval"},
         {"sft", "export", "doctor", "candidates", "pass_rate"},
         {"tune", "prepare", "check", "select_model", "tune_prompt"},
         {"serve", "demo", "run"},
     ],
-    "et_agent": [{"world", "formats", "selection"}, {"flywheel"}],
-    "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}],
+    "et_agent": [{"world", "formats", "selection", "radar"}, {"flywheel"}],
+    "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}, {"command"}],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""
 TORCH_FREE = LAYERS[0] | {"tasks", "experience", "monitor", "retrieval", "viewer"}
@@ -67,9 +68,8 @@ IMPORTS = {name: list(iter_imports(path)) for name, path in FILES.items()}
 
 def find_child(module: str, package: str) -> str:
     """The file or sub-package of `package` that contains the module; `__init__` for the package itself."""
-    for raised in RAISED:
-        if package == "tunesmith" and (module == raised or module.startswith(f"{raised}.")):
-            return raised.removeprefix("tunesmith.")
+    if package == "tunesmith" and (module == RAISED or module.startswith(f"{RAISED}.")):
+        return RAISED.removeprefix("tunesmith.")
     return "__init__" if module == package else module.removeprefix(f"{package}.").split(".")[0]
 
 

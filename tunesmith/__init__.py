@@ -62,10 +62,10 @@ if TYPE_CHECKING:
         tune,
         tune_prompt,
     )
+    from tunesmith.commands.run.config import PipelineConfig
     from tunesmith.config import (
         EvalConfig,
         ExportSection,
-        PipelineConfig,
         PreferenceConfig,
         PrepareSection,
         RunConfig,
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 CONFIGS = (
     "EvalConfig",
     "ExportSection",
-    "PipelineConfig",
     "PreferenceConfig",
     "PrepareSection",
     "RunConfig",
@@ -145,6 +144,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in CONFIGS:
         return getattr(importlib.import_module("tunesmith.config"), name)
+    if name == "PipelineConfig":
+        return importlib.import_module("tunesmith.commands.run.config").PipelineConfig
     if name in __all__:
         return getattr(importlib.import_module("tunesmith.api"), name)
     raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")

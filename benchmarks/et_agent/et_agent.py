@@ -38,7 +38,7 @@ from benchmarks.et_agent.orderings import (
     summarize_models,
 )
 from benchmarks.shared.report import publish
-from tunesmith.commands.eval.radar_plot import can_plot, save_radar_plot
+from tunesmith.et_agent.radar import can_plot, save_radar_plot
 from tunesmith.et_agent.selection.diversity import measure_diversity, measure_text_spreads
 from tunesmith.et_agent.selection.rft import read_trajectories
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from tunesmith.config.stages.rounds import STAGE, map_texts
+from tunesmith.commands.references import map_strings
+from tunesmith.commands.run.rounds import STAGE
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "et_agent" / "pocket.yaml"
@@ -133,7 +134,7 @@ class Plan:
                     "models": {name.removesuffix(EVALUATION): f"{STAGE}{evaluates}"},
                 }
             rest = {"variables": recipe["variables"], "stages": chosen}
-            return {"folder": str(self.job_folder(name)), **map_texts(rest, lambda text: self.resolve(text, chosen))}
+            return {"folder": str(self.job_folder(name)), **map_strings(rest, lambda text: self.resolve(text, chosen))}
 
         return Job(
             name=f"seed{self.seed}/{name}", needs=tuple(f"seed{self.seed}/{each}" for each in needs), build=build

@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.shared.report import publish
+from tunesmith.commands.settings import load_run_file
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.run_files import load_run_file
 from tunesmith.runs.load_function import load_functions
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group

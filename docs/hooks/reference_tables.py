@@ -30,7 +30,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def render_knobs(stage: str, section: str) -> str:
     """Key, type, default and description of each knob of a section, nested sections included."""
-    from tunesmith.runs.load_config import Option, describe_options, find_stage
+    from tunesmith.commands.settings import find_config_class
+    from tunesmith.runs.load_config import Option, describe_options
 
     def is_listed(option: Option) -> bool:
         first, dot, _ = option.key.partition(".")
@@ -38,7 +39,7 @@ def render_knobs(stage: str, section: str) -> str:
 
     rows = [
         (f"`{each.key}`", f"`{each.type}`", f"`{each.default}`", " ".join(each.description.split()))
-        for each in describe_options(find_stage(stage))
+        for each in describe_options(find_config_class(stage))
         if is_listed(each)
     ]
     return render_table(("key", "type", "default", "meaning"), rows)

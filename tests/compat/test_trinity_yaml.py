@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from trinity_files import translate
 
+from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.trinity_yaml import RULES, is_trinity_file
 from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection
 from tunesmith.errors import ConfigError
-from tunesmith.run_files import load_run_file
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
 MATH_AGENT = """

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from markdown_pages import PAGES, ROOT, find_anchors, iter_inline_code, iter_links
 
-from tunesmith.runs.load_config import STAGES, describe_options
+from tunesmith.commands.table import list_config_classes
+from tunesmith.runs.load_config import describe_options
 
 NAME = re.compile(r"tunesmith(?:\.[a-z_0-9]+)+(?:[.:]\w+)*")
 PATH = re.compile(r"(?:tunesmith|tests|benchmarks|results|recipes|docs|\.ci)/[\w./*{},-]*\w")
@@ -77,7 +78,7 @@ def exists(name: str) -> bool:
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name not in FOREIGN_KEYS], ids=name_page)
 def test_knobs_in_the_text_exist(page: Path) -> None:
     known: set[str] = set()
-    for stage in STAGES.values():
+    for stage in list_config_classes().values():
         for option in describe_options(stage):
             parts = option.key.split(".")
             known |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}

@@ -13,10 +13,11 @@ from markdown_pages import INLINE_CODE, ROOT, find_anchors, iter_prose
 from typer.main import get_command
 
 from tunesmith.cli import app
+from tunesmith.commands.table import list_config_classes
 from tunesmith.compat.trinity_yaml import RULES
 from tunesmith.config import RunConfig
 from tunesmith.experience.store import SCHEMA
-from tunesmith.runs.load_config import STAGES, describe_options
+from tunesmith.runs.load_config import describe_options
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
@@ -34,7 +35,7 @@ def load_tables() -> ModuleType:
 def list_knobs() -> set[str]:
     """Every key of every file, and the sections that hold them; `<name>` as in `describe_options`."""
     known: set[str] = set()
-    for stage in STAGES.values():
+    for stage in list_config_classes().values():
         for option in describe_options(stage):
             parts = option.key.split(".")
             known |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}

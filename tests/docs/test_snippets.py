@@ -20,12 +20,14 @@ from shell_commands import check_line, find_errors, is_shell, iter_commands
 
 from forked_programs import LOG, start_forked_programs
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.plan import plan_stages
+from tunesmith.commands.table import list_config_classes
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
-from tunesmith.config import AlgorithmSection, PipelineConfig, PreferenceConfig, RunConfig, Section, SftConfig
+from tunesmith.config import AlgorithmSection, PreferenceConfig, RunConfig, Section, SftConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.table import build_operators
-from tunesmith.runs.load_config import STAGES, build_section, resolve
+from tunesmith.runs.load_config import build_section, resolve
 
 SNIPPETS = [snippet for page in PAGES for snippet in find_snippets(page)]
 LANGUAGES = {"python", "yaml", "json", "jsonl", "bash", "text", ""}
@@ -133,13 +135,14 @@ def check_settings(text: str, *, kind: str | None) -> None:
     if is_trinity_file(plain) and not set(plain) <= set(PipelineConfig.model_fields):
         check_components(build_section(RunConfig, translate_trinity_file(plain).values))
         return
-    kinds = [kind] if kind is not None else [each for each in STAGES if set(plain) <= set(STAGES[each].model_fields)]
+    classes = list_config_classes()
+    kinds = [kind] if kind is not None else [each for each in classes if set(plain) <= set(classes[each].model_fields)]
     assert kinds, f"no command has all of the keys {sorted(map(str, plain))}"
     errors = []
     for each in kinds:
         merged = OmegaConf.merge(OmegaConf.create(REQUIRED[each]), given)
         try:
-            check_components(build_section(STAGES[each], resolve(merged, None)))
+            check_components(build_section(classes[each], resolve(merged, None)))
         except ConfigError as error:
             errors.append(f"{each}: {error}")
         else:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tunesmith import run_pipeline
-from tunesmith.commands.run.check import check_settings
 from tunesmith.commands.run.plan import load_pipeline, plan_stages
+from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
 from tunesmith.et_agent.world import World, generate
 from tunesmith.et_agent.world.config import build_config
@@ -144,5 +144,5 @@ def test_the_pipeline_for_a_gpu_is_valid(monkeypatch):
     stages = plan_stages(load_pipeline(FOLDER / "smollm2.yaml"))
     assert [stage.name for stage in stages][-1] == "eval" and "rl_2" in [stage.name for stage in stages]
     flywheel = next(stage for stage in stages if stage.name == "flywheel")
-    check_settings(flywheel)
+    check_stage(flywheel)
     assert flywheel.kind == "flywheel" and FlywheelConfig.model_fields

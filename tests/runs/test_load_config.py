@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from tunesmith.commands.settings import find_config_class
+from tunesmith.commands.table import list_config_classes
 from tunesmith.config import LoraSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import (
-    STAGES,
     build_config,
     config_schema,
     describe_options,
     dump_config,
-    find_stage,
     load_config,
 )
 
@@ -157,13 +157,13 @@ def test_the_schema_describes_every_section():
     assert all("description" in section for section in schema["$defs"].values())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", list_config_classes())
 def test_the_file_of_every_stage_has_options_and_a_schema(stage):
-    kind = find_stage(stage)
+    kind = find_config_class(stage)
     assert config_schema(kind)["title"] == kind.__name__
     assert all(option.description for option in describe_options(kind))
 
 
 def test_the_error_of_an_unknown_stage_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="stage 'train': allowed are tune, prepare, sft"):
-        find_stage("train")
+    with pytest.raises(ConfigError, match="stage 'train': allowed are tune, sft, prefer, prepare"):
+        find_config_class("train")

@@ -1,9 +1,9 @@
 """Public functions, one for each command: train, evaluate, prepare, export, and run a pipeline.
 
-Each takes the config object of its command or the path of its YAML file, and returns a small result that holds no
-weights. All may be called while an event loop runs, as in a notebook. `compat` translates AgentScope's classes and
-Trinity-RFT's files to a `RunConfig` and chooses the class of the chat model that workflows receive; `pipeline` does
-the work.
+Each takes the config object of its command or the path of its YAML file, which `load_settings` reads as the table of
+commands says, and returns a small result that holds no weights. All may be called while an event loop runs, as in a
+notebook. `compat` translates AgentScope's classes and Trinity-RFT's files to a `RunConfig` and chooses the class of the
+chat model that workflows receive; `commands` does the work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.api.model_selection import select_model
 from tunesmith.api.prompt_tuning import tune_prompt
-from tunesmith.api.settings import check_path, load_settings, load_tune_config
 from tunesmith.api.workflow_check import check
 from tunesmith.commands import pass_rate
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
@@ -28,14 +27,17 @@ from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.commands.pass_rate import PassRates
 from tunesmith.commands.prepare.run import PrepareResult, run_prepare
-from tunesmith.commands.run.plan import StageSelection, load_pipeline, plan_stages
-from tunesmith.commands.run.result import PipelineResult, StageOutcome, load_pipeline_result
-from tunesmith.commands.run.run import run_pipeline as run_stages
+from tunesmith.commands.run.config import PipelineConfig
+from tunesmith.commands.run.plan import StageSelection
+from tunesmith.commands.run.result import PipelineResult, StageOutcome
+from tunesmith.commands.run.run import run_pipeline as run_selected
 from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
 from tunesmith.commands.select_model.result import ModelSelection
 from tunesmith.commands.serve.run import run_serving
+from tunesmith.commands.settings import list_paths, load_settings
 from tunesmith.commands.sft.preference import run_preference
 from tunesmith.commands.sft.train import OfflineResult, run_sft
+from tunesmith.commands.table import find_command
 from tunesmith.commands.tune.callbacks import (
     Callbacks,
     CheckpointEnd,
@@ -56,6 +58,7 @@ from tunesmith.compat.agentscope_config import (
     TinkerConfig,
     TunerModelConfig,
     collect_own_selectors,
+    translate_tune_arguments,
 )
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
@@ -63,7 +66,6 @@ from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
-    PipelineConfig,
     PreferenceConfig,
     PrepareSection,
     RunConfig,
@@ -75,18 +77,8 @@ from tunesmith.model.prepare import prepare_model
 from tunesmith.monitor.metric_table import MetricTable
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.run_files import (
-    list_paths,
-    load_eval_file,
-    load_export_settings,
-    load_preference_file,
-    load_prepare_file,
-    load_run_file,
-    load_sft_file,
-)
-from tunesmith.runs.load_config import change_section
+from tunesmith.runs.load_config import change_section, load_section
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.policy import BuildModel
 from tunesmith.runs.ray_job import is_ray_driver, tune_on_ray
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
@@ -200,6 +192,38 @@ def tune(
     return run_tune(settings, workflow_func, judge_func, custom)
 
 
+def load_tune_config(
+    config: RunConfig | PathLike | None,
+    objects: dict[str, Any],
+    config_path: PathLike | None,
+    overrides: Sequence[str],
+    *,
+    values: Mapping[str, Any],
+) -> RunConfig:
+    """The run config of either form of `tune`, with nested `values` and then the overrides applied."""
+    if config is not None:
+        refuse_both_forms(objects | {"config_path": config_path})
+    elif objects["model"] is None and config_path is None and not any(o.startswith("model.path=") for o in overrides):
+        raise ConfigError(
+            "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
+        )
+    values = {**translate_tune_arguments(**objects), **values}
+    settings: RunConfig = load_settings(
+        find_command("tune"), config_path if config is None else config, overrides, values=values
+    )
+    return settings
+
+
+def refuse_both_forms(objects: Mapping[str, Any]) -> None:
+    """Raise ConfigError if arguments of AgentScope's form are given beside `config`."""
+    names = [name for name, value in objects.items() if value is not None]
+    if names:
+        raise ConfigError(
+            f"tune() got config and {', '.join(names)}: config holds every setting, so put these into it, or change "
+            "single keys with overrides=['key=value']"
+        )
+
+
 def run_tune(
     settings: RunConfig, workflow_func: WorkflowType | None, judge_func: JudgeType | None, custom: CustomComponents
 ) -> TuneResult:
@@ -223,7 +247,7 @@ def serve(
     config: RunConfig | PathLike, *, judge_func: JudgeType | None = None, overrides: Sequence[str] = ()
 ) -> TuneResult:
     """Train agents that run as programs of their own and take tasks over HTTP (docs/serve.md)."""
-    settings = load_settings(RunConfig, config, overrides, load_run_file)
+    settings: RunConfig = load_settings(find_command("serve"), config, overrides)
     build_model = choose_chat_model(settings)
     with agent_output(is_shown=settings.rollout.has_agent_output):
         return run_outside_of_loops(lambda: run_serving(settings, judge=judge_func, build_model=build_model))
@@ -231,13 +255,12 @@ def serve(
 
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Fine-tune a model on conversations into the folder `out`; an unfinished training in it is resumed."""
-    return run_sft(load_settings(SftConfig, config, overrides, load_sft_file), out_dir=Path(out))
+    return run_sft(load_settings(find_command("sft"), config, overrides), out_dir=Path(out))
 
 
 def prefer(config: PreferenceConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Train a model on preferences into the folder `out`; an unfinished training in it is resumed."""
-    settings = load_settings(PreferenceConfig, config, overrides, load_preference_file)
-    return run_preference(settings, out_dir=Path(out))
+    return run_preference(load_settings(find_command("prefer"), config, overrides), out_dir=Path(out))
 
 
 def evaluate(
@@ -257,11 +280,7 @@ def evaluate(
     folders, hub ids or run folders; by default those of the evaluation config, or the model of the run config. With the
     folder `out` the results are written there, and a killed evaluation resumes.
     """
-    settings: RunConfig | EvalConfig
-    if isinstance(config, RunConfig | EvalConfig):
-        settings = change_section(config, overrides)
-    else:
-        settings = load_eval_file(str(check_path(config, EvalConfig)), overrides)
+    settings: RunConfig | EvalConfig = load_settings(find_command("eval"), config, overrides)
     if isinstance(settings, EvalConfig):
         run, compared, has_plot = settings.to_run_config(), settings.models, has_plot or settings.has_plot
         suite = suite or settings.suite
@@ -304,7 +323,7 @@ def measure_pass_rates(
     """Write the training tasks of a run config to the JSON lines file `out`, with the pass rate of its model in
     `field`. With `tool_keys`, the metrics that count tool calls, `<field>_correctness` and `<field>_tool_calls` list
     the numbers of each scored rollout."""
-    settings = load_settings(RunConfig, config, overrides, load_run_file)
+    settings: RunConfig = load_settings(find_command("pass-rate"), config, overrides)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
     with agent_output(is_shown=settings.rollout.has_agent_output):
         return run_outside_of_loops(
@@ -323,7 +342,7 @@ def measure_pass_rates(
 
 def prepare(config: PrepareSection | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> PrepareResult:
     """Convert questions with worked solutions, such as GSM8K, to conversations in the folder `out`."""
-    settings = load_settings(PrepareSection, config, overrides, load_prepare_file)
+    settings: PrepareSection = load_settings(find_command("prepare"), config, overrides)
     return run_outside_of_loops(lambda: run_prepare(settings, out_dir=Path(out)))
 
 
@@ -342,10 +361,13 @@ def export(
     `model` is the folder of a model, adapter or run (its last checkpoint), a hub id, or an ExportSection with all
     settings, which the other arguments override.
     """
-    given = model.model_dump(exclude_unset=True) if isinstance(model, ExportSection) else {"path": str(model)}
-    changes = {"formats": formats, "gguf_types": gguf_types, "name": name}
-    given |= {key: value for key, value in changes.items() if value is not None}
-    return run_export(load_export_settings(given, overrides), out_dir=Path(out))
+    given = {"formats": formats, "gguf_types": gguf_types, "name": name}
+    changes = {key: value for key, value in given.items() if value is not None}
+    if isinstance(model, ExportSection):
+        settings = change_section(model, overrides, values=changes)
+    else:
+        settings = load_section(ExportSection, None, overrides, values={"path": str(model), **changes})
+    return run_export(settings, out_dir=Path(out))
 
 
 def run_pipeline(
@@ -361,13 +383,5 @@ def run_pipeline(
     `only` runs one stage, `start_from` that stage and all later ones; `is_rerun` also runs selected stages that are
     done, after moving their outputs aside.
     """
-    settings = load_settings(PipelineConfig, config, overrides, load_pipeline)
-    selection = StageSelection(only=only, start_from=start_from, is_rerun=is_rerun)
-    with agent_output(is_shown=False) as switch_output:
-
-        def choose_model(run: RunConfig) -> BuildModel:
-            switch_output(run.rollout.has_agent_output)
-            return choose_chat_model(run)
-
-        report = run_outside_of_loops(lambda: run_stages(settings, choose_model=choose_model, selection=selection))
-    return load_pipeline_result(report.parent, plan_stages(settings))
+    settings: PipelineConfig = load_settings(find_command("run"), config, overrides)
+    return run_selected(settings, selection=StageSelection(only=only, start_from=start_from, is_rerun=is_rerun))

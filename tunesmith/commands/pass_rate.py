@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.commands.eval.inputs import compute_digest
-from tunesmith.config import RunConfig
+from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
+from tunesmith.config import PassRateConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
 from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
 from tunesmith.runs.actors import load_actors
+from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy
 from tunesmith.runs.result import Result
 from tunesmith.storage import load_json, load_json_lines, save_json, save_text, storage_errors
@@ -29,6 +31,8 @@ from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
 """Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""
+TASKS_FILE = "tasks.jsonl"
+"""Output of a stage."""
 DIGEST = "digest"
 CORRECTNESS, TOOL_CALLS = "correctness", "tool_calls"
 """Ends of the names of the fields with one number for each scored rollout."""
@@ -186,3 +190,34 @@ def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: 
         partial_file.unlink()
         find_digest_file(partial_file).unlink(missing_ok=True)
     return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))
+
+
+def format_result(_: RunConfig, result: PassRates) -> str:
+    return f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout"
+
+
+def run_stage(config: PassRateConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Measure the tasks into `tasks.jsonl`, unless an earlier attempt was killed after it was complete."""
+    path = out_dir / TASKS_FILE
+    if not path.exists():
+        workflow, judge = load_functions(config)
+        measure_pass_rates(
+            config,
+            workflow=workflow,
+            judge=judge,
+            build_model=choose_model(config),
+            field=config.field,
+            num_runs=config.num_runs,
+            out=path,
+            tool_keys=config.tool_keys,
+            max_tasks=config.max_tasks,
+        )
+    rates = [row[config.field] for row in load_json_lines(path)]
+    return StageResult(
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures={
+            "tasks with a scored rollout": len(rates),
+            "mean pass rate": sum(rates) / len(rates) if rates else None,
+            "tasks with a pass rate above 0 and below 1": sum(0 < rate < 1 for rate in rates),
+        },
+    )

@@ -13,6 +13,7 @@ from tunesmith.config.experience import ExperienceSection, OperatorSection, Repl
 from tunesmith.config.export import ExportSection
 from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.model import AuxiliaryModelSection, LoraSection, ModelSection, ServedModelSection
+from tunesmith.config.pass_rate import PassRateConfig
 from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
@@ -20,7 +21,6 @@ from tunesmith.config.pipeline import (
     FunctionStage,
     ParetoStage,
     PassRateStage,
-    PipelineConfig,
     PreferStage,
     PrepareStage,
     RftFilterStage,
@@ -59,7 +59,6 @@ from tunesmith.config.sft import (
 )
 from tunesmith.config.stages.flywheel import FlywheelConfig
 from tunesmith.config.stages.pareto import ParetoSection
-from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.stages.rft import RftFilterSection
 from tunesmith.config.tools import PythonToolSection
 
@@ -105,7 +104,6 @@ __all__ = [
     "PassRateSection",
     "PassRateStage",
     "PatienceSection",
-    "PipelineConfig",
     "PreferStage",
     "PreferenceConfig",
     "PreferenceTrainerSection",

@@ -1,18 +1,14 @@
-"""Knobs of a pipeline (`tunesmith run`): its stages in order, each with the knobs of its command.
-
-A stage refers to the result of an earlier one as `stage:NAME` (its model) or `stage:NAME/FILE` (a file or folder that
-it wrote), so all dependencies are known before the first stage runs.
-"""
+"""The stages of a pipeline (`tunesmith run`): the knobs of their commands, and the kind by which a file names them."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.export import ExportSection
+from tunesmith.config.pass_rate import PassRateConfig
 from tunesmith.config.preference import PreferenceConfig
 from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
@@ -20,12 +16,8 @@ from tunesmith.config.section import Section
 from tunesmith.config.sft import SftConfig
 from tunesmith.config.stages.flywheel import FlywheelConfig
 from tunesmith.config.stages.pareto import ParetoSection
-from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.stages.rft import RftFilterSection
-from tunesmith.config.stages.rounds import ROUNDS, expand_rounds
 
-STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-RESERVED_NAMES = ("stages",)
 MANAGED_KEYS = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
 """Knobs of a run that the pipeline sets itself."""
 
@@ -129,62 +121,3 @@ class FunctionStage(Section):
     may return a mapping of names to numbers or strings for the report."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
-
-
-Stage = Annotated[
-    PrepareStage
-    | SftStage
-    | RlStage
-    | EvalStage
-    | ExportStage
-    | PreferStage
-    | PassRateStage
-    | ParetoStage
-    | RftFilterStage
-    | FlywheelStage
-    | FunctionStage,
-    Field(discriminator="kind"),
-]
-KINDS = (
-    "prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "rft_filter", "flywheel", "function",
-)  # fmt: skip
-
-
-class PipelineConfig(Section):
-    """Stages in order, and the folder of their results."""
-
-    folder: str
-    """Folder of the pipeline, with one subfolder per stage; repeating the command resumes in it."""
-    variables: dict[str, Any] = Field(default_factory=dict)
-    """User-defined values, referred to as `${variables.NAME}`."""
-    stages: dict[str, Stage] = Field(min_length=1)
-    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate, pareto,
-    rft_filter or flywheel has that kind; others set `kind`. An entry with `kind: rounds` is repeated:
-    `docs/pipeline.md`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_kinds(cls, values: Any) -> Any:
-        stages = values.get("stages") if isinstance(values, dict) else None
-        if not isinstance(stages, dict):
-            return values
-        stages = expand_rounds(stages)
-        named = {
-            name: {"kind": name} | stage if isinstance(stage, dict) and name in KINDS else stage
-            for name, stage in stages.items()
-        }
-        for name, stage in named.items():
-            if isinstance(stage, dict) and stage.get("kind") not in KINDS:
-                given = "has no kind" if "kind" not in stage else f"has the kind {stage['kind']!r}"
-                raise ValueError(f"stages.{name} {given}; kind must be one of {', '.join((*KINDS, ROUNDS))}")
-        return values | {"stages": named}
-
-    @field_validator("stages")
-    @classmethod
-    def _check_names(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
-        for name in stages:
-            if not STAGE_NAME.fullmatch(name) or name in RESERVED_NAMES:
-                raise ValueError(
-                    f"{name!r} is not a valid stage name: use letters, digits, '_' and '-', and not 'stages'"
-                )
-        return stages

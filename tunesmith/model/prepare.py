@@ -30,13 +30,13 @@ MARKER_NAME = "prepared.json"
 """Written last into a prepared folder; holds the model's name and dtype."""
 
 
-def prepare_model(name: str, out_dir: str | Path, *, dtype: str = "float32") -> Path:
-    """Create the Hugging Face folder of the model `name` at `out_dir`, or return it if it exists."""
+def prepare_model(name: str, out_dir: str | Path | None = None, *, dtype: str = "float32") -> Path:
+    """Create the Hugging Face folder of the model `name` at `out_dir` (`models/NAME`), or return it if it exists."""
     if name not in PREPARERS:
         raise ModelError(f"no model {name!r} to prepare; known: {', '.join(sorted(PREPARERS))}")
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
-    folder = Path(out_dir).expanduser()
+    folder = Path(out_dir or f"models/{name}").expanduser()
     marker = {"model": name, "dtype": dtype}
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         _check_marker(folder, marker)

@@ -20,37 +20,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import (
-    EvalConfig,
-    ExportSection,
-    FlywheelConfig,
-    ParetoSection,
-    PassRateConfig,
-    PipelineConfig,
-    PreferenceConfig,
-    PrepareSection,
-    RftFilterSection,
-    RunConfig,
-    Section,
-    SftConfig,
-)
+from tunesmith.config import RunConfig, Section
 from tunesmith.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
-STAGES: Mapping[str, type[Section]] = {
-    "tune": RunConfig,
-    "prepare": PrepareSection,
-    "sft": SftConfig,
-    "prefer": PreferenceConfig,
-    "eval": EvalConfig,
-    "export": ExportSection,
-    "run": PipelineConfig,
-    "pass_rate": PassRateConfig,
-    "pareto": ParetoSection,
-    "rft_filter": RftFilterSection,
-    "flywheel": FlywheelConfig,
-}
-"""The config class of each command's file, and of stages that have no command with a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +224,6 @@ def config_schema(kind: type[Section] = RunConfig) -> dict[str, Any]:
 def describe_options(kind: type[Section] = RunConfig) -> list[Option]:
     """Every knob of a run file in the order of `config/run.py`, or of another command's file."""
     return list(iter_options(kind, prefix=""))
-
-
-def find_stage(name: str) -> type[Section]:
-    """The config class of a command's file."""
-    if name not in STAGES:
-        raise ConfigError(f"stage {name!r}: allowed are {', '.join(STAGES)}")
-    return STAGES[name]
 
 
 def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:

@@ -10,12 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fakes import full_disk
-from tunesmith.cli import app
+from tunesmith.cli import app, collect_changes, read_option
 from tunesmith.commands import pass_rate as pass_rate_module
-from tunesmith.commands.prepare.flags import collect_values
 from tunesmith.commands.prepare.run import run_prepare
+from tunesmith.commands.settings import load_settings
 from tunesmith.commands.sft.conversation_rows import load_jsonl
 from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.commands.table import find_command
 from tunesmith.config import PrepareSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.load import load_tokenizer
@@ -351,12 +352,19 @@ def test_invalid_settings_are_refused(values, message):
         load_section(PrepareSection, None, values={"data": {"path": "x"}, **values})
 
 
+def read_flags(**given):
+    command = find_command("prepare")
+    options = {option.name: option for option in command.options}
+    values = {name: read_option(options[name], value) for name, value in given.items()}
+    return load_settings(command, None, collect_changes(options, values))
+
+
 def test_flags_become_settings():
-    values = collect_values(
+    settings = read_flags(
         data="d", data_name="main", eval_data="e", style="last", paraphrase="http://h:1/v1/org/model-7b",
         pass_rate=["models/Qwen3-0.6B", "big=org/other"], samples=4, max_rows=9,
     )  # fmt: skip
-    assert load_section(PrepareSection, None, values=values) == PrepareSection.model_validate(
+    assert settings == PrepareSection.model_validate(
         {
             "data": {"path": "d", "name": "main"},
             "eval_data": {"path": "e"},
@@ -370,9 +378,9 @@ def test_flags_become_settings():
         }
     )
     with pytest.raises(ConfigError, match="not of the form BASE_URL/MODEL"):
-        collect_values(paraphrase="gpt")
+        read_flags(paraphrase="gpt")
     with pytest.raises(ConfigError, match="two models 'm'"):
-        collect_values(pass_rate=["a/m", "b/M"])
+        read_flags(pass_rate=["a/m", "b/M"])
 
 
 def test_the_command_prepares_and_reports(data, tmp_path):

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
-from tunesmith.commands.eval.radar import format_radar, merge_radars
-from tunesmith.commands.eval.radar_plot import compute_radius, find_largest_means, save_radar_plot
+from tunesmith.et_agent.radar import compute_radius, find_largest_means, format_radar, merge_radars, save_radar_plot
 
 AGENT = """
 from tunesmith import JudgeOutput, WorkflowOutput

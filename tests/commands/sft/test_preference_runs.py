@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tunesmith.commands.run.commands import run_stage
+from tunesmith.commands.run.config import PipelineConfig
+from tunesmith.commands.run.run import run_stage
 from tunesmith.commands.sft.preference import run_preference
 from tunesmith.commands.sft.preference_pairs import PreferenceReader, add_probes
-from tunesmith.config import PipelineConfig, PreferenceConfig
+from tunesmith.config import PreferenceConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.model.load import load_tokenizer
 from tunesmith.runs.load_config import build_section

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tunesmith.commands.run.commands import run_stage
+from tunesmith.commands.run.run import run_stage
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.transcript import Segment, Transcript, wrap_result

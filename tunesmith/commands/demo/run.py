@@ -27,6 +27,7 @@ from tunesmith.commands.eval.comparison import Estimate
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.sft.train import run_sft
 from tunesmith.commands.tune.tune import run_tuning
+from tunesmith.compat.chat_models import build_agentscope_chat_model
 from tunesmith.config import (
     AlgorithmSection,
     ConversationDataSection,
@@ -223,3 +224,8 @@ def print_table(results: Mapping[str, Mapping[str, Estimate]]) -> None:
 def format_accuracy(accuracy: Estimate) -> str:
     low, high = accuracy.interval
     return f"{accuracy.mean:.1%} ({low:.1%} - {high:.1%})"
+
+
+def run_command(*, seed: int, out: str) -> str:
+    """`tunesmith demo`: the figures as JSON."""
+    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_chat_model))

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
 from tunesmith.commands.export.model_card import Card, write_card
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
+from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
@@ -247,3 +248,30 @@ def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:
         gguf={kind: root / "gguf" / file for kind, file in figures["gguf"].items()},
         checks=figures["checks"],
     )
+
+
+def format_result(settings: ExportSection, report: ExportResult) -> str:
+    """The folder of the export, and what its checks found."""
+    lines = [f"exported {report.name}, {report.num_parameters} parameters: {report.folder}"]
+    for place, figures in report.checks.items():
+        lines.append(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
+    if settings.has_verification and report.gguf and not any(place.startswith("gguf/") for place in report.checks):
+        lines.append("  gguf: not verified, because llama-cpp-python is not installed")
+    return "\n".join(lines)
+
+
+def run_stage(settings: ExportSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    report = run_export(settings, out_dir=out_dir)
+    figures: dict[str, Any] = {"parameters": report.num_parameters}
+    for path, checks in report.checks.items():
+        figures |= {f"{path}: {name}": figure for name, figure in checks.items()}
+    for written in (report.hf, report.adapter, *report.gguf.values()):
+        if written is not None:
+            figures[f"MB of {written.relative_to(report.folder)}"] = round(count_bytes(written) / 1e6, 1)
+    return StageResult(model=report.hf, device="cpu", figures=figures)
+
+
+def count_bytes(path: Path) -> int:
+    """Size of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

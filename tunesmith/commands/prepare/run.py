@@ -36,6 +36,7 @@ from tunesmith.commands.prepare.rows import (
     read_training_rows,
 )
 from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.commands.stage import ChooseModel, StageResult, check_source
 from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.result import Result
@@ -209,7 +210,7 @@ def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSe
     }
 
 
-def format_summary(report: PrepareResult) -> str:
+def format_summary(_: PrepareSection, report: PrepareResult) -> str:
     """Text of a few lines with the numbers of kept and dropped rows."""
     content = report.content
     lines = [f"train: {describe_counts(content['train'])}"]
@@ -231,3 +232,15 @@ def format_summary(report: PrepareResult) -> str:
 def describe_counts(counts: Mapping[str, Any]) -> str:
     dropped = ", ".join(f"{reason} {count}" for reason, count in counts["dropped"].items()) or "none"
     return f"{counts['num_kept']} rows of {counts['num_rows']}; dropped: {dropped}"
+
+
+def check_stage(settings: PrepareSection) -> None:
+    check_source(settings.data, default_split="train")
+    if settings.eval_data is not None:
+        check_source(settings.eval_data, default_split="test")
+
+
+def run_stage(settings: PrepareSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    report = run_prepare(settings, out_dir=out_dir)
+    dropped = {f"dropped: {reason}": count for reason, count in report.content["train"].get("dropped", {}).items()}
+    return StageResult(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)

@@ -18,21 +18,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.commands.eval.compare import JSON_FILE
 from tunesmith.commands.run.plan import PlannedStage
-from tunesmith.commands.sft.folder import MUTABLE_KEYS as SFT_MUTABLE_KEYS
+from tunesmith.commands.table import STAGES, import_named
 from tunesmith.errors import StorageError
 from tunesmith.model.checkpoint import check_complete
-from tunesmith.runs.run_folder import MUTABLE_KEYS as RL_MUTABLE_KEYS
 from tunesmith.runs.run_folder import flatten, is_mutable_key
 from tunesmith.storage import load_json, remove_tree, save_json, storage_errors
 
 CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.json"
-RADAR_PLOT = "radar.png"
 STATES = "stages"
 START, DONE = "START.json", "DONE.json"
-MUTABLE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_MUTABLE_KEYS, "sft": SFT_MUTABLE_KEYS, "prefer": SFT_MUTABLE_KEYS}
-"""Kinds whose runs can be resumed with changed settings, and the keys that may change."""
 
 State = Literal["done", "begun", "changed", "new"]
 """State of a stage before it runs. `done`: complete with these settings and inputs; `begun`: unfinished with these
@@ -104,12 +99,13 @@ class PipelineFolder:
         done, output = self.load_done(stage.name), self.output_folder(stage.name)
         assert done is not None
         try:
-            if done.model is not None and stage.kind != "export":
-                check_complete(self.root / done.model)
-            elif stage.kind in ("prepare", "export"):
-                check_complete(output)
-            elif stage.kind == "eval":
-                load_json(output / JSON_FILE)
+            match STAGES[stage.kind].output:
+                case "model":
+                    check_complete(self.root / str(done.model))
+                case "folder":
+                    check_complete(output)
+                case str(file):
+                    load_json(output / file)
             if not output.exists():
                 raise StorageError(f"{output} is missing")
         except StorageError as error:
@@ -200,9 +196,10 @@ def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
     """Whether an unfinished stage can be resumed: equal settings, or changes only in keys that may change in a run."""
     if start.digest == stage.digest:
         return True
-    mutable_keys = MUTABLE_KEYS.get(stage.kind)
-    if mutable_keys is None:
+    keys = STAGES[stage.kind].mutable_keys
+    if keys is None:
         return False
+    mutable_keys = import_named(keys)
     before, after = flatten(start.values), flatten(stage.values)
     changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
     return all(is_mutable_key(key, mutable_keys) for key in changed)

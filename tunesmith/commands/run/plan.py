@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,52 +14,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunesmith.config import (
-    EvalConfig,
-    ExportSection,
-    FlywheelConfig,
-    FunctionStage,
-    ParetoSection,
-    PassRateConfig,
-    PipelineConfig,
-    PreferenceConfig,
-    PrepareSection,
-    RftFilterSection,
-    RunConfig,
-    Section,
-    SftConfig,
-)
+from tunesmith.commands.references import Reference, list_strings, map_strings, read_reference
+from tunesmith.commands.run.config import PipelineConfig
+from tunesmith.commands.table import STAGES, import_named
+from tunesmith.config import Section
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import build_section, describe_validation_error, load_values
 
-REFERENCE = re.compile(r"stage:(?P<stage>[^/]+)(?:/(?P<file>.+))?")
-SECTIONS: Mapping[str, type[Section]] = {
-    "prepare": PrepareSection,
-    "sft": SftConfig,
-    "prefer": PreferenceConfig,
-    "rl": RunConfig,
-    "eval": EvalConfig,
-    "export": ExportSection,
-    "pass_rate": PassRateConfig,
-    "pareto": ParetoSection,
-    "rft_filter": RftFilterSection,
-    "flywheel": FlywheelConfig,
-    "function": FunctionStage,
-}
-"""Settings class of each kind of stage."""
-MODEL_KINDS = ("sft", "prefer", "rl", "export")
-"""Kinds of stages whose output is a model."""
 KEYS_WITHOUT_EFFECT = ("monitor", "has_progress")
 """Top-level keys that do not change a stage's output, and so are not part of its digest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A reference to the output of an earlier stage."""
-
-    stage: str
-    file: str | None
-    """Path within the stage's output; None for its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +55,8 @@ class PlannedStage:
             return text if reference is None else find(reference)
 
         values = map_strings(self.values, replace)
-        kind = {"kind": self.kind} if self.kind == "function" else {}
-        return build_section(SECTIONS[self.kind], values | kind)
+        entry = STAGES[self.kind]
+        return build_section(import_named(str(entry.config or entry.stage_config)), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +82,15 @@ class StageSelection:
         return list(stages[0 if self.start_from is None else names.index(self.start_from) :])
 
 
+def name_selected(config: PipelineConfig, *, only: str | None = None, start_from: str | None = None, **_: bool) -> str:
+    """The names of the stages that a command runs; raises ConfigError for wrong references or names."""
+    selection = StageSelection(only=only, start_from=start_from)
+    return ", ".join(stage.name for stage in selection.select(plan_stages(config)))
+
+
 def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a pipeline file; validation errors name stage and key."""
-    values = load_values(path, overrides)
+    values = load_values(str(path), overrides)
     try:
         return PipelineConfig.model_validate(values)
     except ValidationError as error:
@@ -144,13 +112,9 @@ def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
         references = tuple(reference for reference in found if reference is not None)
         for reference in references:
             check_reference(reference, planned, config, stage_name=name)
-        planned[name] = PlannedStage(name=name, kind=stage.kind, values=values, references=references)
+        kind = type(stage).model_fields["kind"].default
+        planned[name] = PlannedStage(name=name, kind=kind, values=values, references=references)
     return list(planned.values())
-
-
-def read_reference(text: str) -> Reference | None:
-    match = REFERENCE.fullmatch(text)
-    return None if match is None else Reference(stage=match["stage"], file=match["file"])
 
 
 def check_reference(
@@ -162,31 +126,8 @@ def check_reference(
         why = "is not an earlier stage" if reference.stage in config.stages else "is not a stage"
         raise ConfigError(f"{written}: {reference.stage!r} {why}; earlier stages: {', '.join(earlier) or 'none'}")
     source = earlier[reference.stage]
-    has_model = source.kind in MODEL_KINDS and "hf" in source.values.get("formats", ("hf",))
+    has_model = STAGES[source.kind].has_model and "hf" in source.values.get("formats", ("hf",))
     if reference.file is None and not has_model:
         raise ConfigError(f"{written}: a stage of kind {source.kind} has no model; name a file, as in {written}/FILE")
     if reference.file is not None and ".." in Path(reference.file).parts:
         raise ConfigError(f"{written}/{reference.file} is outside of the stage's folder")
-
-
-def list_strings(value: Any) -> list[str]:
-    """All strings in nested values."""
-    found: list[str] = []
-
-    def collect(text: str) -> str:
-        found.append(text)
-        return text
-
-    map_strings(value, collect)
-    return found
-
-
-def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every string in nested values, but not to keys."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_strings(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_strings(inner, change) for inner in value]
-    return value

@@ -1,6 +1,6 @@
 """The report of a pipeline: state, time, tokens, device and figures of each stage, as Markdown and JSON.
 
-Evaluations that measure behavior are merged into one table and, with matplotlib installed, one radar chart.
+The table of commands names what is reported on several stages of a kind together, such as the behavior of all models.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.commands.eval.comparison_table import format_table
-from tunesmith.commands.eval.radar import Radar, format_radar, merge_radars
-from tunesmith.commands.eval.radar_plot import can_plot, save_radar_plot
-from tunesmith.commands.run.commands import RADAR, TABLES
 from tunesmith.commands.run.folder import (
-    RADAR_PLOT,
     REPORT_JSON,
     REPORT_TABLE,
     DoneRecord,
@@ -24,6 +20,8 @@ from tunesmith.commands.run.folder import (
     State,
 )
 from tunesmith.commands.run.plan import PlannedStage
+from tunesmith.commands.stage import RADAR, TABLES
+from tunesmith.commands.table import STAGES, import_named
 from tunesmith.monitor.console import format_duration
 from tunesmith.storage import save_json, save_text
 
@@ -60,24 +58,12 @@ def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: 
         each = done[stage.name]
         if each is not None:
             parts += ["", f"## {stage.name}", "", *format_stage(each)]
-    radars = {name: each.figures[RADAR] for name, each in done.items() if each is not None and RADAR in each.figures}
-    if radars:
-        parts += ["", *format_behavior(folder.root / RADAR_PLOT, merge_radars(radars))]
+    for entry in STAGES.values():
+        if entry.report is not None:
+            kept = {each.name: done[each.name] for each in stages if each.kind == entry.kind}
+            figures = {name: each.figures for name, each in kept.items() if each is not None}
+            parts += import_named(entry.report)(folder.root, figures)
     return "\n".join(parts) + "\n"
-
-
-def format_behavior(plot: Path, radar: Radar) -> list[str]:
-    """The section on the behavior of all evaluated models; draws the chart if matplotlib is installed."""
-    about = (
-        "Accuracy; correctness per tool call (efficiency); share of trajectories without redundancy (conciseness); "
-        "correctness per failed call (successful execution); correctness per 1000 sampled tokens (reasoning length)."
-    )
-    chart = []
-    if not can_plot():
-        chart = ["", f"({plot.name} is not drawn: pip install 'tunesmith[plot]')"]
-    elif save_radar_plot(plot, radar):
-        chart = ["", f"![behavior]({plot.name})"]
-    return ["## Behavior of all models", "", about, *chart, "", format_radar(radar).rstrip()]
 
 
 def format_costs(done: DoneRecord | None) -> list[str]:

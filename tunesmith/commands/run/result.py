@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.commands.run.commands import RADAR, TABLES
 from tunesmith.commands.run.folder import REPORT_TABLE, PipelineFolder, State
 from tunesmith.commands.run.plan import PlannedStage
 from tunesmith.commands.run.report import STATE_LABELS, format_figure
+from tunesmith.commands.stage import RADAR, TABLES
 from tunesmith.monitor.metric_table import MetricTable, load_metric_table
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.storage import RunPaths

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -16,15 +17,22 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from tunesmith.commands.run.check import check_stage
-from tunesmith.commands.run.commands import ChooseModel, run_stage
+from tunesmith.commands.references import Reference
+from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.folder import CONFIG_FILE, PipelineFolder, State
-from tunesmith.commands.run.plan import PlannedStage, Reference, StageSelection, plan_stages
+from tunesmith.commands.run.plan import PlannedStage, StageSelection, plan_stages
 from tunesmith.commands.run.report import save_report
-from tunesmith.config import PipelineConfig
-from tunesmith.errors import ConfigError, StorageError
+from tunesmith.commands.run.result import PipelineResult, load_pipeline_result
+from tunesmith.commands.stage import ChooseModel, StageResult
+from tunesmith.commands.table import STAGES, import_named
+from tunesmith.compat.agentscope_output import agent_output
+from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.config import RunConfig, Section
+from tunesmith.engine.event_loop.notebook import run_outside_of_loops
+from tunesmith.errors import ConfigError, StorageError, TunesmithError
 from tunesmith.monitor.console import format_duration
 from tunesmith.runs.load_config import dump_config
+from tunesmith.runs.policy import BuildModel
 from tunesmith.runs.run_folder import acquire_lock
 from tunesmith.storage import RunPaths, save_text, storage_errors
 
@@ -38,10 +46,39 @@ ACTIONS: Mapping[State, str] = {
 """What `tunesmith run` does with a stage in each state, as `--check` prints it."""
 
 
-def run_pipeline(
+def run_command(
+    config: PipelineConfig,
+    *,
+    only: str | None = None,
+    start_from: str | None = None,
+    is_rerun: bool = False,
+    is_check: bool = False,
+) -> str:
+    """`tunesmith run`: the report, or with `is_check` what would happen to each stage."""
+    selection = StageSelection(only=only, start_from=start_from, is_rerun=is_rerun)
+    if is_check:
+        return "\n".join(f"{name}: {action}" for name, action in check_pipeline(config, selection=selection).items())
+    result = run_pipeline(config, selection=selection)
+    return f"{result.report.read_text(encoding='utf-8')}\nreport: {result.report}"
+
+
+def run_pipeline(config: PipelineConfig, *, selection: StageSelection) -> PipelineResult:
+    """Run the selected stages that are not done, up to the first that fails, with the models and the console output
+    that each stage names for its agents."""
+    with agent_output(is_shown=False) as switch_output:
+
+        def choose_model(run: RunConfig) -> BuildModel:
+            switch_output(run.rollout.has_agent_output)
+            return choose_chat_model(run)
+
+        report = run_outside_of_loops(lambda: run_stages(config, choose_model=choose_model, selection=selection))
+    return load_pipeline_result(report.parent, plan_stages(config))
+
+
+def run_stages(
     config: PipelineConfig, *, choose_model: ChooseModel, selection: StageSelection = StageSelection()
 ) -> Path:
-    """Run the selected stages that are not done, up to the first that fails; returns the path of the report."""
+    """Run the selected stages; returns the path of the report."""
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     stages = plan_stages(config)
@@ -140,6 +177,27 @@ def run_and_record(
         release_memory()
     folder.finish(stage, model=result.model, tokens=result.tokens, device=result.device, figures=result.figures)
     screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
+
+
+def check_stage(stage: PlannedStage) -> None:
+    """Raise if a stage is invalid; the error names the stage."""
+    check = STAGES[stage.kind].check
+    try:
+        settings = stage.resolve(lambda reference: f"stage:{reference.stage}/{reference.file or ''}".rstrip("/"))
+        if check is not None:
+            import_named(check)(settings)
+    except (TunesmithError, ValueError) as error:
+        error.args = (f"stages.{stage.name}: {error}", *error.args[1:])
+        raise
+
+
+def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Run a stage with resolved references; an unfinished earlier attempt in `out_dir` is resumed."""
+    entry = STAGES[kind]
+    result: StageResult = import_named(str(entry.stage))(settings, out_dir=out_dir, choose_model=choose_model)
+    if entry.figures is None:
+        return result
+    return replace(result, figures={**result.figures, **import_named(entry.figures)(settings, result.result)})
 
 
 def resolve_reference(reference: Reference, folder: PipelineFolder, *, stage_name: str) -> str:

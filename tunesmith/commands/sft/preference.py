@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan
 from tunesmith.commands.sft.preference_pairs import PreferenceReader, add_probes
-from tunesmith.commands.sft.train import OfflineResult, build_trainer, run_offline
+from tunesmith.commands.sft.train import OfflineResult, build_trainer, describe_stage, run_offline
+from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import AlgorithmSection, PreferenceConfig
 from tunesmith.runs.extra_models import load_reference
 from tunesmith.trainer.trainer import Trainer
@@ -35,6 +36,10 @@ def run_preference(config: PreferenceConfig, *, out_dir: Path) -> OfflineResult:
         build_plan=partial(build_preference_plan, config),
         build_trainer=build_trainer_with_reference,
     )
+
+
+def run_stage(config: PreferenceConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    return describe_stage(config, run_preference(config, out_dir=out_dir))
 
 
 def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:

@@ -26,6 +26,7 @@ from tunesmith.commands.sft.folder import (
     remove_checkpoints,
 )
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
+from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device
 from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, SftConfig
 from tunesmith.errors import TrainingError
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
@@ -34,6 +35,7 @@ from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
+from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.early_stopping import EarlyStopping
 from tunesmith.runs.result import TrainingResult
 from tunesmith.storage import check_free_space
@@ -291,3 +293,39 @@ def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
         "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
         "stop_reason": progress.stop_reason,
     }
+
+
+def format_result(config: OfflineConfig, result: OfflineResult) -> str:
+    """Steps, losses and the output folder."""
+    lines = [f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}"]
+    if result.eval_loss is not None:
+        lines.append(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}; its weights are kept")
+    label = "fine-tuned model" if isinstance(config, SftConfig) else "trained model"
+    return "\n".join([*lines, f"{label}: {result.folder}"])
+
+
+def check_stage(config: OfflineConfig) -> None:
+    check_models(config.model, [config.model.path])
+    check_trackers(config.monitor.trackers)
+
+
+def run_sft_stage(config: SftConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    return describe_stage(config, run_sft(config, out_dir=out_dir))
+
+
+def describe_stage(config: OfflineConfig, result: OfflineResult) -> StageResult:
+    """The figures of fine-tuning or preference training as a stage."""
+    figures = {
+        "rows": result.num_rows,
+        "steps": result.num_steps,
+        "loss": result.loss,
+        "evaluation loss": result.eval_loss,
+        "kept the weights of step": result.best_step,
+        "rows left out as too long": result.num_dropped_rows,
+    }
+    return StageResult(
+        model=result.folder,
+        tokens=result.num_trained_tokens * config.num_epochs,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures={name: figure for name, figure in figures.items() if figure is not None},
+    )

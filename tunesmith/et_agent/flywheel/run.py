@@ -21,12 +21,14 @@ from typing import Any
 
 from rich.console import Console
 
+from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.eval.inputs import describe_value
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import FlywheelConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.errors import DataError, RolloutError
-from tunesmith.et_agent.flywheel.crew import Crew, check_roles, load_crew
+from tunesmith.et_agent.flywheel.crew import Crew, check_roles, load_crew, load_role_functions
 from tunesmith.et_agent.flywheel.journal import OUTCOMES, Journal, Plan, Record
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
 from tunesmith.et_agent.selection.rows import write_rows
@@ -235,3 +237,25 @@ class Progress:
             f"{format_duration(s_per_attempt * (left + later))}",
             markup=False,
         )
+
+
+def check_stage(config: FlywheelConfig) -> None:
+    check_run(config.to_run_config(), models=[config.model.path])
+    load_role_functions(config)
+
+
+def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    result = run_flywheel(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
+    columns = next(iter(result.operators.values()), {})
+    rows = [[name, *map(str, row.values())] for name, row in result.operators.items()]
+    figures: dict[str, Any] = {
+        "questions": result.num_questions,
+        "trajectories": result.num_trajectories,
+        "right trajectories": result.num_correct,
+        TABLES: format_table(["operator", *columns], rows),
+    }
+    return StageResult(
+        tokens=result.num_tokens,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures=figures,
+    )

@@ -26,17 +26,23 @@ class Conversion:
     """Result of a conversion."""
 
     path: Path
+    target: str
+    """Format of the file."""
     num_rows: int
     format_errors: Mapping[str, int]
     """Format errors of the transcripts that were written, as `rft_filter` would find them, and their number."""
 
+    def __str__(self) -> str:
+        errors = [f"  {count} transcripts with a format error: {name}" for name, count in self.format_errors.items()]
+        return "\n".join([f"{self.path}: {self.num_rows} rows of {self.target}", *errors])
 
-def convert_file(path: Path | str, *, source: str, target: str, out: Path) -> Conversion:
+
+def convert_file(path: Path | str, *, source: str, target: str, out: Path | str) -> Conversion:
     """Read `path` in the format `source` and write `out` in the format `target`.
 
     One of the two is a format of the original (`files.FORMATS`), the other one of `IMPORTS`.
     """
-    known = (*FORMATS, *IMPORTS)
+    known, out = (*FORMATS, *IMPORTS), Path(out)
     for name, knob in ((source, "--from"), (target, "--to")):
         if name not in known:
             raise ConfigError(f"{knob} {name!r} is not a format: {', '.join(known)}")
@@ -48,13 +54,13 @@ def convert_file(path: Path | str, *, source: str, target: str, out: Path) -> Co
         with storage_errors(out, "write"):
             out.parent.mkdir(parents=True, exist_ok=True)
         save_text(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
-        return Conversion(path=out, num_rows=len(rows), format_errors=count_format_errors(rows))
+        return Conversion(path=out, target=target, num_rows=len(rows), format_errors=count_format_errors(rows))
     if source in EXPORTED and target in EXPORTS:
         with storage_errors(Path(path), "read"):
             records = EXPORTS[target](load_json_lines(Path(path)))
         check_not_empty(records, path)
         save_records(out, records, target)
-        return Conversion(path=out, num_rows=len(records), format_errors={})
+        return Conversion(path=out, target=target, num_rows=len(records), format_errors={})
     raise ConfigError(
         f"{source} cannot be converted to {target}: convert a format of ET-Agent to {', '.join(IMPORTS)}, or "
         f"{' or '.join(EXPORTED)} to {', '.join(EXPORTS)}"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.commands.sft.conversation_rows import Row
-from tunesmith.config.stages.pareto import ParetoSection
+from tunesmith.commands.stage import ChooseModel, StageResult, check_file
+from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
 from tunesmith.et_agent.selection.rows import read_rows, write_rows
 from tunesmith.storage import save_json
@@ -17,6 +18,14 @@ from tunesmith.tasks.pareto import ParetoSelection, compute_spreads, read_rollou
 
 ROWS_FILE, REPORT_FILE = "train.jsonl", "report.json"
 RANK_KEY, DISTANCE_KEY = "pareto_front", "pareto_distance"
+
+
+def check_stage(config: ParetoSection) -> None:
+    check_file(config.data)
+
+
+def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    return StageResult(figures=run_pareto(config, out_dir=out_dir).figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

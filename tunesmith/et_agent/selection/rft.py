@@ -14,14 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.sft.conversation_rows import Row
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_file, drop_pending_tools
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.format import find_format_error
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import DataError
-from tunesmith.et_agent.selection.diversity import TrajectoryRow, check_embedding_model, measure_diversity
+from tunesmith.et_agent.selection.diversity import (
+    TrajectoryRow,
+    check_embedding_model,
+    format_diversity,
+    measure_diversity,
+)
 from tunesmith.et_agent.selection.rows import read_rows, write_rows
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
@@ -29,6 +36,21 @@ from tunesmith.storage import save_json
 CONVERSATIONS_FILE, TRANSCRIPTS_FILE, REPORT_FILE = "train.jsonl", "transcripts.jsonl", "report.json"
 CONVERSATION_KEYS = ("messages", "tools")
 REASONS = ("wrong answer", "format error", "failed call", "equal to an earlier one", "above max_per_question")
+
+
+def check_stage(config: RftFilterSection) -> None:
+    check_embedding_model(config.embedding_model)
+    for path in config.paths:
+        check_file(path)
+    if config.environment is not None:
+        load_environment(drop_pending_tools(config.environment))
+
+
+def run_stage(config: RftFilterSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    result = run_rft_filter(config, out_dir=out_dir)
+    dropped = {f"dropped: {reason}": count for reason, count in result.dropped.items() if count}
+    table = format_table(["diversity", "before", "after"], format_diversity(result.before, result.after))
+    return StageResult(figures={"kept trajectories": result.num_kept, **dropped, TABLES: table})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

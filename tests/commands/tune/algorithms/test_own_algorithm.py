@@ -14,8 +14,8 @@ from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import AlgorithmConfig
 from tunesmith.algorithms.advantages.group import compute_multi_step_grpo_advantages
 from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
+from tunesmith.commands.settings import check_paths, load_run_file
 from tunesmith.errors import ConfigError
-from tunesmith.run_files import check_paths, load_run_file
 
 OWN = textwrap.dedent(
     """

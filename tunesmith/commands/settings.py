@@ -1,7 +1,8 @@
-"""Read and validate the file of each command before slow imports.
+"""The settings of a command: read, checked and announced before slow imports.
 
 torch, transformers and datasets take seconds to import. Errors in files, overrides and paths are found here without
-them, and the first console line of a run is printed before they are imported.
+them, and the first console line of a run is printed before they are imported. The command line and the Python functions
+both load their settings by `load_settings`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.rank_errors import is_launched
-from tunesmith.commands.prepare.flags import collect_values
+from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
@@ -23,22 +25,19 @@ from tunesmith.config import (
     DatasetSection,
     EvalConfig,
     ExpertSection,
-    ExportSection,
     ModelSection,
-    PreferenceConfig,
-    PrepareSection,
     RunConfig,
     Section,
-    SftConfig,
     SourceSection,
 )
 from tunesmith.config.environment.environment import BUILT_IN_TOOLS
+from tunesmith.errors import ConfigError
 from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
+    change_section,
     config_schema,
     describe_options,
     dump_config,
-    find_stage,
     load_config,
     load_section,
     load_values,
@@ -47,10 +46,32 @@ from tunesmith.runs.load_function import check_function
 from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
+PathLike = str | Path
+
+
+def load_settings(
+    command: Command, config: object = None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+) -> Any:
+    """The settings of a command from its file, its config object, or nothing; with nested `values` and then the
+    overrides applied."""
+    assert command.config is not None
+    kinds = tuple(import_named(each) for each in command.takes or (command.config,))
+    if isinstance(config, kinds):
+        return change_section(config, overrides, values=values)
+    path = check_path(config, kinds[-1])
+    load = partial(load_section, kinds[-1]) if command.load is None else import_named(command.load)
+    return load(path, overrides) if values is None else load(path, overrides, values=values)
+
+
+def check_path(config: object, kind: type[Section]) -> PathLike | None:
+    """The path in place of a config; raises ConfigError for any other object."""
+    if config is None or isinstance(config, str | Path):
+        return config
+    raise ConfigError(f"config must be of type {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
 
 
 def load_run_file(
-    path: str | Path | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+    path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
     if path is not None and is_trinity_file(trinity_values := load_values(path)):
@@ -61,62 +82,49 @@ def load_run_file(
     return load_config(path, overrides, values=values)
 
 
-def load_eval_file(path: str, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
+def load_eval_file(path: PathLike, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
     """Read a run file, or an evaluation file with `models`."""
-    if "models" in load_values(path):
+    if "models" in load_values(str(path)):
         return load_section(EvalConfig, path, overrides)
     return load_run_file(path, overrides)
 
 
-def load_sft_file(path: str, overrides: Sequence[str] = ()) -> SftConfig:
-    return load_section(SftConfig, path, overrides)
+def describe(
+    config: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    stage: str = "tune",
+    schema: bool = False,
+    options: bool = False,
+    algorithms: bool = False,
+) -> str:
+    """What `tunesmith config` prints: the resolved file of a command or stage, its JSON schema, its keys, or the
+    algorithms."""
+    if schema:
+        return json.dumps(config_schema(find_config_class(stage)), indent=2)
+    if options:
+        return format_options(find_config_class(stage))
+    if algorithms:
+        return str(import_named("tunesmith.algorithms.algorithm:describe_algorithms")())
+    load = load_run_file if stage == "tune" else partial(load_section, find_config_class(stage))
+    return dump_config(load(config, overrides)).removesuffix("\n")
 
 
-def load_preference_file(path: str, overrides: Sequence[str] = ()) -> PreferenceConfig:
-    return load_section(PreferenceConfig, path, overrides)
+def find_config_class(stage: str) -> type[Section]:
+    """The config class of a kind of file."""
+    classes = list_config_classes()
+    if stage not in classes:
+        raise ConfigError(f"stage {stage!r}: allowed are {', '.join(classes)}")
+    found: type[Section] = classes[stage]
+    return found
 
 
-def load_prepare_file(path: str | None, overrides: Sequence[str], **flags: Any) -> PrepareSection:
-    """Read a preparation file, if any, and apply the values of command-line flags."""
-    return load_section(PrepareSection, path, overrides, values=collect_values(**flags))
-
-
-def load_export_settings(given: Mapping[str, Any], overrides: Sequence[str]) -> ExportSection:
-    """The export section of command-line flags and overrides; flags that are None are unset."""
-    values = {key: value for key, value in given.items() if value is not None}
-    return load_section(ExportSection, None, overrides, values=values)
-
-
-def format_config(stage: str, path: str | None, overrides: Sequence[str]) -> str:
-    """The resolved config of a command's file as YAML."""
-    if stage == "tune":
-        return dump_config(load_run_file(path, overrides))
-    return dump_config(load_section(find_stage(stage), path, overrides))
-
-
-def format_schema(stage: str) -> str:
-    return json.dumps(config_schema(find_stage(stage)), indent=2)
-
-
-def format_options(stage: str) -> str:
-    """Every key of a command's file: one line with type and default, one with the description."""
-    listed = describe_options(find_stage(stage))
+def format_options(kind: type[Section]) -> str:
+    """Every key of a file: one line with type and default, one with the description."""
     return "\n".join(
-        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}" for each in listed
+        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}"
+        for each in describe_options(kind)
     )
-
-
-def collect_overrides(overrides: list[str] | None, *, workflow: str | None, judge: str | None) -> list[str]:
-    named = [f"{key}={value}" for key, value in (("workflow", workflow), ("judge", judge)) if value is not None]
-    return [*(overrides or []), *named]
-
-
-def collect_resuming(*, resume: bool, step: int | None) -> list[str]:
-    """The overrides of the options `--resume` and `--resume-from`."""
-    return [
-        *(["continue_from_checkpoint=true"] if resume or step is not None else []),
-        *([] if step is None else [f"resume_from_step={step}"]),
-    ]
 
 
 def is_first_rank() -> bool:
@@ -150,6 +158,17 @@ def collect_models(given: list[str]) -> dict[str, str]:
             raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path
     return models
+
+
+def read_task(text: str) -> int | dict[str, Any]:
+    """The value of `tunesmith check --task`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, dict) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"--task={text!r} must be the number of a row, or the task as a JSON object")
 
 
 def check_paths(config: Section, *, has_models: bool = True) -> None:
@@ -205,11 +224,10 @@ def iter_sections(value: Any) -> Iterator[Section]:
             yield from iter_sections(inner)
 
 
-def check_and_announce(command: str, config: Section, subject: str, *, has_models: bool = True) -> None:
-    """Check paths, then print the first line of a command on stderr unless `has_progress` is false.
+def announce(command: str, config: Section, subject: str) -> None:
+    """Print the first line of a command on stderr, unless `has_progress` is false.
 
     Of several ranks only the first prints it, and none if their launcher has.
     """
-    check_paths(config, has_models=has_models)
     if is_first_rank() and not is_launched() and getattr(getattr(config, "monitor", config), "has_progress", True):
         print(f"{command}: {subject}", file=sys.stderr, flush=True)

@@ -13,13 +13,14 @@ Outside, `stage:ENTRY` is the model of the last round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.commands.references import map_strings
+from tunesmith.config import Section
 
 ROUNDS, STAGE, ROUND, PREVIOUS, NUMBER = "rounds", "stage:", "round:", "previous", "number"
 
@@ -57,7 +58,7 @@ class RoundsSection(Section):
         for number in range(1, self.count + 1):
             for name, stage in self.stages.items():
                 given = stage if "kind" in stage else {"kind": name, **stage}
-                expanded[self.name_stage(name, number)] = map_texts(given, partial(self._read, number=number))
+                expanded[self.name_stage(name, number)] = map_strings(given, partial(self._read, number=number))
         return expanded
 
     @staticmethod
@@ -103,7 +104,7 @@ def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
         taken = next((each for each in added if each in expanded or (each != name and each in stages)), None)
         if taken is not None:
             raise ValueError(f"stages.{name} has a stage {taken!r}, which is already the name of another stage")
-        expanded |= map_texts(added, lambda text: aliases.get(text, text)) if aliases else added
+        expanded |= map_strings(added, lambda text: aliases.get(text, text)) if aliases else added
     return expanded
 
 
@@ -116,14 +117,3 @@ def describe_error(error: ValueError) -> str:
     place = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     return f"{place}: {message}" if place else message
-
-
-def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Replace every string in nested values, but not keys."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_texts(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_texts(inner, change) for inner in value]
-    return value

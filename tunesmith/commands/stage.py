@@ -1,0 +1,100 @@
+"""What a stage of a pipeline gives back, and the checks that stages share.
+
+A check runs before the first stage does, with references to earlier stages unresolved (`stage:NAME`): what they name
+may not exist yet and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunesmith.commands.references import list_strings, read_reference
+from tunesmith.config import DatasetSection, EnvironmentSection, ModelSection, RunConfig, SourceSection
+from tunesmith.model.load import resolve_device
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.tasks.load import load_preview
+
+TABLES = "tables"
+"""Name of the figure that holds Markdown tables instead of a single value."""
+RADAR = "radar"
+"""Name of the figure that holds the measures of behavior of an evaluation, by task set, model and axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """Result of a stage, in addition to its files."""
+
+    model: Path | None = None
+    tokens: int | None = None
+    device: str | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Values in the report, by their label."""
+    result: Any = None
+    """The command's own result, where the table of commands names further figures of it."""
+
+
+ChooseModel = Callable[[RunConfig], BuildModel]
+"""Returns the builder of the `model` that the workflows of a run receive."""
+
+
+def describe_device(device: str, num_cpu_threads: int) -> str:
+    """Name of the GPU, or the device type and its number of threads."""
+    found = resolve_device(device)
+    if found.type == "cuda":
+        return torch.cuda.get_device_name(found)
+    return f"{found.type}, {num_cpu_threads} {'thread' if num_cpu_threads == 1 else 'threads'}"
+
+
+def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
+    """Raise if functions, models or data sets of a run cannot be used."""
+    environment = drop_pending_tools(config.environment)
+    workflow, judge = load_functions(config.model_copy(update={"environment": environment}))
+    check_workflow_function(workflow, allows_sync=True)
+    if judge is not None:
+        check_judge_function(judge)
+    check_models(config.model, models)
+    check_data([*config.training_sets.values(), *config.eval_datasets.values()])
+
+
+def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:
+    """The section without tools whose settings name outputs of stages, which cannot be built before those have run."""
+    tools = [
+        each
+        for each in section.tools
+        if not any(read_reference(text) is not None for text in list_strings(each.settings))
+    ]
+    return section.model_copy(update={"tools": tuple(tools)})
+
+
+def check_models(section: ModelSection, paths: Iterable[str]) -> None:
+    if section.base_path is not None and read_reference(section.base_path) is not None:
+        return
+    for path in paths:
+        if read_reference(path) is None:
+            check_policy(section.model_copy(update={"path": path}))
+
+
+def check_data(datasets: Iterable[DatasetSection]) -> None:
+    for dataset in datasets:
+        if read_reference(dataset.path) is None:
+            load_preview(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
+
+
+def check_file(path: str) -> None:
+    """Raise if rows that are not the output of an earlier stage cannot be read."""
+    if read_reference(path) is None:
+        load_preview(path, name=None, split="train", num_rows=1)
+
+
+def check_source(source: SourceSection, *, default_split: str) -> None:
+    if read_reference(source.path) is None:
+        is_file = Path(source.path).expanduser().is_file()
+        split = source.split or (None if is_file else default_split)
+        load_preview(source.path, name=source.name, split=split, num_rows=1)

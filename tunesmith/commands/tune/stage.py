@@ -1,0 +1,67 @@
+"""`tunesmith tune` as a stage of a pipeline, and what the command prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tunesmith.commands.stage import ChooseModel, StageResult, check_run, describe_device
+from tunesmith.commands.tune.tune import TuneResult, run_tuning
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.monitor.trackers import check_trackers
+from tunesmith.runs.load_function import load_functions
+from tunesmith.storage import RunPaths
+
+
+def check_stage(config: RunConfig) -> None:
+    check_run(config, models=[config.model.path])
+    check_trackers(config.monitor.trackers)
+
+
+def run_stage(config: RunConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Train in the folder `out_dir`, or resume there."""
+    location = {
+        "checkpoint_root_dir": str(out_dir.parent.parent),
+        "project": out_dir.parent.name,
+        "name": out_dir.name,
+        "continue_from_checkpoint": True,
+    }
+    config = config.model_copy(update=location)
+    workflow, judge = load_functions(config)
+    result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_model(config))
+    if result.checkpoint is None:
+        raise ConfigError(f"the run ended before its first step, so it has no model: {result.stop_reason}")
+    return StageResult(
+        model=result.checkpoint,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        **describe_training(RunPaths(result.folder)),
+    )
+
+
+def describe_training(paths: RunPaths) -> dict[str, Any]:
+    """Sampled tokens and figures of all steps of a run, from its metrics file."""
+    records = load_metrics(paths.metrics)
+    steps = [record for record in records if record["kind"] == "train"]
+    rewards = [record["rollout/reward_mean"] for record in steps if record.get("rollout/reward_mean") is not None]
+    figures: dict[str, Any] = {"steps": len(steps)}
+    if rewards:
+        tenth = max(1, len(rewards) // 10)
+        figures["mean reward of the first tenth of the steps"] = sum(rewards[:tenth]) / tenth
+        figures["mean reward of the last tenth of the steps"] = sum(rewards[-tenth:]) / tenth
+    for name, key in (("seconds of rollouts", "perf/rollout_s"), ("seconds of training", "perf/train_s")):
+        figures[name] = sum(record.get(key) or 0.0 for record in steps)
+    figures["failed rollouts"] = int(sum(record["rollout/num_failed"] for record in steps))
+    figures["largest mismatch of sampler and trainer (KL)"] = max(record.get("mismatch/kl") or 0.0 for record in steps)
+    return {"tokens": int(sum(record["rollout/num_sampled_tokens"] for record in steps)), "figures": figures}
+
+
+def format_result(_: RunConfig, result: TuneResult) -> str:
+    """Where the run and its models are."""
+    lines = [f"run folder: {result.folder}"]
+    if result.checkpoint is not None:
+        lines.append(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
+    if result.best_checkpoint is not None:
+        lines.append(f"best model: {result.best_checkpoint}")
+    return "\n".join(lines)
