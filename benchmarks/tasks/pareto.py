@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.report import publish
-from tunesmith.tasks.pareto import select_pareto
+from tunesmith.et_agent.selection.pareto import select_pareto
 
 NUM_RUNS = 16
 SOURCES = ("math", "multi-hop", "comparison", "compute")

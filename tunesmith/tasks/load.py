@@ -7,6 +7,7 @@ order of the file is the order of the tasks.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from datasets.exceptions import DatasetsError
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
+from tunesmith.storage import storage_errors
 from tunesmith.tasks.data_path import check_data_path
 from tunesmith.types import Task
 
@@ -39,6 +41,24 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
 def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:
     """Read all rows of a split."""
     return _read(path, name=name, split=split, num_rows=None)
+
+
+def load_jsonl(file: Path) -> list[Mapping[str, Any]]:
+    """The objects of a JSON Lines file, without fields that only other rows have; blank lines are skipped."""
+    with storage_errors(file, "read"):
+        lines = file.read_bytes().splitlines()
+    rows: list[Mapping[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"line {number} of {str(file)!r} must be a JSON object, got {type(row).__name__}")
+        rows.append(row)
+    return rows
 
 
 def load_preview(path: str, *, name: str | None, split: str | None, num_rows: int) -> list[dict[str, Any]]:

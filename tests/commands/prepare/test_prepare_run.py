@@ -14,14 +14,13 @@ from tunesmith.cli import app, collect_changes, read_option
 from tunesmith.commands import pass_rate as pass_rate_module
 from tunesmith.commands.prepare.run import run_prepare
 from tunesmith.commands.settings import load_settings
-from tunesmith.commands.sft.conversation_rows import load_jsonl
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.table import find_command
 from tunesmith.config import PrepareSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.load import load_tokenizer
 from tunesmith.runs.load_config import load_section
-from tunesmith.tasks.load import load_rows
+from tunesmith.tasks.load import load_jsonl, load_rows
 
 
 def make_row(number, *, name="Tom", result=None):

@@ -6,7 +6,6 @@ arguments of other tools as nulls. Rows of other formats are loaded by `datasets
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any, TypeVar
 
 from tunesmith.config import ConversationDataSection
 from tunesmith.errors import DataError
-from tunesmith.storage import storage_errors
-from tunesmith.tasks.load import SINGLE_SPLIT, load_rows
+from tunesmith.tasks.load import SINGLE_SPLIT, load_jsonl, load_rows
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -47,24 +45,6 @@ def find_jsonl_file(path: str, split: str | None) -> Path | None:
     root = Path(path).expanduser()
     file = root if root.suffix == ".jsonl" else root / f"{split}.jsonl"
     return file if file.is_file() else None
-
-
-def load_jsonl(file: Path) -> list[Row]:
-    """The objects of a JSON Lines file; blank lines are skipped."""
-    with storage_errors(file, "read"):
-        lines = file.read_bytes().splitlines()
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"line {number} of {str(file)!r} must be a JSON object, got {type(row).__name__}")
-        rows.append(row)
-    return rows
 
 
 def drop_empty_fields(value: Any) -> Any:

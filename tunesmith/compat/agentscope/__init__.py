@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunesmith.api import (
+    from tunesmith import (
         AlgorithmConfig,
         DatasetConfig,
         JudgeOutput,
@@ -47,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("tunesmith.api"), name)
+        return getattr(importlib.import_module("tunesmith"), name)
     if name in ("model_selection", "prompt_tune"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tunesmith.api import avg_time_judge, avg_token_consumption_judge, select_model
+from tunesmith import avg_time_judge, avg_token_consumption_judge, select_model
 
 __all__ = ["avg_time_judge", "avg_token_consumption_judge", "select_model"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tunesmith.api import PromptTuneConfig, tune_prompt
+from tunesmith import PromptTuneConfig, tune_prompt
 
 __all__ = ["PromptTuneConfig", "tune_prompt"]

@@ -1,23 +1,53 @@
-"""Group-wise Pareto sampling as a stage: rows with the numbers of their rollouts in, the selected rows out."""
+"""Group-wise Pareto sampling as a stage: rows with the numbers of their rollouts in, the selected rows out.
+
+Questions without both a right and a wrong rollout are removed first. Then whole non-dominated fronts are kept while
+they fit, and the front that does not fit is cut by crowding distance (ET-Agent, arXiv:2601.06860, section 3.3).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.sft.conversation_rows import Row
+import numpy as np
+
 from tunesmith.commands.stage import ChooseModel, StageResult, check_file
 from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
-from tunesmith.et_agent.selection.rows import read_rows, write_rows
+from tunesmith.et_agent.selection.rows import Row, read_rows, write_rows
 from tunesmith.storage import save_json
-from tunesmith.tasks.pareto import ParetoSelection, compute_spreads, read_rollouts, select_pareto
+from tunesmith.tasks.pareto import (
+    CORRECT_AT,
+    Floats,
+    Indices,
+    compute_spreads,
+    find_mixed,
+    read_rollouts,
+    sort_by_front,
+)
 
 ROWS_FILE, REPORT_FILE = "train.jsonl", "report.json"
 RANK_KEY, DISTANCE_KEY = "pareto_front", "pareto_distance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoSelection:
+    """Questions selected by `select_pareto`; arrays are aligned with `indices`."""
+
+    indices: Indices
+    """Selected questions, best front first, within a front by descending crowding distance."""
+    ranks: Indices
+    """Front of each, from 0, among the questions with mixed outcomes of its stratum."""
+    distances: Floats
+    """Crowding distance of each within its front."""
+    num_mixed: int
+    """Questions with mixed outcomes, from which was selected."""
+    num_unmixed: int
+    """Questions whose rollouts were all right, all wrong, or fewer than two."""
 
 
 def check_stage(config: ParetoSection) -> None:
@@ -95,3 +125,86 @@ def describe_row(row: Row, selection: ParetoSelection, at: int) -> dict[str, Any
 
 def average_spread(values: list[list[float]], chosen: list[int]) -> float:
     return float(compute_spreads([values[index] for index in chosen]).mean())
+
+
+def select_pareto(
+    correctness: Sequence[Sequence[float]],
+    tool_calls: Sequence[Sequence[float]],
+    *,
+    num_selected: int,
+    seed: int,
+    correct_at: float = CORRECT_AT,
+    strata: Sequence[str] | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> ParetoSelection:
+    """Select at most `num_selected` questions with mixed outcomes, by fronts of their two spreads.
+
+    `correctness` and `tool_calls` hold one number for each scored rollout of each question. With `strata`, the source
+    of each question, fronts are found within each source; the sources share the selection in proportion to `shares`,
+    by default to their questions with mixed outcomes. What a source cannot fill goes to the others.
+    """
+    check_lengths(correctness, tool_calls)
+    mixed_M = np.flatnonzero(find_mixed(correctness, correct_at=correct_at))
+    kept_calls = [tool_calls[index] for index in mixed_M.tolist()]
+    kept_correctness = [correctness[index] for index in mixed_M.tolist()]
+    points_M2 = np.stack([compute_spreads(kept_correctness), compute_spreads(kept_calls)], axis=1)
+    names_M = np.asarray(["" if strata is None else strata[index] for index in mixed_M.tolist()], dtype=str)
+    names, stratum_M, counts = np.unique(names_M, return_inverse=True, return_counts=True)
+    quotas = divide_quota(num_selected, dict(zip(names.tolist(), counts.tolist(), strict=True)), shares=shares)
+    picked = []
+    for stratum, quota in enumerate(quotas.values()):
+        members = np.flatnonzero(stratum_M == stratum)
+        rng = np.random.default_rng((seed, stratum))
+        order, ranks, distances = sort_by_front(points_M2[members], rng=rng)
+        picked.append((mixed_M[members[order[:quota]]], ranks[:quota], distances[:quota]))
+    indices, ranks, distances = (np.concatenate(each) for each in zip(*picked, strict=True)) if picked else _nothing()
+    order = np.lexsort((np.arange(len(indices)), -distances, ranks)) if strata is not None else np.arange(len(indices))
+    return ParetoSelection(
+        indices=indices[order],
+        ranks=ranks[order],
+        distances=distances[order],
+        num_mixed=len(mixed_M),
+        num_unmixed=len(correctness) - len(mixed_M),
+    )
+
+
+def _nothing() -> tuple[Indices, Indices, Floats]:
+    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0)
+
+
+def check_lengths(correctness: Sequence[Sequence[float]], tool_calls: Sequence[Sequence[float]]) -> None:
+    """Raise DataError unless every question has one number of tool calls for each correctness."""
+    for index, (scores, calls) in enumerate(zip(correctness, tool_calls, strict=True)):
+        if len(scores) != len(calls):
+            raise DataError(
+                f"question {index} has {len(scores)} values of correctness and {len(calls)} of tool calls: both need "
+                "one for each rollout"
+            )
+
+
+def divide_quota(total: int, counts: Mapping[str, int], *, shares: Mapping[str, float] | None) -> dict[str, int]:
+    """How many questions to select from each source: at most its count, otherwise by largest remainder of the shares.
+
+    Raises DataError for a share of an unknown source; a source without a share is not selected from.
+    """
+    unknown = [name for name in shares or {} if name not in counts]
+    if unknown:
+        raise DataError(
+            f"shares names the source {unknown[0]!r}, but questions with mixed outcomes have only "
+            f"{', '.join(map(repr, counts)) or 'none'}"
+        )
+    weights: dict[str, float] = {name: (counts if shares is None else shares).get(name, 0) for name in counts}
+    quotas = dict.fromkeys(counts, 0)
+    while True:
+        open_weights = {name: weights[name] for name in counts if quotas[name] < counts[name] and weights[name] > 0}
+        left = total - sum(quotas.values())
+        if left <= 0 or not open_weights:
+            return quotas
+        whole = sum(open_weights.values())
+        exact = {name: left * weight / whole for name, weight in open_weights.items()}
+        given = {name: int(each) for name, each in exact.items()}
+        by_remainder = sorted(exact, key=lambda name: (given[name] - exact[name], name))
+        for name in by_remainder[: left - sum(given.values())]:
+            given[name] += 1
+        for name, each in given.items():
+            quotas[name] = min(counts[name], quotas[name] + each)

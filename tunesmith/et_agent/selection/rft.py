@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.commands.eval.comparison_table import format_table
-from tunesmith.commands.sft.conversation_rows import Row
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_file, drop_pending_tools
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.conversations import build_conversation
@@ -29,7 +28,7 @@ from tunesmith.et_agent.selection.diversity import (
     format_diversity,
     measure_diversity,
 )
-from tunesmith.et_agent.selection.rows import read_rows, write_rows
+from tunesmith.et_agent.selection.rows import Row, read_rows, write_rows
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.sft.conversation_rows import Row, load_jsonl
 from tunesmith.errors import DataError
 from tunesmith.storage import open_atomic, storage_errors
-from tunesmith.tasks.load import load_rows
+from tunesmith.tasks.load import load_jsonl, load_rows
+
+Row = Mapping[str, Any]
 
 
 def read_rows(path: str) -> list[Row]:
