@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ INNER_LAYERS = {
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}, {"command"}],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""
+NEIGHBOURS = {"tunesmith.et_agent", "tunesmith.retrieval", "tunesmith.viewer", "tunesmith.compat"}
 TORCH_FREE = LAYERS[0] | {"tasks", "experience", "monitor", "retrieval", "viewer"}
 
 
@@ -143,6 +145,31 @@ def test_sub_packages_import_only_lower_layers(package):
 def test_no_package_has_circular_imports(package):
     cycle = find_cycle(package)
     assert not cycle, "\n".join(cycle)
+
+
+def list_public_modules() -> set[str]:
+    """The modules that docs/architecture.md lists as public to neighbours."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    table = page[page.index("| public to neighbours |") :].partition("\n\n")[0]
+    return {name for line in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", line.split("|")[1])}
+
+
+def test_neighbours_import_public_modules_only():
+    public = list_public_modules()
+    assert public and all(name == "tunesmith" or name in FILES for name in public)
+    wrong = [
+        f"{module}:{line} imports {name}"
+        for module, imports in IMPORTS.items()
+        if (owner := ".".join(module.split(".")[:2])) in NEIGHBOURS
+        for line, name in imports
+        if name.split(".")[0] == "tunesmith" and not is_inside(name, owner)
+        if name != "tunesmith" and not any(is_inside(name, each) for each in public - {"tunesmith"})
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 def test_light_packages_never_import_torch():

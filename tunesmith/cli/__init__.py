@@ -37,8 +37,9 @@ def build_app() -> typer.Typer:
         app.add_typer(group)
     for command in COMMANDS:
         if command.run is not None:
-            group, _, name = command.name.rpartition(" ")
-            (groups[group] if group else app).command(name)(build_function(command))
+            name_of_group, _, name = command.name.rpartition(" ")
+            owner = groups[name_of_group] if name_of_group else app
+            owner.command(name)(build_function(command))
     name_corrections(app, *groups.values())
     return app
 

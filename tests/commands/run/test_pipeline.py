@@ -320,7 +320,10 @@ def test_a_missing_input_stage_is_named(workdir):
         ),
         (["stages.rl.algorithm.group_size=many"], "stages.rl.algorithm.group_size must be a valid integer"),
         (["stages.rl.name=mine"], "stages.rl: name cannot be set"),
-        (["stages.more.path=x"], "stages.more has no kind; kind must be one of rl, sft, prefer, prepare, pass_rate, eval, export"),
+        (
+            ["stages.more.path=x"],
+            "stages.more has no kind; kind must be one of rl, sft, prefer, prepare",
+        ),
         (["stages.more.kind=train"], "stages.more has the kind 'train'"),
         (["stages.eval.judge=tunesmith.judges.composite:gsm8k_jugde"], "stages.eval: judge="),
         (["stages.make.function=maker.py:mak"], "stages.make: function="),

@@ -56,7 +56,8 @@ class PlannedStage:
 
         values = map_strings(self.values, replace)
         entry = STAGES[self.kind]
-        return build_section(import_named(str(entry.config or entry.stage_config)), values)
+        kind: type[Section] = import_named(str(entry.config or entry.stage_config))
+        return build_section(kind, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
