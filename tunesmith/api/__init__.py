@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
@@ -135,6 +135,7 @@ __all__ = [
 ]
 
 PathLike = str | Path
+Returned = TypeVar("Returned")
 
 
 def tune(
@@ -236,21 +237,21 @@ def run_tune(
         tune_rank = partial(run_tune, workflow_func=workflow_func, judge_func=judge_func, custom=custom)
         return tune_on_ray(settings, list_paths(settings), tune_rank)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
-    build_model = choose_chat_model(settings)
-    with agent_output(is_shown=settings.rollout.has_agent_output):
-        return run_outside_of_loops(
-            lambda: run_tuning(settings, workflow=workflow, judge=judge, build_model=build_model, custom=custom)
-        )
+    return run_agents(run_tuning, settings, workflow=workflow, judge=judge, custom=custom)
+
+
+def run_agents(work: Callable[..., Returned], config: RunConfig, **arguments: Any) -> Returned:
+    """Call `work` with the config and the chat model that it chooses, also in a notebook; agents print if it says so."""
+    build_model = choose_chat_model(config)
+    with agent_output(is_shown=config.rollout.has_agent_output):
+        return run_outside_of_loops(lambda: work(config, build_model=build_model, **arguments))
 
 
 def serve(
     config: RunConfig | PathLike, *, judge_func: JudgeType | None = None, overrides: Sequence[str] = ()
 ) -> TuneResult:
     """Train agents that run as programs of their own and take tasks over HTTP (docs/serve.md)."""
-    settings: RunConfig = load_settings(find_command("serve"), config, overrides)
-    build_model = choose_chat_model(settings)
-    with agent_output(is_shown=settings.rollout.has_agent_output):
-        return run_outside_of_loops(lambda: run_serving(settings, judge=judge_func, build_model=build_model))
+    return run_agents(run_serving, load_settings(find_command("serve"), config, overrides), judge=judge_func)
 
 
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
@@ -293,19 +294,16 @@ def evaluate(
     run = apply_suite(run, suite)
     workflow, judge = load_functions(run, workflow_func, judge_func)
     folder = None if out is None else Path(out)
-    with agent_output(is_shown=run.rollout.has_agent_output):
-        comparison = run_outside_of_loops(
-            lambda: run_comparison(
-                run,
-                models=compared,
-                workflow=workflow,
-                judge=judge,
-                build_model=choose_chat_model(run),
-                out=folder,
-                has_plot=has_plot,
-                suite=suite,
-            )
-        )
+    comparison = run_agents(
+        run_comparison,
+        run,
+        models=compared,
+        workflow=workflow,
+        judge=judge,
+        out=folder,
+        has_plot=has_plot,
+        suite=suite,
+    )
     return EvalResult(folder=folder, sets=comparison)
 
 
@@ -325,24 +323,21 @@ def measure_pass_rates(
     the numbers of each scored rollout."""
     settings: RunConfig = load_settings(find_command("pass-rate"), config, overrides)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
-    with agent_output(is_shown=settings.rollout.has_agent_output):
-        return run_outside_of_loops(
-            lambda: pass_rate.measure_pass_rates(
-                settings,
-                workflow=workflow,
-                judge=judge,
-                build_model=choose_chat_model(settings),
-                field=field,
-                num_runs=num_runs,
-                out=Path(out),
-                tool_keys=tool_keys,
-            )
-        )
+    return run_agents(
+        pass_rate.measure_pass_rates,
+        settings,
+        workflow=workflow,
+        judge=judge,
+        field=field,
+        num_runs=num_runs,
+        out=Path(out),
+        tool_keys=tool_keys,
+    )
 
 
 def prepare(config: PrepareSection | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> PrepareResult:
     """Convert questions with worked solutions, such as GSM8K, to conversations in the folder `out`."""
-    settings: PrepareSection = load_settings(find_command("prepare"), config, overrides)
+    settings = load_settings(find_command("prepare"), config, overrides)
     return run_outside_of_loops(lambda: run_prepare(settings, out_dir=Path(out)))
 
 
