@@ -10,6 +10,7 @@ from typing import Any
 from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
+from tunesmith.http_server import check_port
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.server import Server
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
@@ -17,7 +18,6 @@ from tunesmith.pipeline.session.load_function import load_function
 from tunesmith.pipeline.session.placement import place_server
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
-from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
