@@ -5,8 +5,8 @@ CPU time of the process, in rounds that take turns, so that other load on the ma
     python -m benchmarks.tools.search_cpu --sizes 1000 100000 1000000 --out results/tools/search_cpu.json
 
 The first three search the same index for the same words, bm25s with numba. The first two must find the same passages;
-bm25s ranks passages with equal scores in any order. FlashRAG has an index and a tokenizer of bm25s. `first_s` is the CPU
-time of the first search, which compiles. numba is needed.
+bm25s ranks passages with equal scores in any order. FlashRAG has an index and a tokenizer of bm25s. `first_s` is the
+CPU time of the first search, which compiles. numba is needed.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ ONE_DEVICE = (
     "(--gpus N), and on several hosts cluster.launcher=ray"
 )
 PROXY = (
-    "it is for Trinity-RFT's serve mode; nearest is `tunesmith serve` with serve.mode=online, which listens on serve.host "
-    "and serve.port and keeps conversations in memory"
+    "it is for Trinity-RFT's serve mode; nearest is `tunesmith serve` with serve.mode=online, which listens on "
+    "serve.host and serve.port and keeps conversations in memory"
 )
 NO_TIMELINE = "`ray timeline` writes one of a run with cluster.launcher=ray"
 NO_DATA_JUICER = "Tunesmith has no Data-Juicer service; nearest is train_dataset.operators"
