@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,6 +34,58 @@ SHUTDOWN_GRACE_S = 2
 TICK_S = 1.0
 BACKLOG = 2048
 BODY_TIMEOUT_S = 30.0
+
+
+class BodyTooLargeError(Exception):
+    """The body of a request is longer than what the server reads."""
+
+
+def read_key(scope: Scope) -> str | None:
+    """The key of a request: its bearer token, or Anthropic's x-api-key."""
+    scheme, _, key = read_header(scope, b"authorization").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return read_header(scope, b"x-api-key").strip() or None
+
+
+def has_key(scope: Scope, key: str | None) -> bool:
+    """Whether a request has the key of the server; None asks for none."""
+    return key is None or hmac.compare_digest((read_key(scope) or "").encode(), key.encode())
+
+
+def read_header(scope: Scope, name: bytes) -> str:
+    """The first header with this name, or empty text."""
+    return next((value.decode("latin-1") for each, value in scope["headers"] if each == name), "")
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: float = math.inf) -> bytes:
+    """The body of a request.
+
+    Raises:
+        BodyTooLargeError: its declared or actual length exceeds the limit; it is then not read to its end.
+        ClientDisconnect: the client is gone.
+    """
+    declared = read_header(scope, b"content-length")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise BodyTooLargeError
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > max_bytes:
+            raise BodyTooLargeError
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Return when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class SocketGuard:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.errors import TunesmithError
@@ -57,17 +58,10 @@ def build_app(runs: Sequence[Run], *, answers: Answers | None = None) -> ASGIApp
     async def get_bundle(request: Request) -> Response:
         return Response(bundle, media_type="text/javascript")
 
-    async def get_file(request: Request) -> Response:
-        path = (STATIC / (request.path_params.get("path") or "index.html")).resolve()
-        if not path.is_relative_to(STATIC.resolve()) or not path.is_file():
-            return Response("there is no such file", status_code=404, media_type="text/plain")
-        return FileResponse(path)
-
     routes = [
-        Route("/", get_file, methods=["GET"]),
         Route("/api/{path:path}", get_answer, methods=["GET"]),
         Route("/bundle.js", get_bundle, methods=["GET"]),
-        Route("/{path:path}", get_file, methods=["GET"]),
+        Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     return SecurityHeaders(Starlette(routes=routes))
 

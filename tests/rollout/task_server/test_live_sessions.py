@@ -150,6 +150,14 @@ async def test_every_request_asks_for_the_key():
         assert (await served.reward()).status_code == 200
 
 
+async def test_anthropics_clients_send_the_key_as_x_api_key():
+    async with serve(api_key="right") as served:
+        for key, status in (("right", 200), ("wrong", 401)):
+            headers = {"X-API-Key": key, "X-Session-Id": "s"}
+            body = BODY | {"max_tokens": 4}
+            assert (await served.client.post("/v1/messages", json=body, headers=headers)).status_code == status
+
+
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://localhost:3000"}])
 async def test_a_web_page_opens_no_session_and_forges_no_feedback(headers):
     async with serve() as served:
