@@ -50,7 +50,9 @@ class Bm25Index:
     def __init__(self, folder: Path, settings: IndexSettings, id_ranks: NDArray[np.int32]) -> None:
         self._model = import_bm25s().BM25.load(folder, mmap=True, show_progress=False)
         # views as plain arrays: indexing np.memmap objects is slower
-        self._postings = tuple(np.asarray(self._model.scores[name]) for name in ("indices", "data", "indptr"))
+        self._positions = np.asarray(self._model.scores["indices"])
+        self._gains = np.asarray(self._model.scores["data"])
+        self._starts = np.asarray(self._model.scores["indptr"])
         self._splitter = WordSplitter(stemmer=settings.stemmer, stopwords=settings.stopwords)
         self._id_ranks = id_ranks
         self._add_up([])  # compiles before the first search
@@ -69,7 +71,8 @@ class Bm25Index:
         if numba is None:
             scores = self._model.get_scores_from_ids(word_ids)
         else:
-            scores = add_up(*self._postings, np.array(word_ids, dtype=np.int64), len(self._id_ranks))
+            ids = np.array(word_ids, dtype=np.int64)
+            scores = add_up(self._positions, self._gains, self._starts, ids, len(self._id_ranks))
         return scores
 
 
