@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import math
 import socket
@@ -22,7 +23,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -96,7 +96,7 @@ class SocketGuard:
         self._app = app
         self._has_key = has_key
         self._is_local = is_loopback(address)
-        self._public_host = None if public_url is None else urlsplit(public_url).hostname
+        self._public_name = None if public_url is None else find_name(public_url.partition("://")[2])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,28 +111,38 @@ class SocketGuard:
 
     def _find_refusal(self, scope: Scope) -> str | None:
         """Why a request may come from a web page; None if it does not."""
-        headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self._is_local and not self._is_known(host):
-            known = "localhost and 127.0.0.1" + (f" and {self._public_host}" if self._public_host else "")
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers[b"origin"].decode("latin-1") if b"origin" in headers else None
+        if self._is_local and not is_loopback_host(host) and not self._is_public(host):
+            known = "localhost and 127.0.0.1" + (f" and {self._public_name}" if self._public_name else "")
             return f"Host {host[:200]!r}: without a key, this server answers requests to {known} only"
-        is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        is_foreign = headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
         if origin is not None and origin.lower().partition("://")[2] != host.lower():
             is_foreign = True
         # the front page changes nothing, and links of other pages may lead to it
-        is_link = (scope["method"], scope["path"], headers.get("sec-fetch-mode")) == ("GET", "/", "navigate")
+        is_link = (scope["method"], scope["path"], headers.get(b"sec-fetch-mode")) == ("GET", "/", b"navigate")
         if is_foreign and not is_link:
             page = "a web page" if origin is None else f"the web page {origin[:200]!r}"
             return f"without a key, this server answers no requests of other web pages; this one is of {page}"
         return None
 
-    def _is_known(self, host: str) -> bool:
-        """Whether a Host header, with any port, names this machine or the public address."""
-        try:
-            name = urlsplit(f"//{host}").hostname
-        except ValueError:
-            return False
-        return name is not None and (is_loopback(name) or name == self._public_host)
+    def _is_public(self, host: str) -> bool:
+        return self._public_name is not None and find_name(host) == self._public_name
+
+
+def find_name(host: str) -> str | None:
+    """The name or the address in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=64)  # takes as long as the other checks together
+def is_loopback_host(host: str) -> bool:
+    """Whether a Host header, with any port, names this machine."""
+    return is_loopback(find_name(host) or "")
 
 
 class _TimedRequest:
@@ -163,9 +173,11 @@ class _TimedRequest:
         # The event loop may not have run for as long as that, for instance during an update: what has arrived
         # meanwhile is read at the second attempt.
         for _ in range(2):
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(BODY_TIMEOUT_S / 2):
                     return await self._receive()
+            except TimeoutError:
+                continue
         return None
 
     async def send(self, message: Message) -> None:
