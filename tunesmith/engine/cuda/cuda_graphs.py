@@ -179,6 +179,8 @@ class DecodeGraphs:
         self._inputs.copy_(staging.inputs)
         self._block_table[:size].copy_(staging.block_table[:size], non_blocking=True)
         sources, ids = self._inputs.sources_S, self._sampling.ids_R
+        # Rows move up when others end. A row takes its last token from the place where the burst before, which the host
+        # may not have read yet, has left it.
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
     def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
@@ -200,6 +202,7 @@ class DecodeGraphs:
     def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
+        # warm-up and capture sample for padding rows, over the last tokens that the next launch needs
         saved_ids = self._sampling.ids_R.clone()
         self._staging[self._buffer].pad(0, size)
         self._copy_inputs(self._staging[self._buffer], size)
