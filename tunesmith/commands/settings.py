@@ -122,7 +122,8 @@ def find_config_class(stage: str) -> type[Section]:
 def format_options(kind: type[Section]) -> str:
     """Every key of a file: one line with type and default, one with the description."""
     return "\n".join(
-        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}"
+        f"{each.key}: {each.type} = {each.default}{f' (needs {each.needs})' if each.needs else ''}\n"
+        f"    {' '.join(each.description.split())}"
         for each in describe_options(kind)
     )
 
