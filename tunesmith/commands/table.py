@@ -406,7 +406,7 @@ COMMANDS: tuple[Command, ...] = (
             JSON,
             DEBUG,
         ),
-        run="tunesmith.api:check",
+        run="tunesmith.commands.check.run:check",
     ),
     Command(
         name="doctor",

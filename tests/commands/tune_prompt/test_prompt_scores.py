@@ -12,7 +12,6 @@ import pytest
 
 import tunesmith
 from tunesmith import DatasetConfig, JudgeOutput, PromptTuneConfig, PromptTuneResult, TunerModelConfig, WorkflowOutput
-from tunesmith.api.prompt_tuning import choose_proposer
 from tunesmith.commands.candidates.models import Candidate, LoadedModel
 from tunesmith.commands.candidates.runs import RunLimits
 from tunesmith.commands.eval.statistics import compare_paired
@@ -20,6 +19,7 @@ from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, PromptScore
 from tunesmith.commands.tune_prompt.result import HeldOutScores, compute_improvement
 from tunesmith.commands.tune_prompt.settings import LiteLlmModel
 from tunesmith.commands.tune_prompt.teacher import Teacher
+from tunesmith.commands.tune_prompt.tune import choose_proposer
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.rollout.service import ExternalModel
 from tunesmith.types import Task
@@ -194,12 +194,12 @@ async def with_model(task, system_prompt, model):
     ],
 )
 def test_wrong_arguments_are_refused(dataset, given, error, message, monkeypatch):
-    monkeypatch.setattr("tunesmith.api.prompt_tuning.check_dspy", lambda: None)
+    monkeypatch.setattr("tunesmith.commands.tune_prompt.tune.check_dspy", lambda: None)
     with pytest.raises(error, match=message):
         tune_prompt(dataset, **given)
 
 
 def test_one_task_is_too_few(dataset, monkeypatch):
-    monkeypatch.setattr("tunesmith.api.prompt_tuning.check_dspy", lambda: None)
+    monkeypatch.setattr("tunesmith.commands.tune_prompt.tune.check_dspy", lambda: None)
     with pytest.raises(DataError, match="train_dataset has 1 row; tune_prompt needs at least 2"):
         tune_prompt(DatasetConfig(path=dataset.path, total_steps=1))

@@ -16,10 +16,8 @@ from typing import Any, TypeVar
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.api.model_selection import select_model
-from tunesmith.api.prompt_tuning import tune_prompt
-from tunesmith.api.workflow_check import check
 from tunesmith.commands import pass_rate
+from tunesmith.commands.check.run import check
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
 from tunesmith.commands.eval.compare import run_comparison
 from tunesmith.commands.eval.eval_result import EvalResult
@@ -33,6 +31,7 @@ from tunesmith.commands.run.result import PipelineResult, StageOutcome
 from tunesmith.commands.run.run import run_pipeline as run_selected
 from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
 from tunesmith.commands.select_model.result import ModelSelection
+from tunesmith.commands.select_model.select import select_model
 from tunesmith.commands.serve.run import run_serving
 from tunesmith.commands.settings import list_paths, load_settings
 from tunesmith.commands.sft.preference import run_preference
@@ -51,6 +50,7 @@ from tunesmith.commands.tune.callbacks import (
 from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
 from tunesmith.commands.tune_prompt.result import PromptTuneResult
+from tunesmith.commands.tune_prompt.tune import tune_prompt
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
