@@ -15,6 +15,7 @@ from typing import Any
 
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.rank_errors import is_launched
+from tunesmith.commands.prepare.flags import collect_values
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
@@ -33,8 +34,7 @@ from tunesmith.config import (
 )
 from tunesmith.config.environment.environment import BUILT_IN_TOOLS
 from tunesmith.model.source.resolve import find_model
-from tunesmith.pipeline.prepare.flags import collect_values
-from tunesmith.pipeline.session.load_config import (
+from tunesmith.runs.load_config import (
     config_schema,
     describe_options,
     dump_config,
@@ -43,7 +43,7 @@ from tunesmith.pipeline.session.load_config import (
     load_section,
     load_values,
 )
-from tunesmith.pipeline.session.load_function import check_function
+from tunesmith.runs.load_function import check_function
 from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def render_knobs(stage: str, section: str) -> str:
     """Key, type, default and description of each knob of a section, nested sections included."""
-    from tunesmith.pipeline.session.load_config import Option, describe_options, find_stage
+    from tunesmith.runs.load_config import Option, describe_options, find_stage
 
     def is_listed(option: Option) -> bool:
         first, dot, _ = option.key.partition(".")

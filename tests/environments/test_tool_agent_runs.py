@@ -12,10 +12,10 @@ from tunesmith.config import EnvironmentSection, RunConfig, ToolSection
 from tunesmith.environments import Environment, tool_agent
 from tunesmith.errors import ConfigError, ToolUnavailableError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.pipeline.session.load_config import build_config
-from tunesmith.pipeline.session.load_function import load_environment, load_functions
 from tunesmith.rollout.signature import check_workflow_function
 from tunesmith.run_files import check_paths
+from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_function import load_environment, load_functions
 from tunesmith.tools.tool import tool
 
 TOOLS = """

@@ -14,8 +14,8 @@ from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSe
 from tunesmith.engine.vllm import installation
 from tunesmith.engine.vllm.process import VllmProcess, explain_log
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.placement import check_workers
-from tunesmith.pipeline.session.policy import check_engine
+from tunesmith.runs.placement import check_workers
+from tunesmith.runs.policy import check_engine
 
 CPU = ModelSection(path="x", max_model_len=64, device="cpu")
 
