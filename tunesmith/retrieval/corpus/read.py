@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +84,26 @@ def _iter_folder(folder: Path, files: list[Path], settings: IndexSettings) -> It
 def _iter_data_set(
     path: str, settings: IndexSettings, *, name: str | None, split: str | None, is_saved: bool
 ) -> Iterator[Passage]:
+    for number, row in enumerate(_iter_rows(path, name=name, split=split or "train", is_saved=is_saved)):
+        yield from iter_row_passages(row, number, settings, where=f"row {number} of {path!r}")
+
+
+def _iter_rows(path: str, *, name: str | None, split: str, is_saved: bool) -> Iterator[Mapping[str, Any]]:
     from datasets import load_dataset, load_from_disk  # slow to import, and not needed for files
 
     try:
         if is_saved:
             rows: Any = load_from_disk(path)
             if hasattr(rows, "keys"):
-                rows = rows[split or "train"]
+                rows = rows[split]
         else:
             with offline_if_unreachable(path):
-                rows = load_dataset(path, name, split=split or "train", streaming=True)
+                rows = load_dataset(path, name, split=split, streaming=True)
+        yield from rows
+    except StopIteration as error:
+        raise DataError(f"the data set {path!r} has a file without rows") from error
     except KeyError as error:
-        raise DataError(f"the data set {path!r} has no split {split or 'train'!r}; set --split") from error
+        raise DataError(f"the data set {path!r} has no split {split!r}; set --split") from error
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if Path(path).is_dir() else describe_hub_failure()
-        raise DataError(f"cannot load the data set {path!r} (split {split or 'train'!r}): {reason}") from error
-    for number, row in enumerate(rows):
-        yield from iter_row_passages(row, number, settings, where=f"row {number} of {path!r}")
+        raise DataError(f"cannot load the data set {path!r} (split {split!r}): {reason}") from error
