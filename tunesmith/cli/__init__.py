@@ -10,6 +10,7 @@ Errors go to stderr as one sentence and end the command with a non-zero exit sta
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -227,6 +228,8 @@ def main() -> None:
     except SystemExit as ending:
         exit_despite_threads(ending)
         raise
+    except KeyboardInterrupt:  # while the command line was parsed
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
