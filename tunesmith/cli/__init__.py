@@ -182,6 +182,11 @@ def show_config(
     def work() -> None:
         from tunesmith import run_files
 
+        kinds = {"--schema": schema, "--options": options, "--algorithms": algorithms}
+        chosen = [name for name, is_chosen in kinds.items() if is_chosen]
+        given = {"a file": config, "--set": overrides, **dict.fromkeys(chosen[1:], True)}
+        if chosen and (ignored := [name for name, value in given.items() if value]):
+            raise ValueError(f"{', '.join(ignored)} has no effect with {chosen[0]}: leave it out")
         if schema:
             typer.echo(run_files.format_schema(stage))
         elif options:

@@ -33,6 +33,7 @@ def iter_passages(
             raise DataError(
                 f"{path} is not a .jsonl file; give one, a folder of text files, or a Hugging Face data set"
             )
+        _refuse_parts(path, name=name, split=split)
         return _iter_lines(path, settings)
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
@@ -40,10 +41,17 @@ def iter_passages(
         paths = sorted(each for each in path.rglob("*") if each.is_file())
         if any(each.suffix.lower() in TABLE_SUFFIXES for each in paths) and not _find_texts(paths, but="README.md"):
             return _iter_data_set(str(path), settings, name=name, split=split, is_saved=False)
+        _refuse_parts(path, name=name, split=split)
         return _iter_folder(path, paths, settings)
     if is_path_like(str(source)):
         raise MissingDataError(f"the corpus {str(source)!r} does not exist; give a file, a folder or a hub id")
     return _iter_data_set(str(source), settings, name=name, split=split, is_saved=False)
+
+
+def _refuse_parts(path: Path, *, name: str | None, split: str | None) -> None:
+    for knob, value in (("name", name), ("split", split)):
+        if value is not None:
+            raise DataError(f"{knob}={value!r} has no effect: {path} is not a Hugging Face data set; leave out {knob}")
 
 
 def _iter_lines(path: Path, settings: IndexSettings) -> Iterator[Passage]:
