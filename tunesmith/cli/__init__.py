@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -159,6 +160,8 @@ def main() -> None:
     except SystemExit as ending:
         exit_despite_threads(ending)
         raise
+    except KeyboardInterrupt:  # while the command line was parsed
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,11 @@ def describe(
 ) -> str:
     """What `tunesmith config` prints: the resolved file of a command or stage, its JSON schema, its keys, or the
     algorithms."""
+    kinds = {"--schema": schema, "--options": options, "--algorithms": algorithms}
+    chosen = [name for name, is_chosen in kinds.items() if is_chosen]
+    given = {"a file": config, "--set": overrides, **dict.fromkeys(chosen[1:], True)}
+    if chosen and (ignored := [name for name, value in given.items() if value]):
+        raise ValueError(f"{', '.join(ignored)} has no effect with {chosen[0]}: leave it out")
     if schema:
         return json.dumps(config_schema(find_config_class(stage)), indent=2)
     if options:

@@ -484,6 +484,7 @@ COMMANDS: tuple[Command, ...] = (
         kind="export",
         stage_config="tunesmith.config:ExportStage",
         stage="tunesmith.commands.export.run:run_stage",
+        check="tunesmith.commands.export.gguf.files:check_packages",
         has_model=True,
         output="folder",
     ),
