@@ -16,8 +16,6 @@ from sandboxes import KINDS, build_tool, run_as_ordinary_user, run_code
 from tunesmith.config import PythonToolSection
 from tunesmith.tools.python.tool import PythonTool
 
-TRACES = ("code", "stdout", "stderr", "file name", "file content")
-
 LEAVE_TRACES = """
 import sys
 class Trace:
@@ -344,22 +342,29 @@ def test_a_session_whose_code_was_read_by_its_thread_gives_no_result_of_it(tool)
     quick.close()
 
 
-def test_code_of_a_session_rests_between_calls(kind):
-    tool = build_tool("bubblewrap")
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import threading\nthreading.Thread(target=run, daemon=True).start()",
+        "import os\nif os.fork() == 0:\n  os.setsid()\n  os.fork() == 0 and run()\n  os._exit(0)",
+    ],
+)
+def test_code_of_a_session_rests_between_calls(start):
+    tool = build_tool("bubblewrap", max_processes=4)
     count = (
-        "import threading, time\nn = 0\n"
-        "def run():\n  global n\n  while True:\n    n += 1\n    time.sleep(.01)\n"
-        "threading.Thread(target=run, daemon=True).start()"
+        "import time\ndef run():\n  n = 0\n  while True:\n    n += 1\n    time.sleep(.01)\n"
+        f"    with open('n', 'r+') as file: file.write(str(n))\nopen('n', 'w').write('0')\n{start}"
     )
 
     async def run():
         async with tool.session() as session:
             await session(count)
-            before = int((await session("n")).text)
+            before = int((await session("time.sleep(.5)\nprint(open('n').read())")).text)
             await asyncio.sleep(1)
-            return int((await session("n")).text) - before
+            return before, int((await session("print(open('n').read())")).text)
 
-    assert asyncio.run(run()) < 30
+    before, after = asyncio.run(run())
+    assert 0 < before <= after < before + 30
     tool.close()
 
 
@@ -379,11 +384,17 @@ def test_code_of_a_session_cannot_switch_off_its_cpu_limit(kind, code):
     tool.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="address spaces are limited on Linux only")
-def test_memory_mb_counts_mebibytes(tool):
-    """200 MiB of 1,048,576 bytes, not of 1,000,000."""
-    limited = build_tool("bubblewrap", memory_mb=200)
-    assert run_code(limited, "import resource\nresource.getrlimit(resource.RLIMIT_AS)").text == str((200 * 2**20,) * 2)
+@pytest.mark.parametrize("kind_of_size", KINDS)
+def test_sizes_are_in_mebibytes(kind_of_size):
+    """200 MiB are 209,715,200 bytes of address space, 1 MiB is 1,048,576 bytes of a file."""
+    limited = build_tool(kind_of_size, memory_mb=200, max_file_mb=1, tmp_mb=2)
+    assert run_code(limited, "import resource\nresource.getrlimit(resource.RLIMIT_AS)").text == "(209715200, 209715200)"
+    write = "with open('a', 'wb', 0) as file: print(file.write(bytes({})), file.write(b'x'))"
+    assert run_code(limited, write.format(1_048_575)).text == "1048575 1"
+    assert "File too large" in run_code(limited, write.format(1_048_576)).text
+    if kind_of_size == "bubblewrap":
+        found = "import os\nat = os.statvfs('.')\nat.f_blocks * at.f_frsize"
+        assert run_code(limited, found).text == "2097152"
     limited.close()
 
 

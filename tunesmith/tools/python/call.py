@@ -72,15 +72,14 @@ class Child:
     """A process forked by a worker, with the pipes to it."""
 
     def __init__(self, control: Control) -> None:
-        self.code = self.status = self.stdout = self.stderr = -1
+        self._is_ready = False
         far: list[int] = []
+        self._files: list[int] = []
         try:
-            code, self.code = os.pipe()
-            far.append(code)
-            for name in ("stdout", "stderr", "status"):
-                near, write = os.pipe()
-                setattr(self, name, near)
-                far.append(write)
+            for is_written in (True, False, False, False):
+                read, write = os.pipe()
+                self._files.append(write if is_written else read)
+                far.append(read if is_written else write)
             control.send(FORK, far)
         except BaseException:
             self.close()
@@ -88,7 +87,7 @@ class Child:
         finally:
             for fd in far:
                 os.close(fd)
-        self._is_ready = False
+        self.code, self.stdout, self.stderr, self.status = self._files
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the limits are set; the pipes do not block from then on."""
@@ -105,14 +104,9 @@ class Child:
             os.set_blocking(fd, False)
 
     def close(self) -> None:
-        for fd in self._files:
-            if fd >= 0:
-                os.close(fd)
-        self.code = self.status = self.stdout = self.stderr = -1
-
-    @property
-    def _files(self) -> tuple[int, ...]:
-        return self.code, self.status, self.stdout, self.stderr
+        """Close the pipes, from which the process reads the end of its input."""
+        while self._files:
+            os.close(self._files.pop())
 
 
 class Call:

@@ -174,14 +174,14 @@ class Worker:
         os.close(folder)
         while True:
             timeout_s = None if self._max_cpu_s is None else CPU_CHECK_S
-            ready, _, _ = select.select([self._control, self._wake], [], [], timeout_s)
+            ready, _, _ = select.select([self._control.fileno(), self._wake], [], [], timeout_s)
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)
             while self._reap(os.WNOHANG) > 0:
                 pass
             self._check_cpu()
-            if self._control in ready and not self._follow():
+            if self._control.fileno() in ready and not self._follow():
                 self._kill()
                 return
 

@@ -55,7 +55,7 @@ class WorkerProcess:
                     plan.command,
                     env=plan.environment,
                     cwd="/",
-                    stdin=far,
+                    stdin=far.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
