@@ -17,6 +17,7 @@ from tunesmith.errors import StorageError
 from tunesmith.storage import open_atomic, storage_errors
 
 Kind = Literal["train", "eval"]
+KINDS: tuple[Kind, ...] = ("train", "eval")
 TIME_PREFIX = "perf/"
 """Prefix of metrics that depend on time, and of no others: all other metrics are equal in equal runs."""
 
@@ -59,14 +60,20 @@ def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl, one at a time."""
-    with storage_errors(path, "read"), path.open(encoding="utf-8") as file:
+    with storage_errors(path, "read"), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # the write was interrupted
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
+            yield parse_line(line, path=path, number=number)
+
+
+def parse_line(line: bytes, *, path: Path, number: int) -> dict[str, Any]:
+    """The record in a line; the error names the file and the line's number."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
+    return record
 
 
 def format_line(record: Mapping[str, Any]) -> str:

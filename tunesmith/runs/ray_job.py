@@ -12,8 +12,8 @@ from typing import TypeVar
 from tunesmith.cluster.place import is_ray_worker
 from tunesmith.cluster.ray_launch import RayLaunch, launch_on_ray
 from tunesmith.config import RunConfig
-from tunesmith.model.checkpoint import find_last_checkpoint
 from tunesmith.runs.run_folder import resolve_run_root
+from tunesmith.storage import find_last_checkpoint
 
 T = TypeVar("T")
 

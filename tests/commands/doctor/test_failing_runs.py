@@ -12,7 +12,7 @@ import pytest
 from suggested_settings import check_settings
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
-from tunesmith.commands.doctor.record import load_record
+from tunesmith.commands.doctor.record import open_run
 
 ONE_TASK_DATA = '{"question": "Tom has 1 apple. How many?"}\n'
 
@@ -25,7 +25,7 @@ async def ask(task, model, **options):
 def find(diagnosis, check):
     (finding,) = [each for each in diagnosis.findings if each.check == check]
     assert finding.problem and finding.change and finding.evidence
-    check_settings(finding, load_record(diagnosis.folder).config)
+    check_settings(finding, open_run(diagnosis.folder).config)
     return finding
 
 
@@ -139,7 +139,7 @@ def test_a_run_that_stops_because_rollouts_fail(run):
         raise RuntimeError("the tool broke")
 
     diagnosis = run(workflow_func=workflow)
-    assert diagnosis.state == "stopped"
+    assert diagnosis.state == "failed"
     stopped, failures = diagnosis.findings[:2]
     assert (stopped.check, stopped.severity) == ("stopped", "error")
     assert "step 1 with a RolloutError" in stopped.problem and "16 of 16 rollouts failed" in write_evidence(stopped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import CheckedRun
 from tunesmith.commands.doctor.rewards import is_solved
 from tunesmith.commands.doctor.series import split_ends
 from tunesmith.config import RunConfig
@@ -25,7 +25,7 @@ MAX_REPLAYED_SHARE = 0.5
 MAX_TRUNCATED_WEIGHTS = 0.1
 
 
-def find_mismatch(run: RunRecord) -> Outcome:
+def find_mismatch(run: CheckedRun) -> Outcome:
     """Sampler and trainer disagree about the probability of sampled tokens."""
     series = run.get("mismatch/kl")
     if series is None or not isinstance(run.config, RunConfig):
@@ -52,7 +52,7 @@ def find_mismatch(run: RunRecord) -> Outcome:
     )
 
 
-def find_entropy(run: RunRecord) -> Outcome:
+def find_entropy(run: CheckedRun) -> Outcome:
     """Entropy that collapsed before the tasks were solved, or that rises without bound."""
     series = run.get("train/entropy")
     ends = None if series is None else split_ends(series)
@@ -87,7 +87,7 @@ def find_entropy(run: RunRecord) -> Outcome:
     return Passed(check="entropy", figure=observed)
 
 
-def find_kl(run: RunRecord) -> Outcome:
+def find_kl(run: CheckedRun) -> Outcome:
     """The policy runs away from the model that it started from."""
     series = run.get("train/kl")
     if series is None or not isinstance(run.config, RunConfig):
@@ -110,7 +110,7 @@ def find_kl(run: RunRecord) -> Outcome:
     )
 
 
-def find_large_updates(run: RunRecord) -> Outcome:
+def find_large_updates(run: CheckedRun) -> Outcome:
     """Updates that move the policy far from the one that sampled."""
     kl, clipped = run.get_recent("train/ppo_kl"), run.get_recent("train/clip_frac")
     found = [series for series in (kl, clipped) if series is not None]
@@ -133,7 +133,7 @@ def find_large_updates(run: RunRecord) -> Outcome:
     )
 
 
-def find_stale_samples(run: RunRecord) -> Outcome:
+def find_stale_samples(run: CheckedRun) -> Outcome:
     """Replay of old groups that the policy has moved away from."""
     replayed, trained = run.sum_recent("experience/num_replayed_groups"), run.sum_recent("algorithm/num_trained_groups")
     recent = run.get_recent("experience/num_replayed_groups")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tunesmith.commands.doctor.finding import Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import CheckedRun
 from tunesmith.commands.doctor.series import compute_slope_t, split_ends
 from tunesmith.config import OfflineConfig
 
@@ -16,7 +16,7 @@ OVERFIT_RISE = 0.02
 """Share by which the evaluation loss exceeds its lowest value at the end."""
 
 
-def find_loss_trend(run: RunRecord) -> Outcome:
+def find_loss_trend(run: CheckedRun) -> Outcome:
     """A training loss that rises or does not fall."""
     series = run.get("train/loss")
     ends = None if series is None else split_ends(series)
@@ -41,9 +41,9 @@ def find_loss_trend(run: RunRecord) -> Outcome:
     )
 
 
-def find_evaluation_loss(run: RunRecord) -> Outcome:
+def find_evaluation_loss(run: CheckedRun) -> Outcome:
     """An evaluation loss that rises again: overfitting."""
-    series = run.evaluations.get("eval/loss")
+    series = run.metrics.get("eval/loss", "eval")
     if series is None or len(series.finite) < 2 or not isinstance(run.config, OfflineConfig):
         return None
     series = series.finite

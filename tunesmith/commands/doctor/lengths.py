@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import CheckedRun
 from tunesmith.commands.doctor.series import compute_slope_t, split_ends
 from tunesmith.config import RunConfig
 
@@ -17,7 +17,7 @@ GROWTH = 1.5
 NEAR_LIMIT = 0.8
 
 
-def find_truncation(run: RunRecord) -> Outcome:
+def find_truncation(run: CheckedRun) -> Outcome:
     """Responses cut off by `max_tokens` or the context."""
     truncated, total = run.sum_recent("rollout/num_truncated"), run.sum_recent("rollout/num_trajectories")
     source, unit = "rollout/num_truncated", "rollouts"
@@ -73,17 +73,17 @@ def find_truncation(run: RunRecord) -> Outcome:
     )
 
 
-def find_truncated_rollout(run: RunRecord) -> list[Evidence]:
+def find_truncated_rollout(run: CheckedRun) -> list[Evidence]:
     """A reference to a truncated rollout, if the rollouts are on disk."""
-    for step in run.list_rollout_steps()[-1:]:
-        for row in run.load_rollouts(step, ("task_id", "run_index", "turns.stop_reason")).to_pylist():
+    for step in run.rollouts.list_steps()[-1:]:
+        for row in run.rollouts.read_table(step, ("task_id", "run_index", "turns.stop_reason")).to_pylist():
             if row["turns"] and row["turns"][-1]["stop_reason"] in ("length", "context"):
                 observed = f"task {row['task_id']}, run {row['run_index']} was truncated"
                 return [Evidence(source=f"rollouts/step_{step:06d}.parquet", observed=observed, steps=(step, step))]
     return []
 
 
-def find_refused_prompts(run: RunRecord) -> Outcome:
+def find_refused_prompts(run: CheckedRun) -> Outcome:
     """Model calls refused because the prompt leaves no room for a token."""
     refused, calls = run.sum_recent("rollout/num_overlong"), run.sum_recent("rollout/num_calls")
     recent = run.get_recent("rollout/num_overlong")
@@ -109,7 +109,7 @@ def find_refused_prompts(run: RunRecord) -> Outcome:
     )
 
 
-def find_length_growth(run: RunRecord) -> Outcome:
+def find_length_growth(run: CheckedRun) -> Outcome:
     """Responses that get longer while the reward does not rise, near their limit."""
     lengths, rewards = run.get("rollout/sampled_tokens_per_turn_mean"), run.get("rollout/reward_mean")
     ends = None if lengths is None else split_ends(lengths)

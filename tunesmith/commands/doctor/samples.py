@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import CheckedRun
 from tunesmith.config import RunConfig
 
 MAX_BRANCH_SHARE = 0.1
@@ -16,7 +16,7 @@ MIN_VISITS = 2.0
 """Visits per distinct task in the steps read, from which the distinct tasks are nearly all tasks."""
 
 
-def find_branches(run: RunRecord) -> Outcome:
+def find_branches(run: CheckedRun) -> Outcome:
     """Turns that do not extend the history of their rollout, so that it is trained as several samples."""
     branches, trained = run.sum_recent("rollout/num_branches"), run.sum_recent("rollout/num_trained_trajectories")
     recent, unextended = run.get_recent("rollout/num_branches"), run.sum_recent("rollout/num_unextended")
@@ -46,16 +46,16 @@ def find_branches(run: RunRecord) -> Outcome:
     )
 
 
-def find_repeated_tasks(run: RunRecord) -> Outcome:
+def find_repeated_tasks(run: CheckedRun) -> Outcome:
     """A task pool so small that the model sees every task many times."""
-    tried, steps = run.get("experience/num_tasks_tried"), run.list_rollout_steps()
+    tried, steps = run.get("experience/num_tasks_tried"), run.rollouts.list_steps()
     if tried is None or not steps or not isinstance(run.config, RunConfig):
         return None
     visits, tasks = 0, set()
     for step in steps[:: -(-len(steps) // NUM_READ_STEPS)]:
         ids = {
             (row["group_index"], row["task_id"])
-            for row in run.load_rollouts(step, ("group_index", "task_id")).to_pylist()
+            for row in run.rollouts.read_table(step, ("group_index", "task_id")).to_pylist()
         }
         visits += len(ids)
         tasks |= {task_id for _, task_id in ids}

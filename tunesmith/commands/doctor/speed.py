@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
 from tunesmith.commands.doctor.in_flight import can_be_stale
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import CheckedRun
 from tunesmith.config import RunConfig
 
 MAX_WAIT_SHARE, MIN_WAIT_S = 0.3, 0.2
@@ -19,7 +19,7 @@ MAX_EVALUATION_SHARE = 0.5
 CONCURRENCY_FACTOR = 2
 
 
-def find_idle_engine(run: RunRecord) -> Outcome:
+def find_idle_engine(run: CheckedRun) -> Outcome:
     """The engine idles while workflows wait for tools."""
     waited, step_s = run.get_recent("perf/tool_wait_s"), run.get_recent("perf/step_s")
     if waited is None or step_s is None or not isinstance(run.config, RunConfig):
@@ -48,7 +48,7 @@ def find_idle_engine(run: RunRecord) -> Outcome:
     )
 
 
-def find_blocking_code(run: RunRecord) -> Outcome:
+def find_blocking_code(run: CheckedRun) -> Outcome:
     """Code of workflows and judges that keeps the event loop busy, so that the engine is not stepped."""
     names = ("tool_wait", "engine_busy", "rollout", "step")
     waited, busy, rollout_s, step_s = (run.get_recent(f"perf/{name}_s") for name in names)
@@ -73,7 +73,7 @@ def find_blocking_code(run: RunRecord) -> Outcome:
     )
 
 
-def find_stragglers(run: RunRecord) -> Outcome:
+def find_stragglers(run: CheckedRun) -> Outcome:
     """A few rollouts that take much longer than the others."""
     longest, mean = run.get_recent("perf/trajectory_s_max"), run.get_recent("perf/trajectory_s_mean")
     rollout_s, step_s = run.get_recent("perf/rollout_s"), run.get_recent("perf/step_s")
@@ -103,7 +103,7 @@ def find_stragglers(run: RunRecord) -> Outcome:
     )
 
 
-def find_preemptions(run: RunRecord) -> Outcome:
+def find_preemptions(run: CheckedRun) -> Outcome:
     """Requests thrown out of a full KV cache and computed again."""
     preempted, requests = run.sum_recent("engine/num_preemptions"), run.sum_recent("engine/num_requests")
     recent = run.get_recent("engine/num_preemptions")
@@ -129,9 +129,9 @@ def find_preemptions(run: RunRecord) -> Outcome:
     )
 
 
-def find_slow_evaluation(run: RunRecord) -> Outcome:
+def find_slow_evaluation(run: CheckedRun) -> Outcome:
     """Evaluations that take longer than the training between them."""
-    series, steps = run.evaluations.get("perf/evaluation_s"), run.get("perf/step_s")
+    series, steps = run.metrics.get("perf/evaluation_s", "eval"), run.get("perf/step_s")
     if series is None or steps is None or not isinstance(run.config, RunConfig) or len(series.finite) < 2:
         return None
     total, train_s = float(series.finite.values.sum()), float(steps.values.sum())
@@ -150,7 +150,7 @@ def find_slow_evaluation(run: RunRecord) -> Outcome:
     )
 
 
-def describe_step_time(run: RunRecord) -> str | None:
+def describe_step_time(run: CheckedRun) -> str | None:
     """Where the time of recent steps goes."""
     total, rollout, train = (run.get_recent(f"perf/{name}_s") for name in ("step", "rollout", "train"))
     if train is None:

@@ -21,7 +21,6 @@ from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollou
 from tunesmith.loop import StepParts
 from tunesmith.model.checkpoint import (
     estimate_checkpoint_bytes,
-    find_last_checkpoint,
     load_checkpoint,
     remove_old_checkpoints,
     save_checkpoint,
@@ -31,7 +30,7 @@ from tunesmith.runs.resume_point import describe_recovery
 from tunesmith.runs.run_folder import RunFolder
 from tunesmith.runs.sharded_models import restore_sharded
 from tunesmith.shared_step import collect_trainer_state, collect_weights
-from tunesmith.storage import RunPaths, save_json
+from tunesmith.storage import RunPaths, find_last_checkpoint, save_json
 from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
