@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from tunesmith.errors import StorageError
-from tunesmith.monitor.metrics_log import MetricsLog, Series, load_metrics_log
+from tunesmith.monitor.metrics_log import MetricsLog, Series
 
 
 def test_metrics_are_followed_line_by_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    log.refresh()
     assert log.names == set() and log.get("a/b") is None and log.last_step == 0
     path.write_text('{"step": 1, "kind": "train", "a/b": 1.5}\n{"step": 2, "kind": "tra')
     log.refresh()
@@ -33,9 +32,7 @@ def test_metrics_may_differ_between_records_and_be_text(tmp_path):
     path = tmp_path / "metrics.jsonl"
     values = ['"b": "text"', '"b": 2', '"b": 3, "c": 4', '"c": 5', '"b": 6']
     path.write_text("".join(f'{{"step": {step}, "kind": "train", {each}}}\n' for step, each in enumerate(values)))
-    found = {
-        each.name: (each.steps.tolist(), each.values.tolist()) for each in load_metrics_log(path).list_series("train")
-    }
+    found = {each.name: (each.steps.tolist(), each.values.tolist()) for each in MetricsLog(path).list_series("train")}
     assert found == {"b": ([1, 2, 4], [2.0, 3.0, 6.0]), "c": ([2, 3], [4.0, 5.0])}
 
 
@@ -43,7 +40,7 @@ def test_training_and_evaluation_of_one_name_are_kept_apart(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [(0, "eval", 1), (1, "train", 2), (2, "train", 3), (2, "eval", 4), (3, "train", 5)]
     path.write_text("".join(f'{{"step": {s}, "kind": "{kind}", "a": {value}}}\n' for s, kind, value in records))
-    log = load_metrics_log(path)
+    log = MetricsLog(path)
     assert log.get("a", "train").values.tolist() == [2, 3, 5] and log.get("a", "eval").steps.tolist() == [0, 2]
     both = log.get("a")
     assert (both.steps.tolist(), both.values.tolist()) == ([0, 1, 2, 2, 3], [1, 2, 3, 4, 5])
@@ -53,11 +50,11 @@ def test_a_damaged_line_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "kind": "train"}\nnot json\n')
     with pytest.raises(StorageError, match="line 2 is not JSON"):
-        load_metrics_log(path)
+        MetricsLog(path)
     for line in ('{"step": 1}', '{"step": 1, "kind": "test"}', "[1]"):
         path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n')
         with pytest.raises(StorageError, match="line 2 is not a record of metrics"):
-            load_metrics_log(path)
+            MetricsLog(path)
 
 
 def test_thinned_curves_keep_their_extremes():

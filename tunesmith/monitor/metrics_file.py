@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,21 +50,18 @@ class MetricsFile:
 
 def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, empty if there is no file; `has_times=False` leaves out `perf/` metrics."""
+    records: list[dict[str, Any]] = []
     if not path.exists():
-        return []
-    return [
-        {key: value for key, value in record.items() if has_times or not key.startswith(TIME_PREFIX)}
-        for record in iter_metrics(path)
-    ]
-
-
-def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, one at a time."""
+        return records
     with storage_errors(path, "read"), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                return  # the write was interrupted
-            yield parse_line(line, path=path, number=number)
+                break  # the write was interrupted
+            record = parse_line(line, path=path, number=number)
+            records.append(
+                {key: value for key, value in record.items() if has_times or not key.startswith(TIME_PREFIX)}
+            )
+    return records
 
 
 def parse_line(line: bytes, *, path: Path, number: int) -> dict[str, Any]:

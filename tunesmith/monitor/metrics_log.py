@@ -84,17 +84,17 @@ class Column:
 
 
 class MetricsLog:
-    """The metrics of a run by name; `refresh` reads the lines that were added."""
+    """The metrics of a run by name, as far as they are written; `refresh` reads the lines that were added."""
 
     def __init__(self, path: Path) -> None:
-        self.size = 0
-        """Bytes read so far; it changes when the file does."""
         self._path = path
         self._inode = -1
         self._clear()
+        self.refresh()
 
     def _clear(self) -> None:
         self.size = 0
+        """Bytes read so far; it changes when the file does."""
         self._columns: dict[Kind, dict[str, Column]] = {kind: {} for kind in KINDS}
         self._steps: dict[Kind, array[int]] = {kind: array("q") for kind in KINDS}
         """The step of every record."""
@@ -179,10 +179,3 @@ class MetricsLog:
                 column = self._layout_columns[index] = self._columns[kind].setdefault(name, Column())
             column.steps.append(step)
             column.values.append(math.nan if value is None else value)
-
-
-def load_metrics_log(path: Path) -> MetricsLog:
-    """The metrics in a file, as far as it is written."""
-    log = MetricsLog(path)
-    log.refresh()
-    return log

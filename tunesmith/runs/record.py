@@ -33,7 +33,7 @@ import yaml
 from tunesmith.errors import StorageError
 from tunesmith.experience.rollout_files import RolloutFiles
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
-from tunesmith.monitor.metrics_log import MetricsLog, load_metrics_log
+from tunesmith.monitor.metrics_log import MetricsLog
 from tunesmith.storage import (
     CHECKPOINT,
     DONE,
@@ -102,7 +102,7 @@ class RunRecord:
     @functools.cached_property
     def metrics(self) -> MetricsLog:
         """The metrics at the first use; their `refresh` follows a run that writes."""
-        return load_metrics_log(self.paths.metrics)
+        return MetricsLog(self.paths.metrics)
 
     @property
     def kind(self) -> RunKind:
@@ -190,7 +190,7 @@ class RunRecord:
 
     def list_evaluated_steps(self) -> list[int]:
         """Steps that have an evaluation of held-out tasks."""
-        return sorted(StepFiles(self.paths.evaluation(0).parent, JSON_STEPS).find_single())
+        return StepFiles(self.paths.evaluation(0).parent, JSON_STEPS).list_steps()
 
     def load_evaluation(self, step: int) -> Mapping[str, Any]:
         """Results by task set as in eval/step_N.json."""
