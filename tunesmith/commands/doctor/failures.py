@@ -25,14 +25,14 @@ ADVICE: Mapping[FailureWhere, str] = {
 
 
 def find_stop(run: CheckedRun) -> Outcome:
-    """The error that stopped the run, or a kill."""
+    """The error of a failed run, or that the run was interrupted."""
     if run.error is not None:
         message = " ".join(str(run.error["message"]).split())
         step = int(run.error["step"])
         return Finding(
             check="stopped",
             severity="error",
-            problem=f"the run stopped at step {step} with a {run.error['error']}",
+            problem=f"the run failed at step {step} with a {run.error['error']}",
             evidence=(Evidence(source="error.json", observed=message, steps=(step, step)),),
             change="change what the message names, then repeat the command with --resume",
         )
@@ -40,7 +40,7 @@ def find_stop(run: CheckedRun) -> Outcome:
         return Finding(
             check="stopped",
             severity="note",
-            problem="the run did not make all its steps, and recorded no error: it was interrupted or killed",
+            problem="the run was interrupted or killed: it did not make and save all its steps, and recorded no error",
             evidence=(Evidence(source="metrics.jsonl", observed=f"the last step is {run.num_steps}"),),
             change="repeat the command with --resume (continue_from_checkpoint=true); if the kernel killed it for its "
             "memory, lower engine.kv_cache_gib or trainer.max_tokens_per_row first",
