@@ -39,6 +39,7 @@ from tunesmith.storage import (
     DONE,
     RunPaths,
     find_checkpoints,
+    find_last_checkpoint,
     is_locked,
     load_json,
     parse_checkpoint_step,
@@ -170,6 +171,11 @@ class RunRecord:
         return find_checkpoints(self.root)
 
     @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return find_last_checkpoint(self.root)
+
+    @property
     def trained(self) -> Path | None:
         """The model of a complete fine-tuning; None for other runs, and before."""
         return self.root / MODEL if (self.root / MODEL / DONE).is_file() else None
@@ -181,7 +187,7 @@ class RunRecord:
         Older folders have no `last_commit.json`; they had a checkpoint at every `save_interval_steps` before the last
         logged step.
         """
-        newest = max(map(parse_checkpoint_step, self.checkpoints), default=0)
+        newest = 0 if self.last_checkpoint is None else parse_checkpoint_step(self.last_checkpoint)
         try:
             return max(newest, int(load_json(self.paths.last_commit)["step"]))
         except (StorageError, KeyError, TypeError, ValueError):

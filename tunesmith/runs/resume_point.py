@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
@@ -42,7 +43,7 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
             f"resume_from_step={step}: {paths.root} has no checkpoint of that step; it has {existing}; "
             "0 restarts from the beginning"
         )
-    found = next(reversed(run.checkpoints), None) if step is None else paths.checkpoint(step)
+    found = run.last_checkpoint if step is None else paths.checkpoint(step)
     try:
         if step is None:
             check_newest(run, found)
@@ -85,6 +86,18 @@ def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
     way = f"resume from step {step}, the newest complete one," if step else "restart, as no checkpoint is complete,"
     way += f" with resume_from_step={step} (--resume-from {step})"
     return f"restore it, or {way}; later steps are moved to {ARCHIVE_PREFIX}<time>/"
+
+
+def describe_interruption(config: RunConfig, root: Path) -> str:
+    """The console line of an interrupted run: its last checkpoint and how to resume."""
+    checkpoint = RunRecord(root).last_checkpoint
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f" and name={root.name}"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
+        f"(continue_from_checkpoint=true){name}"
+    )
 
 
 def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:

@@ -75,7 +75,7 @@ def find_model_folder(folder: Path) -> Path:
     if not is_model(folder):
         run = RunRecord(folder)
         is_trained = run.trained is not None and is_model(run.trained)
-        found = run.trained if is_trained else next(reversed(run.checkpoints), None)
+        found = run.trained if is_trained else run.last_checkpoint
         if found is None:
             raise ModelError(
                 f"path={str(folder)!r} holds no model: give a folder with config.json or {ADAPTER_CONFIG}, "

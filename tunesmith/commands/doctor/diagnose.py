@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tunesmith.commands.doctor.drift import (
     find_entropy,
@@ -32,7 +32,7 @@ from tunesmith.commands.doctor.speed import (
     find_stragglers,
 )
 
-Check = Callable[[CheckedRun], Outcome]
+Check = Callable[[CheckedRun[Any]], Outcome]
 
 SHARED_CHECKS: Mapping[str, Check] = {
     "stopped": find_stop,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import CheckedRun
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.commands.doctor.series import compute_slope_t
 from tunesmith.commands.eval.statistics import Difference, compare_paired
 from tunesmith.config import RunConfig
@@ -21,10 +21,8 @@ RISING_T = 3.0
 MIN_TREND_STEPS = 10
 
 
-def find_evaluation_trend(run: CheckedRun) -> Outcome:
+def find_evaluation_trend(run: RlRun) -> Outcome:
     """The first task set whose evaluations fall, or do not rise significantly."""
-    if not isinstance(run.config, RunConfig):
-        return None
     outcomes = [
         judge_set(run, run.config, match[1], series.finite)
         for series in run.metrics.list_series("eval")
@@ -37,7 +35,7 @@ def find_evaluation_trend(run: CheckedRun) -> Outcome:
     return Passed(check="evaluation", figure="; ".join(each.figure for each in passed)) if passed else None
 
 
-def judge_set(run: CheckedRun, config: RunConfig, name: str, series: Series) -> Finding | Passed:
+def judge_set(run: RlRun, config: RunConfig, name: str, series: Series) -> Finding | Passed:
     """Compare the last evaluation of a set with the first and with the best one."""
     first, best, last = 0, int(np.argmax(series.values)), len(series) - 1
     gain, loss = compare(run, name, series, first, last), compare(run, name, series, best, last)
@@ -73,7 +71,7 @@ def judge_set(run: CheckedRun, config: RunConfig, name: str, series: Series) -> 
     return Passed(check="evaluation", figure=f"{observed}, difference {low:+.3f} to {high:+.3f}")
 
 
-def compare(run: CheckedRun, name: str, series: Series, before: int, after: int) -> Difference | None:
+def compare(run: RlRun, name: str, series: Series, before: int, after: int) -> Difference | None:
     """Paired difference of two evaluations on the same tasks; None if the results by task are missing."""
     scores = [load_scores(run, name, int(series.steps[index])) for index in (before, after)]
     shared = sorted(scores[0].keys() & scores[1].keys())
@@ -82,7 +80,7 @@ def compare(run: CheckedRun, name: str, series: Series, before: int, after: int)
     return compare_paired([scores[0][task] for task in shared], [scores[1][task] for task in shared], seed=0)
 
 
-def load_scores(run: CheckedRun, name: str, step: int) -> dict[str, float]:
+def load_scores(run: RlRun, name: str, step: int) -> dict[str, float]:
     """Mean reward by task; empty if the results by task are not on disk."""
     is_stored = step in run.list_evaluated_steps()
     result: Mapping[str, Any] = run.load_evaluation(step).get(name, {}) if is_stored else {}
@@ -105,7 +103,7 @@ def describe(series: Series, name: str, before: int, after: int, difference: Dif
     )
 
 
-def is_training_rising(run: CheckedRun) -> bool:
+def is_training_rising(run: RlRun) -> bool:
     rewards = run.get("rollout/reward_mean")
     return rewards is not None and len(rewards) >= MIN_TREND_STEPS and compute_slope_t(rewards) > RISING_T
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import CheckedRun
+from tunesmith.commands.doctor.record import AnyRun, RlRun
 from tunesmith.config import RunConfig
 from tunesmith.rollout.failures import list_causes
 from tunesmith.runs.record import RunState
@@ -24,7 +24,7 @@ ADVICE: Mapping[FailureWhere, str] = {
 }
 
 
-def find_stop(run: CheckedRun) -> Outcome:
+def find_stop(run: AnyRun) -> Outcome:
     """The error of a failed run, or that the run was interrupted."""
     if run.error is not None:
         message = " ".join(str(run.error["message"]).split())
@@ -50,7 +50,7 @@ def find_stop(run: CheckedRun) -> Outcome:
     return Passed(check="stopped", figure=f"{run.state}, {reason}")
 
 
-def find_failures(run: CheckedRun) -> Outcome:
+def find_failures(run: RlRun) -> Outcome:
     """Rollouts without a reward, by boundary and cause."""
     on_disk = run.rollouts.list_steps()
     stopped_at = int(run.error["step"]) if run.error is not None and run.error["error"] == "RolloutError" else None
@@ -64,7 +64,7 @@ def find_failures(run: CheckedRun) -> Outcome:
         total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
         counts = {where: run.sum_recent(f"rollout/num_failed_{where}") or 0.0 for where in get_args(FailureWhere)}
         steps = None if recent is None else recent.span
-    if not total or not isinstance(run.config, RunConfig):
+    if not total:
         return None
     failed = sum(counts.values())
     if not failed:
@@ -97,7 +97,7 @@ def advise(worst: FailureWhere, config: RunConfig) -> tuple[str, dict[str, float
     return change, {"rollout.timeout_s": timeout_s}
 
 
-def list_causes_by_boundary(run: CheckedRun, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
+def list_causes_by_boundary(run: RlRun, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
     """Failed rollouts of steps on disk, each as a group of its own."""
     found: dict[FailureWhere, list[Group]] = {}
     columns = ("task_id", "task_index", "run_index", "failure_where", "failure_message", "failure_line")
@@ -112,7 +112,7 @@ def list_causes_by_boundary(run: CheckedRun, steps: Sequence[int]) -> dict[Failu
     return found
 
 
-def find_late_calls(run: CheckedRun) -> Outcome:
+def find_late_calls(run: RlRun) -> Outcome:
     """Model calls after the workflow has returned, which are refused."""
     series = run.get("rollout/num_late_calls")
     if series is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -15,7 +15,7 @@ from tunesmith.monitor.metrics_log import Series
 from tunesmith.runs.load_config import build_section, load_values
 from tunesmith.runs.record import RunKind, RunRecord, find_run_folder, find_run_folders
 
-CONFIGS: Mapping[RunKind, type[RunConfig | OfflineConfig]] = {
+CONFIGS: Mapping[RunKind, type[Any]] = {
     "tune": RunConfig,
     "serve": RunConfig,
     "sft": SftConfig,
@@ -23,22 +23,24 @@ CONFIGS: Mapping[RunKind, type[RunConfig | OfflineConfig]] = {
 }
 """The class of the config.yaml of each kind of run that is checked."""
 MAX_LISTED_RUNS = 5
+Config = TypeVar("Config", bound=RunConfig | OfflineConfig)
 
 
-class CheckedRun(RunRecord):
+class CheckedRun(RunRecord, Generic[Config]):
     """The folder of a training run or of a fine-tuning."""
 
     @functools.cached_property
-    def config(self) -> RunConfig | OfflineConfig:
+    def config(self) -> Config:
         """The settings. Values that this version refuses, in the file of an earlier one, are left out."""
         kind, values = CONFIGS[self.kind], load_values(self.paths.config)
         try:
-            return kind.model_validate(values)
+            config: Config = kind.model_validate(values)
         except ValidationError as error:
             for refused in error.errors():
                 unknown = (refused["ctx"]["key"],) if refused["type"] == "unknown_key" else ()
                 remove_value(values, (*refused["loc"], *unknown))
-        return build_section(kind, values)
+            config = build_section(kind, values)
+        return config
 
     def get(self, name: str) -> Series | None:
         """The finite values of a training metric; None if there are none."""
@@ -56,13 +58,18 @@ class CheckedRun(RunRecord):
         return float(sum(series.values.sum() for series in found)) if found else None
 
 
-def open_run(path: Path) -> CheckedRun:
+RlRun: TypeAlias = CheckedRun[RunConfig]
+OfflineRun: TypeAlias = CheckedRun[OfflineConfig]
+AnyRun: TypeAlias = RlRun | OfflineRun
+
+
+def open_run(path: Path) -> CheckedRun[Any]:
     """The run at a path, or of the checkpoint or model at a path; StorageError if there is none."""
     roots = find_run_folders(path)
     if roots != [find_run_folder(path)]:
         listed = ", ".join(map(str, roots[:MAX_LISTED_RUNS]))
         raise StorageError(f"{path} is not the folder of a run: choose one of {listed}")
-    run = CheckedRun(roots[0])
+    run: CheckedRun[Any] = CheckedRun(roots[0])
     if run.kind not in CONFIGS:
         raise StorageError(f"{path} is not the folder of a training run: it has no config.yaml and metrics.jsonl")
     return run

@@ -30,7 +30,7 @@ from tunesmith.runs.resume_point import describe_recovery
 from tunesmith.runs.run_folder import RunFolder
 from tunesmith.runs.sharded_models import restore_sharded
 from tunesmith.shared_step import collect_trainer_state, collect_weights
-from tunesmith.storage import RunPaths, find_last_checkpoint, save_json
+from tunesmith.storage import RunPaths, save_json
 from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
@@ -141,15 +141,3 @@ class StepRollouts:
 def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:
     """Record the error that stopped the run at `step`."""
     save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
-
-
-def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
-    """The console line of an interrupted run: its last checkpoint and how to resume."""
-    checkpoint = find_last_checkpoint(folder.paths.root)
-    if checkpoint is None:
-        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
-    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
-    return (
-        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
-        f"(continue_from_checkpoint=true){name}"
-    )
