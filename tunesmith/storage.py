@@ -24,6 +24,8 @@ from tunesmith.errors import StorageError
 
 TEMPORARY = re.compile(r"\.tmp-\d+$")
 CHECKPOINT = re.compile(r"global_step_(\d+)$")
+DONE = "DONE.json"
+"""The file of a folder that is written last: a folder that has it is complete."""
 GIB = 2**30
 CHECKSUM_CHUNK_BYTES = 2**24
 
@@ -109,6 +111,19 @@ def parse_checkpoint_step(folder: Path) -> int:
     if match is None:
         raise ValueError(f"{folder} is not named global_step_<number>")
     return int(match[1])
+
+
+def find_checkpoints(run_root: Path) -> list[Path]:
+    """The committed checkpoints of a run, oldest first."""
+    if not run_root.is_dir():
+        return []
+    found = [path for path in run_root.iterdir() if CHECKPOINT.fullmatch(path.name) and (path / DONE).is_file()]
+    return sorted(found, key=parse_checkpoint_step)
+
+
+def find_last_checkpoint(run_root: Path) -> Path | None:
+    """The newest committed checkpoint of a run, or None."""
+    return next(reversed(find_checkpoints(run_root)), None)
 
 
 def is_locked(path: Path) -> bool:

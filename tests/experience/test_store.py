@@ -225,7 +225,7 @@ def test_tracebacks_and_untrained_turns_are_stored(tmp_path):
     (loaded,) = load_rollouts(tmp_path / "step_000001.parquet")
     assert loaded.trajectories[0] == masked
     assert loaded.trajectories[1].failure.traceback == "Traceback ..."
-    table = load_table(tmp_path / "step_000001.parquet", ["num_turns", "num_sampled_tokens", "untrained_turns"])
+    table = load_table(tmp_path / "step_000001.parquet").select(["num_turns", "num_sampled_tokens", "untrained_turns"])
     counts = {"num_turns": 2, "num_sampled_tokens": 2 * len(TURN.sampled_ids), "untrained_turns": [1]}
     assert table.to_pylist() == [counts, {"num_turns": 0, "num_sampled_tokens": 0, "untrained_turns": None}]
 

@@ -122,14 +122,14 @@ def check_rollouts(path: Path) -> None:
     load_table(path)
 
 
-def load_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows that were saved as `path`; `columns` reads only these, `a.b` only field b of column a."""
+def load_table(path: Path) -> pa.Table:
+    """The rows that were saved as `path`."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
     with storage_errors(stored_path, "read"):
         try:
             with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                 check_format(stored_path, parquet.schema_arrow)
-                return parquet.read(columns) if step is None else read_step(parquet, step, columns)
+                return parquet.read() if step is None else read_step(parquet, step)
         except pa.ArrowInvalid as error:
             raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
 
@@ -140,10 +140,10 @@ def check_format(path: Path, schema: pa.Schema) -> None:
         raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
 
 
-def read_step(parquet: pq.ParquetFile, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+def read_step(parquet: pq.ParquetFile, step: int) -> pa.Table:
     """The row groups of one step."""
     found = [index for index in range(parquet.num_row_groups) if find_step(parquet, index) == step]
-    return parquet.read_row_groups(found, columns)
+    return parquet.read_row_groups(found)
 
 
 def find_step(parquet: pq.ParquetFile, row_group: int) -> int:

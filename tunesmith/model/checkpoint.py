@@ -25,10 +25,11 @@ from transformers.utils import logging as transformers_logging
 from tunesmith.errors import StorageError
 from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.storage import (
-    CHECKPOINT,
+    DONE,
     TEMPORARY,
     check_free_space,
     compute_checksum,
+    find_checkpoints,
     load_json,
     parse_checkpoint_step,
     remove_tree,
@@ -38,7 +39,6 @@ from tunesmith.storage import (
     sync_tree,
 )
 
-DONE = "DONE.json"
 TRAINER_FOLDER = "trainer"
 TRAINER_STATE = f"{TRAINER_FOLDER}/state.pt"
 RUN_STATE = f"{TRAINER_FOLDER}/run_state.json"
@@ -117,19 +117,6 @@ def load_states(folder: Path, *, is_mapped: bool = False) -> RestoredState:
     with storage_errors(folder, "read"):
         trainer_state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=is_mapped)
     return RestoredState(trainer_state=trainer_state, run_state=load_json(folder / RUN_STATE))
-
-
-def find_checkpoints(run_root: Path) -> list[Path]:
-    """The committed checkpoints of a run, oldest first."""
-    if not run_root.is_dir():
-        return []
-    found = [path for path in run_root.iterdir() if CHECKPOINT.fullmatch(path.name) and (path / DONE).is_file()]
-    return sorted(found, key=parse_checkpoint_step)
-
-
-def find_last_checkpoint(run_root: Path) -> Path | None:
-    """The newest committed checkpoint of a run, or None."""
-    return next(reversed(find_checkpoints(run_root)), None)
 
 
 def remove_old_checkpoints(run_root: Path, *, num_kept: int, best_step: int | None = None) -> None:

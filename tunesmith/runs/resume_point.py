@@ -13,16 +13,20 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
-from tunesmith.model.checkpoint import RUN_STATE, check_complete, find_checkpoints, find_last_checkpoint
+from tunesmith.model.checkpoint import RUN_STATE, check_complete
 from tunesmith.monitor.metrics_file import load_metrics
-from tunesmith.runs.load_config import load_config
-from tunesmith.storage import CHECKPOINT, RunPaths, load_json, parse_checkpoint_step, storage_errors
-
-ARCHIVE_PREFIX = "old-"
-"""Prefix of folders that hold archived files of later steps."""
+from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
+from tunesmith.storage import (
+    CHECKPOINT,
+    RunPaths,
+    load_json,
+    parse_checkpoint_step,
+    storage_errors,
+)
 
 
 def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
@@ -32,16 +36,17 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
     """
     if step == 0:
         return None
-    if step is not None and paths.checkpoint(step) not in find_checkpoints(paths.root):
-        existing = ", ".join(str(parse_checkpoint_step(each)) for each in find_checkpoints(paths.root)) or "none"
+    run = RunRecord(paths.root)
+    if step is not None and paths.checkpoint(step) not in run.checkpoints:
+        existing = ", ".join(str(parse_checkpoint_step(each)) for each in run.checkpoints) or "none"
         raise ConfigError(
             f"resume_from_step={step}: {paths.root} has no checkpoint of that step; it has {existing}; "
             "0 restarts from the beginning"
         )
-    found = find_last_checkpoint(paths.root) if step is None else paths.checkpoint(step)
+    found = run.last_checkpoint if step is None else paths.checkpoint(step)
     try:
         if step is None:
-            check_newest(paths, found)
+            check_newest(run, found)
         if found is not None:
             check_resumable(paths, found)
     except StorageError as error:
@@ -49,27 +54,11 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
     return found
 
 
-def check_newest(paths: RunPaths, found: Path | None) -> None:
+def check_newest(run: RunRecord, found: Path | None) -> None:
     """Raise if a later step than `found` was committed; without `found`, if any step was."""
-    committed, newest = find_committed_step(paths), 0 if found is None else parse_checkpoint_step(found)
+    committed, newest = run.committed_step, 0 if found is None else parse_checkpoint_step(found)
     if newest < committed:
-        raise StorageError(f"{paths.checkpoint(committed)} is missing or not complete")
-
-
-def find_committed_step(paths: RunPaths) -> int:
-    """The newest step that had a checkpoint, 0 if none.
-
-    Older folders have no `last_commit.json`; they had a checkpoint at every `save_interval_steps` before the last
-    logged step.
-    """
-    try:
-        return int(load_json(paths.last_commit)["step"])
-    except (StorageError, KeyError, TypeError, ValueError):
-        if not paths.config.is_file():
-            return 0
-    interval = load_config(paths.config).save_interval_steps
-    steps = [record["step"] for record in load_metrics(paths.metrics)]
-    return max(max(steps, default=0) - 1, 0) // interval * interval
+        raise StorageError(f"{run.paths.checkpoint(committed)} is missing or not complete")
 
 
 def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
@@ -85,7 +74,7 @@ def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
 def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
     """Advice for the user if `before` cannot be resumed."""
     step = 0
-    for checkpoint in reversed(find_checkpoints(paths.root)):
+    for checkpoint in reversed(RunRecord(paths.root).checkpoints):
         if before is not None and parse_checkpoint_step(checkpoint) > parse_checkpoint_step(before):
             continue
         try:
@@ -97,6 +86,18 @@ def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
     way = f"resume from step {step}, the newest complete one," if step else "restart, as no checkpoint is complete,"
     way += f" with resume_from_step={step} (--resume-from {step})"
     return f"restore it, or {way}; later steps are moved to {ARCHIVE_PREFIX}<time>/"
+
+
+def describe_interruption(config: RunConfig, root: Path) -> str:
+    """The console line of an interrupted run: its last checkpoint and how to resume."""
+    checkpoint = RunRecord(root).last_checkpoint
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f" and name={root.name}"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
+        f"(continue_from_checkpoint=true){name}"
+    )
 
 
 def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:

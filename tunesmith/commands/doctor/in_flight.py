@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.config import RunConfig
 from tunesmith.config.rollout.staleness import ON_POLICY_ONLY
 
@@ -13,10 +13,10 @@ MAX_SUGGESTED_STALENESS = 4
 """With more, steps are seldom faster, and samples are older."""
 
 
-def find_dropped_groups(run: RunRecord) -> Outcome:
+def find_dropped_groups(run: RlRun) -> Outcome:
     """Groups in flight that became too old to be trained; their tasks run again."""
     dropped, recent = run.sum_recent("staleness/num_dropped_groups"), run.get_recent("staleness/num_dropped_groups")
-    if dropped is None or recent is None or not isinstance(run.config, RunConfig):
+    if dropped is None or recent is None:
         return None
     algorithm, rollout = run.config.algorithm, run.config.rollout
     share = dropped / (len(recent) * algorithm.batch_size)

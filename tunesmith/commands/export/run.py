@@ -24,18 +24,13 @@ from tunesmith.commands.export.verify import build_prompts, check_hf_folder, com
 from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
-from tunesmith.model.checkpoint import DONE, SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
+from tunesmith.model.checkpoint import SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
 from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
-from tunesmith.storage import (
-    check_free_space,
-    load_json,
-    remove_stale_folders,
-    storage_errors,
-)
+from tunesmith.storage import DONE, check_free_space, load_json, remove_stale_folders, storage_errors
 
 BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 """Bytes per parameter in the hf folder."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from tunesmith.config import PrepareSection
 from tunesmith.errors import StorageError
-from tunesmith.model.checkpoint import DONE, check_complete, new_folder
-from tunesmith.storage import load_json, remove_tree, save_json, save_text, storage_errors
+from tunesmith.model.checkpoint import check_complete, new_folder
+from tunesmith.storage import DONE, load_json, remove_tree, save_json, save_text, storage_errors
 from tunesmith.tasks.load import FORMATS
 
 CHUNK_BYTES = 2**20

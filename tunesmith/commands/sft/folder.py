@@ -18,20 +18,15 @@ from typing import Any, BinaryIO
 
 from tunesmith.config import OfflineConfig
 from tunesmith.errors import ConfigError, StorageError
-from tunesmith.model.checkpoint import (
-    DONE,
-    TRAINER_FOLDER,
-    check_complete,
-    find_checkpoints,
-    find_last_checkpoint,
-    new_folder,
-    remove_leftovers,
-)
+from tunesmith.model.checkpoint import TRAINER_FOLDER, check_complete, new_folder, remove_leftovers
 from tunesmith.runs.load_config import dump_config, load_section
 from tunesmith.runs.run_folder import acquire_lock, check_same_run
 from tunesmith.storage import (
+    DONE,
     TEMPORARY,
     RunPaths,
+    find_checkpoints,
+    find_last_checkpoint,
     load_json,
     parse_checkpoint_step,
     remove_tree,

@@ -26,7 +26,6 @@ from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
     count_checkpoint_bytes,
-    describe_interruption,
     restore,
     restore_models,
     save_error,
@@ -62,6 +61,7 @@ from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, build_sampling
 from tunesmith.runs.result import TrainingResult, require_path
+from tunesmith.runs.resume_point import describe_interruption
 from tunesmith.runs.run_folder import RunFolder, open_run_folder
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
@@ -187,7 +187,7 @@ def run_leader(
             training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
             result = run_lockstep(work_while_serving(training, server, actors, monitor.show_line), config.rollout)
         except (KeyboardInterrupt, SystemExit):
-            monitor.show_line(describe_interruption(config, folder))
+            monitor.show_line(describe_interruption(config, folder.paths.root))
             raise
         finally:
             policy.close()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunesmith.errors import StorageError
-from tunesmith.experience.step_files import StepFiles, iter_merged
+from tunesmith.experience.step_files import StepFiles, locate_step
 from tunesmith.experience.store import ROLLOUT_STEPS, SCHEMA, check_format, find_step
 from tunesmith.storage import storage_errors
 
@@ -26,22 +26,19 @@ class RolloutFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._files = StepFiles(folder, ROLLOUT_STEPS)
         self._steps_of_merged: dict[Path, tuple[int, Mapping[int, int]]] = {}
         """Merged file -> its modification time, and its row groups by step."""
 
     def list_steps(self) -> list[int]:
         """Steps that have rollouts, in ascending order."""
-        steps = set(StepFiles(self._folder, ROLLOUT_STEPS).find_single())
-        for merged in iter_merged(self._folder, ROLLOUT_STEPS.merged):
-            steps |= set(range(merged.first, merged.last + 1))
-        return sorted(steps)
+        return self._files.list_steps()
 
     def list_files(self) -> list[tuple[Path, int]]:
         """Every file with its last step, newest first; a merged file replaces the files of its steps."""
-        merged = list(iter_merged(self._folder, ROLLOUT_STEPS.merged))
+        merged = self._files.find_merged()
         is_merged = {step for each in merged for step in range(each.first, each.last + 1)}
-        single = StepFiles(self._folder, ROLLOUT_STEPS).find_single()
-        files = [(path, step) for step, path in single.items() if step not in is_merged]
+        files = [(path, step) for step, path in self._files.find_single().items() if step not in is_merged]
         return sorted([*files, *((each.path, each.last) for each in merged)], key=lambda file: -file[1])
 
     def iter_rows(
@@ -92,13 +89,10 @@ class RolloutFiles:
             return open_rollouts(again)
 
     def _find_path(self, step: int) -> Path:
-        single = self._folder / f"step_{step:06d}.{ROLLOUT_STEPS.single}"
-        if single.exists():
-            return single
-        for merged in iter_merged(self._folder, ROLLOUT_STEPS.merged):
-            if merged.first <= step <= merged.last:
-                return merged.path
-        raise StorageError(f"there are no rollouts of step {step} in {self._folder}")
+        path, _ = locate_step(self._folder / f"step_{step:06d}.{ROLLOUT_STEPS.single}", ROLLOUT_STEPS.merged)
+        if not path.exists():
+            raise StorageError(f"there are no rollouts of step {step} in {self._folder}")
+        return path
 
     def _find_row_group(self, parquet: pq.ParquetFile, step: int) -> int | None:
         """The row group of a step in a merged file; None reads the whole file of a single step."""
