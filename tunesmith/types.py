@@ -331,12 +331,18 @@ class Trajectory:
     """`run_index` of the rollout that this one branched from; None if it started from the task."""
     branch_at: int | None = None
     """Number of tokens before the first one that the branch sampled itself: the prompt at the branch point."""
-    num_shared_turns: int = 0
-    """The first turns, which the parent (or its parent) sampled."""
+    turn_owners: tuple[int, ...] = ()
+    """`run_index` of the rollout that sampled each of the first turns, which a branch shares with its parent: (0, 0, 2)
+    for a branch of 2, which took its first two turns from 0. Operators may remove these rollouts from the group."""
 
     def __post_init__(self) -> None:
         assert (self.parent is None) == (self.branch_at is None), "a branch has a parent and a branch point"
         assert (self.reward is None) == (self.failure is not None), "a trajectory has either a reward or a failure"
+
+    @property
+    def num_shared_turns(self) -> int:
+        """The first turns, which the parent (or its parent) sampled."""
+        return len(self.turn_owners)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
