@@ -7,6 +7,7 @@ is a measured zero. A failed trajectory has a `Failure` and no reward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import Logger
@@ -121,6 +122,23 @@ MAX_REWARD = 1e9
 """Largest magnitude of a reward; sums of squares of much larger ones overflow float32."""
 MAX_METRIC = 1e100
 """Largest magnitude of a metric; sums of squares of much larger ones overflow float64."""
+
+
+REWARD_RTOL, REWARD_ATOL = 1e-9, 1e-12
+"""Rewards and outcomes that differ by no more than one of these are equal: 0.1 + 0.2 is 0.3, 0.1 + 0.2 - 0.3 is 0."""
+
+
+def is_above(value: float, limit: float) -> bool:
+    """Whether a reward is above a limit by more than rounding.
+
+    AdamW makes a step of full size for an advantage of any size, so a difference by rounding would train as others do.
+    """
+    return value > limit and not math.isclose(value, limit, rel_tol=REWARD_RTOL, abs_tol=REWARD_ATOL)
+
+
+def are_equal(values: Sequence[float]) -> bool:
+    """Whether rewards are equal but for rounding, so that comparing them gives no advantage."""
+    return not values or not is_above(max(values), min(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ def test_trees_are_columns_and_older_files_without_them_load(tmp_path):
 
 
 def test_a_branch_of_a_branch_knows_who_sampled_each_shared_turn_after_loading(tmp_path):
-    first, second = GROUP.trajectories
+    first = GROUP.trajectories[0]
     branch = replace(first, run_index=1, parent=0, branch_at=3, turn_owners=(0,))
     leaf = replace(first, run_index=2, parent=1, branch_at=5, turn_owners=(0, 1))
     tree = replace(GROUP, trajectories=(first, branch, leaf))

@@ -15,7 +15,7 @@ from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, RolloutError
-from tunesmith.types import Group
+from tunesmith.types import Group, are_equal
 
 SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
 """Numbers of consecutive unchanged steps at which the warning is repeated."""
@@ -119,7 +119,7 @@ def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> 
         return "experience.operators exclude every token from training"
     if not metrics["algorithm/num_dropped_groups"]:
         return "experience.operators removed every group that has a reward"
-    if metrics["rollout/reward_min"] == metrics["rollout/reward_max"]:
+    if are_equal([metrics["rollout/reward_min"], metrics["rollout/reward_max"]]):
         cause = f"all rewards are {metrics['rollout/reward_min']:g}"
     else:
         cause = "the rewards within each group are equal"
