@@ -302,7 +302,7 @@ class Trainer:
         self._optimizer.clear_gradients()
         has_checkpointing = self._settings.has_gradient_checkpointing
         with compiled_layers(*self._compiled):
-            prepared = self._prepare(samples, rows, proximal, step_terms, policy_version)
+            prepared = self._prepare(samples, rows, proximal, step_terms, policy_version, is_first=is_first)
             with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
                 totals = self._run(samples, rows, prepared)
         self._host_work.finish()
@@ -349,6 +349,8 @@ class Trainer:
         proximal: ProximalScores | None = None,
         step_terms: StepTerms | None = None,
         policy_version: int | None = None,
+        *,
+        is_first: bool = False,
     ) -> PreparedUpdate:
         return prepare_update(
             self._model,
@@ -361,6 +363,7 @@ class Trainer:
             proximal=proximal,
             step_terms=step_terms,
             newest_version=policy_version,
+            is_first=is_first,
             step=self.num_steps,
             ranks=self._ranks,
         )

@@ -200,3 +200,35 @@ def test_adaptive_kl_coef_is_updated_and_resumed():
 def test_options_without_effect_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         build_trainer(algorithm=AlgorithmSection(**changes))
+
+
+KL_COV = {"algorithm_type": "kl_cov", "terms_args": {"fraction": 0.5}}
+PACKINGS = [{}, {"has_prefix_sharing": False}, {"max_tokens_per_row": 25}]
+
+
+def step_kl_cov(samples: list[Sample], *, coef: float = 1.0, **settings):
+    section = AlgorithmSection(**KL_COV, loss_args={"penalty_coef": coef})
+    return build_trainer(build_trainable(dtype=torch.float32), section, **settings).step(samples)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_kl_cov_penalizes_no_rounding_of_tokens_that_the_policy_itself_sampled(packing):
+    """Before the policy moves d is 0 by definition; its rounded value has a sign, which depends on packing."""
+    samples = score(build_trainable(dtype=torch.float32), build_samples())
+    found, plain = step_kl_cov(samples, **packing), step_kl_cov(samples, coef=0.0)
+    assert found["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)
+    assert found["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-5)
+    assert found["train/kl_cov_frac"] == 0
+
+
+def test_kl_cov_penalizes_what_later_updates_and_older_policies_moved():
+    model = build_trainable(dtype=torch.float32)
+    later = step_kl_cov(score(model, build_samples()), num_minibatches=2)
+    assert later["train/kl_cov_frac"] > 0
+    mixed = build_mixed(model, shift=-0.7)
+    plain = AlgorithmSection(**KL_COV, correction={"importance": "none"})
+    step = build_trainer(build_trainable(dtype=torch.float32), plain).step(mixed, policy_version=4)
+    assert step["train/kl_cov_frac"] > 0
+    # with importance weights the ratio is against the policy at the start of the step, which has not moved
+    step = build_trainer(build_trainable(dtype=torch.float32), AlgorithmSection(**KL_COV)).step(mixed, policy_version=4)
+    assert step["train/kl_cov_frac"] == 0 and step["correction/mean_weight"] > 1
