@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import RunConfig
-from tunesmith.config.rollout.staleness import ON_POLICY_ONLY
 from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed, format_settings
 from tunesmith.pipeline.diagnosis.record import RunRecord
 
@@ -44,7 +44,7 @@ def find_dropped_groups(run: RunRecord) -> Outcome:
 def can_be_stale(config: RunConfig) -> bool:
     """Whether the run may keep rollouts in flight: what the run file's checks allow, on one rank."""
     return (
-        config.algorithm.algorithm_type not in ON_POLICY_ONLY
+        not ALGORITHMS[config.algorithm.algorithm_type].needs_current_weights
         and config.rollout.branching is None
         and config.serve is None
         and config.engine.kind == "tunesmith"
