@@ -15,6 +15,7 @@ from typing import Any
 
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.rank_errors import is_launched
+from tunesmith.commands.prepare.flags import collect_values
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
@@ -33,8 +34,7 @@ from tunesmith.config import (
 )
 from tunesmith.config.environment.environment import BUILT_IN_TOOLS
 from tunesmith.model.source.resolve import find_model
-from tunesmith.pipeline.prepare.flags import collect_values
-from tunesmith.pipeline.session.load_config import (
+from tunesmith.runs.load_config import (
     config_schema,
     describe_options,
     dump_config,
@@ -43,7 +43,7 @@ from tunesmith.pipeline.session.load_config import (
     load_section,
     load_values,
 )
-from tunesmith.pipeline.session.load_function import check_function
+from tunesmith.runs.load_function import check_function
 from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,9 @@ def format_options(stage: str) -> str:
     """Every key of a command's file: one line with type and default, one with the description."""
     listed = describe_options(find_stage(stage))
     return "\n".join(
-        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}" for each in listed
+        f"{each.key}: {each.type} = {each.default}{f' (needs {each.needs})' if each.needs else ''}\n"
+        f"    {' '.join(each.description.split())}"
+        for each in listed
     )
 
 

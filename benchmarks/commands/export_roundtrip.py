@@ -35,9 +35,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.shared.report import publish
+from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.config import ExportSection
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.pipeline.export.run import ExportResult, run_export
 from tunesmith.storage import load_json_lines
 
 TYPES = ("f32", "f16", "q8_0", "q4_k_m")

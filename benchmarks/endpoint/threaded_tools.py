@@ -25,9 +25,9 @@ from benchmarks.shared.report import publish
 from tunesmith.config import RolloutSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model
-from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.rollout.actors import run_tasks
 from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.runs.actors import load_actors
 from tunesmith.types import Group, Task, WorkflowOutput
 
 GROUP_SIZE = 8

@@ -38,9 +38,9 @@ from benchmarks.et_agent.orderings import (
     summarize_models,
 )
 from benchmarks.shared.report import publish
-from tunesmith.pipeline.eval.radar_plot import can_plot, save_radar_plot
-from tunesmith.pipeline.selection.diversity import measure_diversity, measure_text_spreads
-from tunesmith.pipeline.selection.rft import read_trajectories
+from tunesmith.commands.eval.radar_plot import can_plot, save_radar_plot
+from tunesmith.et_agent.selection.diversity import measure_diversity, measure_text_spreads
+from tunesmith.et_agent.selection.rft import read_trajectories
 
 PIPELINE, DONE, LOG = "pipeline.yaml", "job.done", "job.log"
 FROM_EVALUATION = {

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from tunesmith.pipeline.eval.radar import AXES, Radar
-from tunesmith.pipeline.eval.statistics import compute_bootstrap_interval
+from tunesmith.commands.eval.radar import AXES, Radar
+from tunesmith.commands.eval.statistics import compute_bootstrap_interval
 
 Questions = Mapping[str, Mapping[str, Mapping[str, Sequence[float | None]]]]
 """Seed -> model -> quantity -> the value of each question; None where it is not defined."""

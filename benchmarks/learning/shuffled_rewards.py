@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.shared.report import publish
+from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.pipeline.rl.tune import run_tuning
-from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.run_files import load_run_file
+from tunesmith.runs.load_function import load_functions
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group
 

@@ -40,13 +40,13 @@ from benchmarks.training.slow_tools import Sleeps, use_tools
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.roles import RankRoles, split_ranks
+from tunesmith.commands.tune.staleness import build_in_flight, build_member, build_sampling_rank
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
-from tunesmith.pipeline.rl.staleness import build_in_flight, build_member, build_sampling_rank
-from tunesmith.pipeline.session.placement import place_engine
-from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
+from tunesmith.runs.placement import place_engine
+from tunesmith.runs.policy import Policy
 from tunesmith.shared_step import end_run, follow
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Task

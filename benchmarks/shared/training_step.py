@@ -28,12 +28,12 @@ from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.loop import StepParts, run_step
 from tunesmith.model.prepare import prepare_model
-from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_config import build_config
-from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
+from tunesmith.runs.actors import load_actors
+from tunesmith.runs.load_config import build_config
+from tunesmith.runs.policy import Policy
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer

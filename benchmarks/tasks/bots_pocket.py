@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.tasks.bots_train import SHARES, name_grade
 from tunesmith import measure_pass_rates
-from tunesmith.pipeline.demo.run import DemoSettings, finetune, load_agent, save_base
+from tunesmith.commands.demo.run import DemoSettings, finetune, load_agent, save_base
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 
@@ -56,8 +56,8 @@ def build_run(root: Path, model: Path, *, num_steps: int) -> dict[str, object]:
     return {
         "project": "bots",
         "checkpoint_root_dir": str(root / "runs"),
-        "workflow": "tunesmith.pipeline.demo.agent:solve_problem",
-        "judge": "tunesmith.pipeline.demo.agent:judge_answer",
+        "workflow": "tunesmith.commands.demo.agent:solve_problem",
+        "judge": "tunesmith.commands.demo.agent:judge_answer",
         "total_steps": num_steps,
         "save_interval_steps": num_steps,
         "model": {"path": str(model), "device": "cpu", "max_model_len": 512, "max_tokens": 48},

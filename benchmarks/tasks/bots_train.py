@@ -25,12 +25,12 @@ from typing import Any
 
 from benchmarks.shared.report import publish
 from benchmarks.tasks.bots import find_share
+from tunesmith.commands.eval.statistics import compute_bootstrap_interval
+from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.config import RunConfig
-from tunesmith.pipeline.eval.statistics import compute_bootstrap_interval
-from tunesmith.pipeline.rl.tune import run_tuning
-from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.run_files import load_run_file
+from tunesmith.runs.load_function import load_functions
 from tunesmith.storage import load_json_lines, save_json
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}

@@ -2,7 +2,8 @@
 
     python -m benchmarks.tools.search --sizes 1000 100000 1000000 --out results/tools/search.json
 
-The passages are worlds (`tunesmith.tasks.world`), the queries their training questions, each once per round. Servers:
+The passages are worlds (`tunesmith.et_agent.world`), the queries their training questions, each once per round.
+Servers:
 
 - ours: `tunesmith search serve`, without its cache, so that every request is a search
 - same_index_serial: our index behind the scheduling of FlashRAG's host_wiki server: FastAPI, a semaphore and a list of
@@ -34,8 +35,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from tunesmith.et_agent.world import generate
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
-from tunesmith.tasks.world import generate
 
 SCRIPT = (sys.executable, "-m", "benchmarks.tools.search")
 TOP_N = 4

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tools.search import PACKAGES, TOP_N, has_package, open_flashrag, write_flashrag_index
+from tunesmith.et_agent.world import generate
 from tunesmith.retrieval import SearchIndex, build_index
-from tunesmith.tasks.world import generate
 
 
 def measure_ms(search: Callable[[str], Any], queries: Sequence[str]) -> float:

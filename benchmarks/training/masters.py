@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.shared.report import publish
 from benchmarks.training.sft import write_rows
+from tunesmith.commands.sft.train import run_sft
 from tunesmith.config import SftConfig
-from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.pipeline.sft.train import run_sft
+from tunesmith.runs.load_config import build_section
 from tunesmith.storage import load_json_lines
 from tunesmith.trainer import optimizer
 

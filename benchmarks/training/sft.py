@@ -24,12 +24,12 @@ import torch
 
 from benchmarks.shared.report import publish
 from benchmarks.training.peer_trl_sft import PeerRun, run_trl_sft
+from tunesmith.commands.sft.plan import OfflinePlan, build_plan
+from tunesmith.commands.sft.train import run_sft
 from tunesmith.config import SftConfig
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.load import load_section_model, load_section_tokenizer
-from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.pipeline.sft.plan import OfflinePlan, build_plan
-from tunesmith.pipeline.sft.train import run_sft
+from tunesmith.runs.load_config import build_section
 from tunesmith.storage import load_json_lines
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}

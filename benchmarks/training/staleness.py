@@ -45,17 +45,17 @@ from benchmarks.shared.training_step import (
     time_step,
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
+from tunesmith.commands.demo.run import DemoAgent, DemoSettings, build_config, finetune, save_base
+from tunesmith.commands.prepare.calculator_agent import build_reply, run_tool_calls
+from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.config import EvaluationSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.judges.numeric import judge_number
-from tunesmith.pipeline.demo.run import DemoAgent, DemoSettings, build_config, finetune, save_base
-from tunesmith.pipeline.prepare.calculator_agent import build_reply, run_tool_calls
-from tunesmith.pipeline.rl.tune import run_tuning
-from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
 from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
+from tunesmith.runs.policy import Policy
 from tunesmith.tasks.arithmetic import Problem
 from tunesmith.tools.calculator import CALCULATOR_TOOL
 from tunesmith.trainer.trainer import Trainer

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.pipeline.demo.agent import build_demonstrations
+from tunesmith.commands.demo.agent import build_demonstrations
 from tunesmith.tasks.arithmetic import build_problems
 
 NUM_PROBLEMS = 600

@@ -14,12 +14,12 @@ from typing import Any
 from tunesmith.config import EnvironmentSection
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.environments import Environment, Transcript
-from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.pipeline.session.load_function import load_environment
+from tunesmith.et_agent.world import World
+from tunesmith.et_agent.world.config import build_config
+from tunesmith.et_agent.world.expert import Plan, iter_plans
 from tunesmith.retrieval.index.build import build_index
-from tunesmith.tasks.world import World
-from tunesmith.tasks.world.config import build_config
-from tunesmith.tasks.world.expert import Plan, iter_plans
+from tunesmith.runs.load_config import build_section
+from tunesmith.runs.load_function import load_environment
 
 SEARCH = "search"
 Queries = Sequence[tuple[str, str]]

@@ -15,15 +15,15 @@ from typing import Any
 
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
-from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.pipeline.session.load_function import load_environment
+from tunesmith.et_agent.world import World
+from tunesmith.et_agent.world.config import build_config
+from tunesmith.et_agent.world.expert import Plan, build_plan
+from tunesmith.et_agent.world.questions import QuestionWriter
+from tunesmith.et_agent.world.records import build_record, state_fact, write_result
+from tunesmith.et_agent.world.region import Entity, Region
 from tunesmith.retrieval.index.build import build_index
-from tunesmith.tasks.world import World
-from tunesmith.tasks.world.config import build_config
-from tunesmith.tasks.world.expert import Plan, build_plan
-from tunesmith.tasks.world.questions import QuestionWriter
-from tunesmith.tasks.world.records import build_record, state_fact, write_result
-from tunesmith.tasks.world.region import Entity, Region
+from tunesmith.runs.load_config import build_section
+from tunesmith.runs.load_function import load_environment
 
 QUESTIONS_PER_REGION = 60
 

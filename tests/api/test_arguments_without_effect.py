@@ -8,12 +8,12 @@ import json
 import pytest
 
 from tunesmith import DatasetConfig, JudgeOutput, TaskSelectorConfig, TunerModelConfig, WorkflowOutput, select_model
+from tunesmith.commands.pass_rate import measure_pass_rates
+from tunesmith.commands.sft.conversation_rows import load_conversation_rows
+from tunesmith.commands.tune.plan import build_plan, check_evaluation
 from tunesmith.config import ConversationDataSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.pipeline.data.conversation_rows import load_conversation_rows
-from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
-from tunesmith.pipeline.rl.plan import build_plan, check_evaluation
-from tunesmith.pipeline.session.load_function import load_functions
+from tunesmith.runs.load_function import load_functions
 
 
 async def ask(task, model):

@@ -22,7 +22,7 @@ from tunesmith.config import (
     TrainerSection,
 )
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_config import load_config
+from tunesmith.runs.load_config import load_config
 
 NOTHING = dict.fromkeys(
     (

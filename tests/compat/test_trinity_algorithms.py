@@ -9,7 +9,7 @@ from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.compat.trinity_algorithms import PARTS, TERMS_ARGS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_config import build_config
+from tunesmith.runs.load_config import build_config
 
 
 def read(**algorithm):

@@ -14,7 +14,7 @@ from tunesmith.algorithms.losses.expert_mixture import compute_mu
 from tunesmith.algorithms.scores import BatchScores
 from tunesmith.compat.trinity_differences import DIFFERENT_DEFAULTS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
-from tunesmith.pipeline.session.load_config import build_config
+from tunesmith.runs.load_config import build_config
 
 
 def translate(**values):

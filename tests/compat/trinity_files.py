@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.compat.trinity_yaml import translate_trinity_file
-from tunesmith.pipeline.session.load_config import build_config
+from tunesmith.runs.load_config import build_config
 
 
 def nest(key, value):

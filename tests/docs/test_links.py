@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from markdown_pages import PAGES, ROOT, find_anchors, iter_inline_code, iter_links
 
-from tunesmith.pipeline.session.load_config import STAGES, describe_options
+from tunesmith.runs.load_config import STAGES, describe_options
 
 NAME = re.compile(r"tunesmith(?:\.[a-z_0-9]+)+(?:[.:]\w+)*")
 PATH = re.compile(r"(?:tunesmith|tests|benchmarks|results|recipes|docs|\.ci)/[\w./*{},-]*\w")

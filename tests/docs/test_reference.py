@@ -16,7 +16,7 @@ from tunesmith.cli import app
 from tunesmith.compat.trinity_yaml import RULES
 from tunesmith.config import RunConfig
 from tunesmith.experience.store import SCHEMA
-from tunesmith.pipeline.session.load_config import STAGES, describe_options
+from tunesmith.runs.load_config import STAGES, describe_options
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"

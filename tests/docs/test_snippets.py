@@ -20,12 +20,12 @@ from shell_commands import check_line, find_errors, is_shell, iter_commands
 
 from forked_programs import LOG, start_forked_programs
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.commands.run.plan import plan_stages
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import AlgorithmSection, PipelineConfig, PreferenceConfig, RunConfig, Section, SftConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.table import build_operators
-from tunesmith.pipeline.session.load_config import STAGES, build_section, resolve
-from tunesmith.pipeline.stages.plan import plan_stages
+from tunesmith.runs.load_config import STAGES, build_section, resolve
 
 SNIPPETS = [snippet for page in PAGES for snippet in find_snippets(page)]
 LANGUAGES = {"python", "yaml", "json", "jsonl", "bash", "text", ""}

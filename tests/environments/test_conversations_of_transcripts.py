@@ -10,18 +10,18 @@ import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
 
 from search_corpora import needs_bm25
+from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment
 from tunesmith.environments.format import find_format_error
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.et_agent.world.config import WorldConfig
+from tunesmith.et_agent.world.conversations import write_conversations
+from tunesmith.et_agent.world.expert import iter_plans
+from tunesmith.et_agent.world.world import World, generate
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import numeric_judge, squad_judge
 from tunesmith.judges.transcript import read_transcript
-from tunesmith.pipeline.data.conversations import ConversationReader
-from tunesmith.pipeline.prepare.world_expert import write_conversations
-from tunesmith.tasks.world.config import WorldConfig
-from tunesmith.tasks.world.expert import iter_plans
-from tunesmith.tasks.world.world import World, generate
 from tunesmith.types import Group, Task, Trajectory
 
 pytestmark = pytest.mark.anyio

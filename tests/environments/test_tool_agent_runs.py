@@ -12,10 +12,10 @@ from tunesmith.config import EnvironmentSection, RunConfig, ToolSection
 from tunesmith.environments import Environment, tool_agent
 from tunesmith.errors import ConfigError, ToolUnavailableError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.pipeline.session.load_config import build_config
-from tunesmith.pipeline.session.load_function import load_environment, load_functions
 from tunesmith.rollout.signature import check_workflow_function
 from tunesmith.run_files import check_paths
+from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_function import load_environment, load_functions
 from tunesmith.tools.tool import tool
 
 TOOLS = """
@@ -132,7 +132,7 @@ async def test_the_limit_of_the_python_tool_is_that_of_its_section(values, secti
 
 
 def test_an_opening_that_would_be_ignored_is_refused(values):
-    with pytest.raises(ConfigError, match="opening='<think>' has no effect with protocol=native"):
+    with pytest.raises(ConfigError, match="opening=<think> has no effect with protocol=native"):
         build_config(values | {"environment": {"protocol": "native", "opening": "<think>"}})
 
 

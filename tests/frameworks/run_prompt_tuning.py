@@ -14,7 +14,7 @@ from run import install_uv, make_environment
 from environments import Framework
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/pipeline/prompt_tuning", "tests/recipes/test_agentscope_tuner_recipe.py")
+TESTS = ("tests/commands/tune_prompt", "tests/recipes/test_agentscope_tuner_recipe.py")
 DSPY = Framework(
     name="DSPy, MIPROv2",
     environment="prompt",

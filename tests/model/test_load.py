@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
+from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.checkpoint import save_model_files
@@ -25,7 +26,6 @@ from tunesmith.model.load import (
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import find_model
-from tunesmith.pipeline.export.run import run_export
 
 CPU = torch.device("cpu")
 

@@ -57,8 +57,8 @@ def test_a_missing_tracker_package_is_an_error_that_names_its_extra(monkeypatch,
 
 
 def test_a_missing_tracker_package_stops_a_run_before_its_model_loads(tmp_path, pocket_folder, monkeypatch):
+    from tunesmith.commands.tune.plan import build_plan
     from tunesmith.config import RunConfig
-    from tunesmith.pipeline.rl.plan import build_plan
 
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?"}\n')
     find = importlib.util.find_spec

@@ -11,8 +11,8 @@ import yaml
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import PreferenceConfig, SftConfig
-from tunesmith.pipeline.session.load_config import load_config, load_section
-from tunesmith.pipeline.session.load_function import load_function
+from tunesmith.runs.load_config import load_config, load_section
+from tunesmith.runs.load_function import load_function
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "algorithms").glob("*.yaml"))
 

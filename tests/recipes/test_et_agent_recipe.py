@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from tunesmith import run_pipeline
+from tunesmith.commands.run.check import check_settings
+from tunesmith.commands.run.plan import load_pipeline, plan_stages
 from tunesmith.config import FlywheelConfig
-from tunesmith.pipeline.stages.check import check_settings
-from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
-from tunesmith.tasks.world import World, generate
-from tunesmith.tasks.world.config import build_config
-from tunesmith.tasks.world.expert import iter_plans
+from tunesmith.et_agent.world import World, generate
+from tunesmith.et_agent.world.config import build_config
+from tunesmith.et_agent.world.expert import iter_plans
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (

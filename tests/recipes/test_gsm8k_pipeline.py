@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tunesmith.commands.prepare.run import run_prepare
+from tunesmith.commands.run.plan import load_pipeline, plan_stages
+from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import PrepareSection
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.data.conversations import ConversationReader
-from tunesmith.pipeline.prepare.run import run_prepare
-from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k_pipeline"
 

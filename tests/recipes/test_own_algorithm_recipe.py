@@ -10,8 +10,8 @@ from tunesmith import JudgeOutput, StepEnd, Stop, WorkflowOutput, tune
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.config import AlgorithmSection, CallbacksSection
-from tunesmith.pipeline.rl.callbacks import Callbacks, load_callbacks
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "recipes/own_algorithm/config.yaml"

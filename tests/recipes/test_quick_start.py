@@ -12,6 +12,7 @@ import openai
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tunesmith.commands.sft.train import run_sft
 from tunesmith.config import (
     ConversationDataSection,
     ModelSection,
@@ -19,10 +20,9 @@ from tunesmith.config import (
     SftConfig,
     SftTrainerSection,
 )
-from tunesmith.pipeline.session.load_config import load_config
-from tunesmith.pipeline.session.load_function import load_function
-from tunesmith.pipeline.sft.train import run_sft
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_function import load_function
 
 pytest.importorskip("agentscope")
 

@@ -15,9 +15,9 @@ from datasets import Dataset
 
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.errors import ConfigError, DataError, StorageError
+from tunesmith.et_agent.world import generate
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
 from tunesmith.retrieval.index.bm25_kernel import Scratch
-from tunesmith.tasks.world import generate
 
 pytestmark = needs_bm25
 

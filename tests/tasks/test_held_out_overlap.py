@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunesmith.pipeline.rl.plan import describe_overlaps
+from tunesmith.commands.tune.plan import describe_overlaps
 from tunesmith.tasks.contamination import count_shared_tasks
 from tunesmith.types import Task
 

@@ -20,6 +20,35 @@ from tunesmith.api.model_selection import select_model
 from tunesmith.api.prompt_tuning import tune_prompt
 from tunesmith.api.settings import check_path, load_settings, load_tune_config
 from tunesmith.api.workflow_check import check
+from tunesmith.commands import pass_rate
+from tunesmith.commands.doctor.diagnose import diagnose as doctor
+from tunesmith.commands.eval.compare import run_comparison
+from tunesmith.commands.eval.eval_result import EvalResult
+from tunesmith.commands.eval.suites import apply_suite
+from tunesmith.commands.export.run import ExportResult, run_export
+from tunesmith.commands.pass_rate import PassRates
+from tunesmith.commands.prepare.run import PrepareResult, run_prepare
+from tunesmith.commands.run.plan import StageSelection, load_pipeline, plan_stages
+from tunesmith.commands.run.result import PipelineResult, StageOutcome, load_pipeline_result
+from tunesmith.commands.run.run import run_pipeline as run_stages
+from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
+from tunesmith.commands.select_model.result import ModelSelection
+from tunesmith.commands.serve.run import run_serving
+from tunesmith.commands.sft.preference import run_preference
+from tunesmith.commands.sft.train import OfflineResult, run_sft
+from tunesmith.commands.tune.callbacks import (
+    Callbacks,
+    CheckpointEnd,
+    EvaluationEnd,
+    OnCheckpoint,
+    OnEvaluation,
+    OnStepEnd,
+    StepEnd,
+    Stop,
+)
+from tunesmith.commands.tune.load_tasks import CustomComponents
+from tunesmith.commands.tune.tune import TuneResult, run_tuning
+from tunesmith.commands.tune_prompt.result import PromptTuneResult
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
@@ -44,39 +73,6 @@ from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.model.prepare import prepare_model
 from tunesmith.monitor.metric_table import MetricTable
-from tunesmith.pipeline.diagnosis.diagnose import diagnose as doctor
-from tunesmith.pipeline.eval import pass_rates
-from tunesmith.pipeline.eval.compare import run_comparison
-from tunesmith.pipeline.eval.eval_result import EvalResult
-from tunesmith.pipeline.eval.pass_rates import PassRates
-from tunesmith.pipeline.eval.suites import apply_suite
-from tunesmith.pipeline.export.run import ExportResult, run_export
-from tunesmith.pipeline.model_selection.judges import avg_time_judge, avg_token_consumption_judge
-from tunesmith.pipeline.model_selection.result import ModelSelection
-from tunesmith.pipeline.prepare.run import PrepareResult, run_prepare
-from tunesmith.pipeline.prompt_tuning.result import PromptTuneResult
-from tunesmith.pipeline.rl.callbacks import (
-    Callbacks,
-    CheckpointEnd,
-    EvaluationEnd,
-    OnCheckpoint,
-    OnEvaluation,
-    OnStepEnd,
-    StepEnd,
-    Stop,
-)
-from tunesmith.pipeline.rl.load_tasks import CustomComponents
-from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
-from tunesmith.pipeline.serve.run import run_serving
-from tunesmith.pipeline.session.load_config import change_section
-from tunesmith.pipeline.session.load_function import load_functions
-from tunesmith.pipeline.session.policy import BuildModel
-from tunesmith.pipeline.session.ray_job import is_ray_driver, tune_on_ray
-from tunesmith.pipeline.sft.preference import run_preference
-from tunesmith.pipeline.sft.train import OfflineResult, run_sft
-from tunesmith.pipeline.stages.plan import StageSelection, load_pipeline, plan_stages
-from tunesmith.pipeline.stages.result import PipelineResult, StageOutcome, load_pipeline_result
-from tunesmith.pipeline.stages.run import run_pipeline as run_stages
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.run_files import (
@@ -88,6 +84,10 @@ from tunesmith.run_files import (
     load_run_file,
     load_sft_file,
 )
+from tunesmith.runs.load_config import change_section
+from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.policy import BuildModel
+from tunesmith.runs.ray_job import is_ray_driver, tune_on_ray
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
@@ -308,7 +308,7 @@ def measure_pass_rates(
     workflow, judge = load_functions(settings, workflow_func, judge_func)
     with agent_output(is_shown=settings.rollout.has_agent_output):
         return run_outside_of_loops(
-            lambda: pass_rates.measure_pass_rates(
+            lambda: pass_rate.measure_pass_rates(
                 settings,
                 workflow=workflow,
                 judge=judge,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tunesmith.commands.candidates.models import Candidate
+from tunesmith.commands.eval.compare import find_model
 from tunesmith.compat.agentscope_config import (
     DatasetConfig,
     TunerModelConfig,
@@ -14,8 +16,6 @@ from tunesmith.compat.agentscope_config import (
 )
 from tunesmith.config import AuxiliaryModelSection, DatasetSection, ModelSection
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.candidates.models import Candidate
-from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Task
 

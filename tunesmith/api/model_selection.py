@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunesmith.api.given_models import build_candidates, load_fixed_tasks
+from tunesmith.commands.candidates.runs import RunLimits
+from tunesmith.commands.select_model.result import ModelSelection
+from tunesmith.commands.select_model.select import run_selection
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model_class
 from tunesmith.config.section import MAX_INTEGER
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.candidates.runs import RunLimits
-from tunesmith.pipeline.model_selection.result import ModelSelection
-from tunesmith.pipeline.model_selection.select import run_selection
 from tunesmith.rollout.signature import check_selection_judge_function, check_workflow_function
 from tunesmith.types import JudgeType, WorkflowType
 

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tunesmith.api.given_models import build_candidate, load_fixed_tasks
+from tunesmith.commands.candidates.models import Candidate
+from tunesmith.commands.candidates.runs import RunLimits
+from tunesmith.commands.tune_prompt.result import PromptTuneResult
+from tunesmith.commands.tune_prompt.settings import LiteLlmModel, PromptTuning
+from tunesmith.commands.tune_prompt.tune import check_dspy, check_tasks, run_prompt_tuning
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
@@ -14,11 +19,6 @@ from tunesmith.compat.chat_models import choose_chat_model_class
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.candidates.models import Candidate
-from tunesmith.pipeline.candidates.runs import RunLimits
-from tunesmith.pipeline.prompt_tuning.result import PromptTuneResult
-from tunesmith.pipeline.prompt_tuning.settings import LiteLlmModel, PromptTuning
-from tunesmith.pipeline.prompt_tuning.tune import check_dspy, check_tasks, run_prompt_tuning
 from tunesmith.rollout.signature import check_judge_function, check_prompt_workflow_function, list_parameters
 from tunesmith.types import JudgeType
 

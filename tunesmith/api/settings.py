@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from tunesmith.compat.agentscope_config import translate_tune_arguments
 from tunesmith.config import RunConfig, Section
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_config import change_section
 from tunesmith.run_files import load_run_file
+from tunesmith.runs.load_config import change_section
 
 PathLike = str | Path
 AnySection = TypeVar("AnySection", bound=Section)

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunesmith.commands.check.result import WorkflowCheck
+from tunesmith.commands.check.run import load_task, run_check
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.check.result import WorkflowCheck
-from tunesmith.pipeline.check.run import load_task, run_check
-from tunesmith.pipeline.session.load_config import change_section
-from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.run_files import load_run_file
+from tunesmith.runs.load_config import change_section
+from tunesmith.runs.load_function import load_functions
 from tunesmith.types import JudgeType, Task, WorkflowType
 
 

@@ -1,1 +1,1 @@
-"""Commands of the command line that have a file of their own."""
+"""The work of each command: one folder or file a command."""

@@ -1,1 +1,1 @@
-"""Implementations of the commands: each checks its input first, then imports and loads, then runs."""
+"""The name under which run files have the calculator agent."""

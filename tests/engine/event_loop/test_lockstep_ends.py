@@ -76,7 +76,7 @@ def test_idle_threads_of_a_pool_cause_no_warning(caplog: pytest.LogCaptureFixtur
 def test_a_process_exits_while_a_thread_still_runs() -> None:
     script = """
         import threading, time
-        from tunesmith.pipeline.session import process
+        from tunesmith.runs import process
         process.EXIT_GRACE_S = 0.1
         threading.Thread(target=time.sleep, args=(1000,), name="mine").start()
         process.exit_despite_threads(SystemExit(0))

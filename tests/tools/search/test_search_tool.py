@@ -19,8 +19,8 @@ from conditions import SkippableTime
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
-from tunesmith.pipeline.session.load_function import load_tool
 from tunesmith.retrieval import SearchIndex
+from tunesmith.runs.load_function import load_tool
 from tunesmith.tools.search.cache import ResultCache
 from tunesmith.tools.search.settings import SearchToolSection
 from tunesmith.tools.search.sources import FoundPassage, read_bing

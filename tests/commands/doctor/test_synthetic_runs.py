@@ -1,0 +1,201 @@
+"""Ways to fail that no tiny run shows in seconds, from metrics written by hand.
+
+They are: a growing mismatch, entropy that explodes, a moderate growth of the KL, dead steps of a schedule, gradient
+spikes and non-finite numbers, rewards that fall or stay flat for dozens of steps, growing responses, replay of stale
+groups. Each has a counterpart just within its limit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from suggested_settings import check_settings
+
+from tunesmith.commands.doctor.drift import (
+    find_entropy,
+    find_kl,
+    find_large_updates,
+    find_mismatch,
+    find_stale_samples,
+)
+from tunesmith.commands.doctor.finding import Finding, Passed
+from tunesmith.commands.doctor.in_flight import find_dropped_groups
+from tunesmith.commands.doctor.lengths import find_length_growth
+from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
+from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.rewards import find_reward_trend, find_small_batch
+from tunesmith.commands.doctor.series import Series, compute_slope_t, find_longest_streak, split_ends
+from tunesmith.commands.doctor.speed import find_stragglers
+from tunesmith.config import ModelSection, RunConfig
+
+RISING = np.linspace(0, 1, 40)
+
+
+def build_record(metrics, **settings):
+    values = {name: np.broadcast_to(np.asarray(value, float), (40,)) for name, value in metrics.items()}
+    config = RunConfig(model=ModelSection(path="m"), **settings)
+    steps = np.arange(1, 41)
+    return RunRecord(
+        config=config, train={name: Series(name=name, steps=steps, values=each) for name, each in values.items()}
+    )
+
+
+def noise(size=0.01):
+    return np.random.default_rng(0).normal(size=40) * size
+
+
+UNSOLVED = {"rollout/reward_mean": 0.3, "rollout/reward_min": 0.0, "rollout/reward_max": 1.0}
+SOLVED = UNSOLVED | {"rollout/reward_mean": 0.95}
+CASES = {
+    "mismatch grows": (find_mismatch, {"mismatch/kl": np.geomspace(1e-4, 8e-3, 40)}, {"mismatch/kl": 2e-3}),
+    "mismatch above the warning": (
+        find_mismatch,
+        {"mismatch/kl": 0.02},
+        {"mismatch/kl": np.geomspace(1e-13, 1e-9, 40)},
+    ),
+    "entropy collapses": (
+        find_entropy,
+        UNSOLVED | {"train/entropy": np.geomspace(1.0, 1e-3, 40)},
+        SOLVED | {"train/entropy": np.geomspace(1.0, 1e-3, 40)},
+    ),
+    "entropy explodes": (find_entropy, {"train/entropy": 0.5 + 4 * RISING}, {"train/entropy": 0.5 + RISING}),
+    "kl is high": (find_kl, {"train/kl": 3.0}, {"train/kl": 0.1 + 0.3 * RISING}),
+    "kl grows": (find_kl, {"train/kl": 1.5 * RISING}, {"train/kl": 1.0}),
+    "updates are clipped": (find_large_updates, {"train/clip_frac": 0.5}, {"train/clip_frac": 0.1}),
+    "updates are large": (find_large_updates, {"train/ppo_kl": -0.3}, {"train/ppo_kl": 0.02}),
+    "reward falls": (
+        find_reward_trend,
+        UNSOLVED | {"rollout/reward_mean": 0.8 - 0.6 * RISING + noise()},
+        UNSOLVED | {"rollout/reward_mean": 0.5 + noise(0.1)},
+    ),
+    "responses grow": (
+        find_length_growth,
+        UNSOLVED | {"rollout/sampled_tokens_per_turn_mean": 100 + 200 * RISING},
+        UNSOLVED | {"rollout/reward_mean": 0.5 * RISING, "rollout/sampled_tokens_per_turn_mean": 100 + 200 * RISING},
+    ),
+    "gradient is zero": (find_gradients, {"train/grad_norm": 0.0}, {"train/grad_norm": 1e-3}),
+    "gradients spike": (
+        find_gradients,
+        {"train/grad_norm": np.where(np.arange(40) % 20 == 5, 50.0, 1.0)},
+        {"train/grad_norm": np.where(np.arange(40) % 20 == 5, 5.0, 1.0)},
+    ),
+    "gradients are always clipped": (find_gradients, {"train/grad_norm": 8.0}, {"train/grad_norm": 3.0}),
+    "a schedule with dead steps": (
+        find_dead_learning_rate,
+        {"train/learning_rate": np.where(np.arange(40) < 25, 1e-6, 1e-12)},
+        {"train/learning_rate": 1e-6 * (1 + np.cos(np.pi * np.arange(40) / 40)) / 2},
+    ),
+    "weights that do not change": (
+        find_dead_learning_rate,
+        {"train/learning_rate": 1e-6, "train/changed_ratio": 0.0},
+        {"train/learning_rate": 1e-6, "train/changed_ratio": 0.99},
+    ),
+    "small batches": (
+        find_small_batch,
+        {"experience/num_useful_groups": 2, "experience/num_tasks_tried": 32, "train/num_updates": 1},
+        {"experience/num_useful_groups": 8, "experience/num_tasks_tried": 32, "train/num_updates": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_check_finds_its_failure_and_accepts_what_is_just_within_its_limit(case):
+    check, failing, healthy = CASES[case]
+    record = build_record(failing)
+    finding = check(record)
+    assert isinstance(finding, Finding), finding
+    assert finding.evidence[0].source in failing and finding.change
+    check_settings(finding, record.config)
+    passed = check(build_record(healthy))
+    assert isinstance(passed, Passed) and passed.check == finding.check and passed.figure
+
+
+def test_numbers_that_are_not_finite_are_an_error():
+    losses = np.ones(40)
+    losses[7] = math.nan
+    finding = find_gradients(build_record({"train/loss": losses, "train/grad_norm": 1.0}))
+    assert finding.severity == "error" and finding.evidence[0].steps == (8, 8)
+    assert finding.settings["model.dtype"] == "float32"
+
+
+def test_a_flat_reward_is_reported_after_fifty_steps_only():
+    def judge(number):
+        steps, values = np.arange(1, number + 1), 0.3 + 0.05 * (-1.0) ** np.arange(number)
+        names = {"rollout/reward_mean": values, "rollout/reward_min": values * 0, "rollout/reward_max": values * 0 + 1}
+        train = {name: Series(name=name, steps=steps, values=each) for name, each in names.items()}
+        return find_reward_trend(RunRecord(config=RunConfig(model=ModelSection(path="m")), train=train))
+
+    assert "has not changed beyond its noise in 60 steps" in judge(60).problem
+    assert isinstance(judge(40), Passed)
+
+
+def test_rewards_are_not_compared_when_tasks_are_chosen_by_difficulty():
+    falling = UNSOLVED | {"rollout/reward_mean": 0.8 - 0.6 * RISING}
+    selector = {"selector_type": "difficulty_based"}
+    record = build_record(falling, train_dataset={"path": "d", "task_selector": selector})
+    assert find_reward_trend(record) is None
+
+
+def test_stale_groups_are_reported_with_the_knobs_of_replay():
+    metrics = {
+        "experience/num_replayed_groups": 24, "algorithm/num_trained_groups": 32, "correction/truncated_frac": 0.3,
+    }  # fmt: skip
+    replay = {"replay": {"num_groups": 24, "max_staleness": 4}}
+    finding = find_stale_samples(build_record(metrics, experience=replay))
+    assert finding.settings == {"experience.replay.max_staleness": 2, "experience.replay.num_groups": 12}
+    fresh = metrics | {"experience/num_replayed_groups": 8, "correction/truncated_frac": 0.01}
+    assert isinstance(find_stale_samples(build_record(fresh, experience=replay)), Passed)
+    assert find_stale_samples(build_record(metrics)) is None
+
+
+@pytest.mark.parametrize(
+    ("staleness", "settings"), [(1, {"rollout.max_staleness": 2}), (4, {"rollout.max_concurrency": 160})]
+)
+def test_dropped_groups_are_reported_with_the_knobs_of_staleness(staleness, settings):
+    rollout = {"max_staleness": staleness, "max_concurrency": 512}
+    algorithm = {"batch_size": 16, "group_size": 4}
+    record = build_record({"staleness/num_dropped_groups": 2.0}, rollout=rollout, algorithm=algorithm)
+    finding = find_dropped_groups(record)
+    assert "12% of the groups are dropped" in finding.problem
+    assert finding.settings == settings
+    assert finding.evidence[0].value == pytest.approx(2 / 16)
+    check_settings(finding, record.config)
+    few = np.where(np.arange(40) % 4 == 0, 2.0, 0.0)
+    assert isinstance(find_dropped_groups(build_record({"staleness/num_dropped_groups": few})), Passed)
+    assert find_dropped_groups(build_record({"perf/step_s": 1.0})) is None
+
+
+SLOW = {"perf/trajectory_s_max": 40.0, "perf/trajectory_s_mean": 3.0, "perf/rollout_s": 41.0, "perf/step_s": 45.0}
+
+
+def test_waits_for_slow_rollouts_suggest_rollouts_in_flight_where_the_run_can_have_them():
+    record = build_record(SLOW)
+    finding = find_stragglers(record)
+    assert finding.settings == {"rollout.timeout_s": 26.0, "rollout.max_staleness": 1}
+    check_settings(finding, record.config)
+    for refused in (
+        {"algorithm": {"algorithm_type": "opo"}},
+        {"serve": {}},
+        {"experience": {"replay": {"num_groups": 1}}},
+    ):
+        record = build_record(SLOW, **refused)
+        finding = find_stragglers(record)
+        assert "max_staleness" not in finding.change
+        check_settings(finding, record.config)
+    assert isinstance(find_stragglers(build_record(SLOW, rollout={"max_staleness": 1})), Passed)
+
+
+def test_checks_without_their_metrics_do_not_apply():
+    record = build_record({"train/num_updates": 1.0})
+    for check, *_ in CASES.values():
+        assert check(record) is None
+
+
+def test_series_statistics_match_numbers_worked_by_hand():
+    series = Series(name="x", steps=np.arange(1, 5), values=np.array([1.0, 2.0, 2.0, 3.0]))
+    assert compute_slope_t(series) == pytest.approx(0.6 / math.sqrt(0.2 / 2 / 5))
+    assert split_ends(series) is None
+    assert find_longest_streak(np.array([True, False, True, True, False])) == 2
+    assert series.span == (1, 4)

@@ -1,0 +1,30 @@
+"""GGUF files of the tiny models, written by the package, valid or deliberately invalid."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
+from transformers import PreTrainedModel
+
+from tunesmith.commands.export.gguf.architecture import describe_architecture
+from tunesmith.commands.export.gguf.vocabulary import describe_vocabulary
+from tunesmith.commands.export.gguf.writer import GgufHeader, write_gguf
+
+
+def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architecture: object) -> GgufHeader:
+    """The header of a model with one of the tiny tokenizers; keyword arguments overwrite fields of its architecture."""
+    return GgufHeader(
+        name="tiny",
+        license="mit",
+        architecture=dataclasses.replace(describe_architecture(model.config), **architecture),
+        vocabulary=describe_vocabulary(build_tokenizer(tokenizer), model.config),
+    )
+
+
+def write_tiny_gguf(name: str, path: Path, *, file_type: str = "f32", **architecture: object) -> PreTrainedModel:
+    """Write one of CONFIGS as a GGUF file and return the model."""
+    model = build_random_model(CONFIGS[name])
+    write_gguf(path, model, build_header(model, TOKENIZERS[name], **architecture), file_type=file_type)
+    return model

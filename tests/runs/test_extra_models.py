@@ -1,0 +1,48 @@
+"""Extra models keep their residual stream in the type that the policy uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Olmo2Config
+
+from trainable_models import read_residual_types
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import AlgorithmSection, CriticSection, ModelSection, TeacherSection
+from tunesmith.errors import ModelError
+from tunesmith.model.load import load_section_model
+from tunesmith.runs.extra_models import check_extra_models, load_extra_models
+
+
+def build_section(path: str, residual_dtype: str) -> ModelSection:
+    return ModelSection(path=path, device="cpu", dtype="bfloat16", max_model_len=64, residual_dtype=residual_dtype)
+
+
+@pytest.mark.parametrize(("residual_dtype", "expected"), [("model", torch.bfloat16), ("float32", torch.float32)])
+def test_extra_models_use_the_residual_type_of_the_policy(pocket_folder, residual_dtype, expected):
+    section = build_section(pocket_folder, residual_dtype)
+    policy = load_section_model(section)
+    assert read_residual_types(policy.get_decoder()) == {expected}
+    for settings in (
+        AlgorithmSection(algorithm_type="grpo", kl_coef=0.1),
+        AlgorithmSection(algorithm_type="jsd", teacher=TeacherSection(path=pocket_folder)),
+        AlgorithmSection(algorithm_type="ppo"),
+    ):
+        found = load_extra_models(resolve_algorithm(settings), settings, section, policy=policy)
+        others = [one.get_decoder() for one in (found.reference, found.teacher) if one is not None]
+        others += [] if found.critic is None else [found.critic.body]
+        assert others
+        assert all(read_residual_types(other) == {expected} for other in others)
+
+
+def test_an_extra_model_without_float32_residuals_is_refused_before_it_loads(pocket_folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(pocket_folder)
+    tokenizer.save_pretrained(tmp_path)
+    Olmo2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    ).save_pretrained(tmp_path)
+    settings = AlgorithmSection(algorithm_type="ppo", critic=CriticSection(path=str(tmp_path)))
+    algorithm = resolve_algorithm(settings)
+    check_extra_models(algorithm, settings, build_section(pocket_folder, "model"))
+    with pytest.raises(ModelError, match=r"algorithm\.critic\.path: model\.residual_dtype=float32 is not supported"):
+        check_extra_models(algorithm, settings, build_section(pocket_folder, "float32"))

@@ -1,0 +1,99 @@
+"""The table of checks, and the diagnosis of a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tunesmith.commands.doctor.drift import (
+    find_entropy,
+    find_kl,
+    find_large_updates,
+    find_mismatch,
+    find_stale_samples,
+)
+from tunesmith.commands.doctor.evaluations import find_evaluation_trend
+from tunesmith.commands.doctor.failures import find_failures, find_late_calls, find_stop
+from tunesmith.commands.doctor.finding import SEVERITIES, Diagnosis, Finding, Outcome, Passed
+from tunesmith.commands.doctor.fine_tuning import find_evaluation_loss, find_loss_trend
+from tunesmith.commands.doctor.in_flight import find_dropped_groups
+from tunesmith.commands.doctor.lengths import find_length_growth, find_refused_prompts, find_truncation
+from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
+from tunesmith.commands.doctor.record import RunRecord, find_run_folder, load_record
+from tunesmith.commands.doctor.rewards import find_equal_rewards, find_reward_trend, find_small_batch
+from tunesmith.commands.doctor.samples import find_branches, find_repeated_tasks
+from tunesmith.commands.doctor.speed import (
+    describe_step_time,
+    find_blocking_code,
+    find_idle_engine,
+    find_preemptions,
+    find_slow_evaluation,
+    find_stragglers,
+)
+from tunesmith.config import OfflineConfig
+
+Check = Callable[[RunRecord], Outcome]
+
+SHARED_CHECKS: Mapping[str, Check] = {
+    "stopped": find_stop,
+    "learning-rate": find_dead_learning_rate,
+    "gradients": find_gradients,
+}
+"""Checks of every run, by the name that their outcome has."""
+RL_CHECKS: Mapping[str, Check] = {
+    "failures": find_failures,
+    "equal-rewards": find_equal_rewards,
+    "small-batch": find_small_batch,
+    "reward-trend": find_reward_trend,
+    "truncation": find_truncation,
+    "refused-prompts": find_refused_prompts,
+    "length-growth": find_length_growth,
+    "mismatch": find_mismatch,
+    "entropy": find_entropy,
+    "kl": find_kl,
+    "update-size": find_large_updates,
+    "stale-samples": find_stale_samples,
+    "dropped-groups": find_dropped_groups,
+    "evaluation": find_evaluation_trend,
+    "branches": find_branches,
+    "task-pool": find_repeated_tasks,
+    "late-calls": find_late_calls,
+    "idle-engine": find_idle_engine,
+    "blocking-code": find_blocking_code,
+    "stragglers": find_stragglers,
+    "preemptions": find_preemptions,
+    "evaluation-time": find_slow_evaluation,
+}
+OFFLINE_CHECKS: Mapping[str, Check] = {"loss": find_loss_trend, "evaluation-loss": find_evaluation_loss}
+
+
+class RunResult(Protocol):
+    """Result of `tune()`, `sft()` or `prefer()`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+def diagnose(run: str | Path | RunResult) -> Diagnosis:
+    """Check a run by its folder, a checkpoint or model in it, or its result; StorageError if there is no run."""
+    root = find_run_folder(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
+    return diagnose_record(load_record(root), folder=root)
+
+
+def diagnose_record(record: RunRecord, *, folder: Path) -> Diagnosis:
+    """Apply all checks of the kind of run."""
+    is_offline = isinstance(record.config, OfflineConfig)
+    checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if is_offline else RL_CHECKS)}
+    outcomes = {name: check(record) for name, check in checks.items()}
+    findings = [each for each in outcomes.values() if isinstance(each, Finding)]
+    return Diagnosis(
+        folder=folder,
+        state=record.state,
+        num_steps=record.num_steps,
+        total_steps=record.config.max_steps if isinstance(record.config, OfflineConfig) else record.config.total_steps,
+        findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
+        passed=tuple(each for each in outcomes.values() if isinstance(each, Passed)),
+        not_checked=tuple(name for name, each in outcomes.items() if each is None),
+        step_time=describe_step_time(record),
+    )

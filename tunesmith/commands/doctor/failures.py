@@ -1,0 +1,126 @@
+"""Checks of failures: the error that stopped the run, failed rollouts by cause, calls after the end of a rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
+from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.config import RunConfig
+from tunesmith.rollout.failures import list_causes
+from tunesmith.types import Failure, FailureWhere, Group, Task, Trajectory
+
+MAX_FAILURE_SHARE = 0.05
+"""Servers and tools time out now and then; one rollout of twenty is more than that."""
+NUM_READ_STEPS = 3
+ADVICE: Mapping[FailureWhere, str] = {
+    "workflow": "correct the line of the workflow named above; if it raises on tool results that the model caused, "
+    "return them to the model as an observation",
+    "judge": "correct the line of the judge named above; it must return a number for any response",
+    "engine": "lower engine.max_num_seqs or engine.kv_cache_gib if memory is short, else report the message",
+}
+
+
+def find_stop(run: RunRecord) -> Outcome:
+    """The error that stopped the run, or a kill."""
+    if run.error is not None:
+        message = " ".join(str(run.error["message"]).split())
+        step = int(run.error["step"])
+        return Finding(
+            check="stopped",
+            severity="error",
+            problem=f"the run stopped at step {step} with a {run.error['error']}",
+            evidence=(Evidence(source="error.json", observed=message, steps=(step, step)),),
+            change="change what the message names, then repeat the command with --resume",
+        )
+    if run.state == "interrupted":
+        return Finding(
+            check="stopped",
+            severity="note",
+            problem="the run did not make all its steps, and recorded no error: it was interrupted or killed",
+            evidence=(Evidence(source="metrics.jsonl", observed=f"the last step is {run.num_steps}"),),
+            change="repeat the command with --resume (continue_from_checkpoint=true); if the kernel killed it for its "
+            "memory, lower engine.kv_cache_gib or trainer.max_tokens_per_row first",
+            settings={"continue_from_checkpoint": True},
+        )
+    return Passed(check="stopped", figure=f"{run.state}, no error recorded")
+
+
+def find_failures(run: RunRecord) -> Outcome:
+    """Rollouts without a reward, by boundary and cause."""
+    on_disk = run.list_rollout_steps()
+    stopped_at = int(run.error["step"]) if run.error is not None and run.error["error"] == "RolloutError" else None
+    if stopped_at is not None and stopped_at in on_disk:  # this step has no metrics
+        causes = list_causes_by_boundary(run, [stopped_at])
+        total: float | None = run.load_rollouts(stopped_at, ("run_index",)).num_rows
+        counts = {where: float(len(causes.get(where, ()))) for where in get_args(FailureWhere)}
+        steps: tuple[int, int] | None = (stopped_at, stopped_at)
+    else:
+        causes = list_causes_by_boundary(run, on_disk[-NUM_READ_STEPS:])
+        total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
+        counts = {where: run.sum_recent(f"rollout/num_failed_{where}") or 0.0 for where in get_args(FailureWhere)}
+        steps = None if recent is None else recent.span
+    if not total or not isinstance(run.config, RunConfig):
+        return None
+    failed = sum(counts.values())
+    if not failed:
+        return Passed(check="failures", figure=f"none of {total:.0f} recent rollouts failed")
+    by_boundary = ", ".join(f"{number:.0f} {where}" for where, number in counts.items() if number)
+    evidence = [Evidence(source="rollout/num_failed", observed=by_boundary, value=failed, steps=steps)]
+    evidence += [
+        Evidence(source="rollouts/", observed=line) for failures in causes.values() for line in list_causes(failures)
+    ]
+    worst: FailureWhere = max(get_args(FailureWhere), key=lambda where: counts[where])
+    advice, settings = advise(worst, run.config)
+    is_limit = stopped_at is not None and failed / total > run.config.rollout.max_failure_rate
+    return Finding(
+        check="failures",
+        severity="error" if is_limit else "warning" if failed / total >= MAX_FAILURE_SHARE else "note",
+        problem=f"{failed:.0f} of {total:.0f} recent rollouts ({failed / total:.1%}) failed, most of them at the "
+        f"boundary `{worst}`",
+        evidence=tuple(evidence),
+        change=advice,
+        settings=settings,
+    )
+
+
+def advise(worst: FailureWhere, config: RunConfig) -> tuple[str, dict[str, float]]:
+    """What to change for failures at a boundary."""
+    if worst != "timeout":
+        return ADVICE[worst], {}
+    timeout_s = 2 * config.rollout.timeout_s
+    change = f"set rollout.timeout_s={timeout_s:g}, or find out why the line named above takes so long"
+    return change, {"rollout.timeout_s": timeout_s}
+
+
+def list_causes_by_boundary(run: RunRecord, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
+    """Failed rollouts of steps on disk, each as a group of its own."""
+    found: dict[FailureWhere, list[Group]] = {}
+    columns = ("task_id", "task_index", "run_index", "failure_where", "failure_message", "failure_line")
+    for step in steps:
+        for row in run.load_rollouts(step, columns).to_pylist():
+            if row["failure_where"] is None:
+                continue
+            failure = Failure(where=row["failure_where"], message=row["failure_message"], line=row.get("failure_line"))
+            task = Task(task_id=row["task_id"], index=row["task_index"], row={})
+            run_of_task = Trajectory(task=task, run_index=row["run_index"], turns=(), reward=None, failure=failure)
+            found.setdefault(failure.where, []).append(Group(task=task, trajectories=(run_of_task,)))
+    return found
+
+
+def find_late_calls(run: RunRecord) -> Outcome:
+    """Model calls after the workflow has returned, which are refused."""
+    series = run.get("rollout/num_late_calls")
+    if series is None:
+        calls = run.get("rollout/num_calls")
+        return None if calls is None else Passed(check="late-calls", figure="no call after the end of its workflow")
+    number = math.fsum(series.values)
+    return Finding(
+        check="late-calls",
+        severity="note",
+        problem=f"{number:.0f} model calls were made after their workflow had returned, and were refused",
+        evidence=(Evidence(source=series.name, observed=f"{number:.0f} calls", value=number, steps=series.span),),
+        change="await all tasks that the workflow starts before it returns",
+    )

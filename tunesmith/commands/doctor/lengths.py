@@ -1,0 +1,131 @@
+"""Checks of lengths: truncated responses, prompts that do not fit, responses that grow."""
+
+from __future__ import annotations
+
+from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
+from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.series import compute_slope_t, split_ends
+from tunesmith.config import RunConfig
+
+MAX_TRUNCATED_SHARE = 0.1
+"""A few answers always ramble; from a tenth on the reward is partly a reward for brevity."""
+MOSTLY_TRUNCATED_SHARE = 0.9
+"""So few answers end that the judge sees hardly a whole one."""
+MAX_REFUSED_SHARE = 0.01
+GROWTH = 1.5
+"""Responses that grow by half without a higher reward."""
+NEAR_LIMIT = 0.8
+
+
+def find_truncation(run: RunRecord) -> Outcome:
+    """Responses cut off by `max_tokens` or the context."""
+    truncated, total = run.sum_recent("rollout/num_truncated"), run.sum_recent("rollout/num_trajectories")
+    source, unit = "rollout/num_truncated", "rollouts"
+    length, context = run.sum_recent("rollout/num_stop_length"), run.sum_recent("rollout/num_stop_context")
+    if truncated is None:  # runs of earlier versions count turns only
+        truncated, total = (
+            run.sum_recent("rollout/num_stop_length", "rollout/num_stop_context"),
+            run.sum_recent("rollout/num_turns"),
+        )
+        source, unit = "rollout/num_stop_length", "turns"
+    recent = run.get_recent(source)
+    if not total or truncated is None or length is None or context is None or recent is None:
+        return None
+    if not isinstance(run.config, RunConfig):
+        return None
+    share, longest = truncated / total, run.get_recent("rollout/sampled_tokens_per_turn_max")
+    longest_text = "" if longest is None else f", the longest turn has {longest.values.max():.0f} tokens"
+    if share < MAX_TRUNCATED_SHARE:
+        return Passed(check="truncation", figure=f"{share:.1%} of recent {unit} were truncated{longest_text}")
+    model = run.config.model
+    is_context = context > length or 2 * model.max_tokens > model.max_model_len
+    knob = "model.max_model_len" if is_context else "model.max_tokens"
+    value = 2 * (model.max_model_len if is_context else model.max_tokens)
+    limit = f"the context, model.max_model_len={model.max_model_len}"
+    if context <= length:
+        limit = f"model.max_tokens={model.max_tokens}"
+    settings: dict[str, object] = {knob: value}
+    if is_context and length >= context:
+        settings["model.max_tokens"] = 2 * model.max_tokens
+    listed = " and ".join(f"{each}={number}" for each, number in settings.items())
+    evidence = [
+        Evidence(
+            source=source,
+            observed=f"{truncated:.0f} of {total:.0f} {unit}{longest_text}",
+            value=share,
+            steps=recent.span,
+        ),
+        Evidence(
+            source="rollout/num_stop_context",
+            observed=f"{context:.0f} turns ended at the end of the context, {length:.0f} at max_tokens",
+            steps=recent.span,
+        ),
+    ]
+    evidence += find_truncated_rollout(run)
+    return Finding(
+        check="truncation",
+        severity="error" if share >= MOSTLY_TRUNCATED_SHARE else "warning",
+        problem=f"{share:.0%} of the recent {unit} were cut off at {limit}",
+        evidence=tuple(evidence),
+        change=f"set {listed}; if longer answers are not wanted, add experience.operators mask_response_truncated, so "
+        "that a truncated answer is not trained as a wrong one",
+        settings=settings,
+    )
+
+
+def find_truncated_rollout(run: RunRecord) -> list[Evidence]:
+    """A reference to a truncated rollout, if the rollouts are on disk."""
+    for step in run.list_rollout_steps()[-1:]:
+        for row in run.load_rollouts(step, ("task_id", "run_index", "turns.stop_reason")).to_pylist():
+            if row["turns"] and row["turns"][-1]["stop_reason"] in ("length", "context"):
+                observed = f"task {row['task_id']}, run {row['run_index']} was truncated"
+                return [Evidence(source=f"rollouts/step_{step:06d}.parquet", observed=observed, steps=(step, step))]
+    return []
+
+
+def find_refused_prompts(run: RunRecord) -> Outcome:
+    """Model calls refused because the prompt leaves no room for a token."""
+    refused, calls = run.sum_recent("rollout/num_overlong"), run.sum_recent("rollout/num_calls")
+    recent = run.get_recent("rollout/num_overlong")
+    if refused is None or not calls or recent is None or not isinstance(run.config, RunConfig):
+        return None
+    share = refused / calls
+    if share < MAX_REFUSED_SHARE:
+        return Passed(
+            check="refused-prompts", figure=f"{refused:.0f} of {calls:.0f} recent calls had too long a prompt"
+        )
+    value = 2 * run.config.model.max_model_len
+    return Finding(
+        check="refused-prompts",
+        severity="warning",
+        problem=f"{share:.0%} of the model calls were refused because their prompt fills the context",
+        evidence=(
+            Evidence(
+                source=recent.name, observed=f"{refused:.0f} of {calls:.0f} calls", value=share, steps=recent.span
+            ),
+        ),
+        change=f"set model.max_model_len={value}, or let the workflow shorten its history and tool results",
+        settings={"model.max_model_len": value},
+    )
+
+
+def find_length_growth(run: RunRecord) -> Outcome:
+    """Responses that get longer while the reward does not rise, near their limit."""
+    lengths, rewards = run.get("rollout/sampled_tokens_per_turn_mean"), run.get("rollout/reward_mean")
+    ends = None if lengths is None else split_ends(lengths)
+    if lengths is None or ends is None or rewards is None or not isinstance(run.config, RunConfig):
+        return None
+    first, last = ends
+    observed = f"{first.mean:.0f} tokens a turn in the first steps, {last.mean:.0f} in the last"
+    is_longer = last.mean > GROWTH * first.mean and compute_slope_t(lengths) > 2
+    if not is_longer or len(rewards) < 3 or compute_slope_t(rewards) > 1:
+        return Passed(check="length-growth", figure=observed)
+    return Finding(
+        check="length-growth",
+        severity="warning" if last.mean > NEAR_LIMIT * run.config.model.max_tokens else "note",
+        problem="responses get longer and the reward does not rise",
+        evidence=(Evidence(source=lengths.name, observed=observed, value=last.mean, steps=lengths.span),),
+        change="set algorithm.algorithm_type=dr_grpo, whose loss does not favour long wrong answers, and "
+        "experience.operators mask_response_truncated",
+        settings={"algorithm.algorithm_type": "dr_grpo"},
+    )

@@ -1,0 +1,141 @@
+"""Checks of the optimizer: weights that do not change, clipped, exploding or non-finite gradients.
+
+They apply to fine-tuning as well as to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
+from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.series import Series, find_longest_streak, find_spikes
+
+MIN_RELATIVE_UPDATE = 1e-6
+"""RMS of an update relative to that of the weights. A learning rate of 1e-6 gives 1e-5 to 1e-4; below 1e-6 a thousand
+steps change the weights by less than a thousandth, a quarter of a step of bfloat16."""
+TARGET_RELATIVE_UPDATE = 1e-4
+MIN_CHANGED_SHARE = 0.01
+"""Share of sampled weights that change in float32, for runs that do not record `train/relative_update`."""
+DEAD_RATE_SHARE, MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE = 1e-3, 10, 0.1
+"""Steps below a thousandth of the peak learning rate are dead; a cosine schedule has only 2 % of such steps."""
+CLIP_FACTOR, MIN_CLIPPED_SHARE = 5.0, 0.9
+"""AdamW's step does not depend on the scale of gradients, so clipping by a constant factor is harmless. Clipping to a
+fifth on almost every step gives all updates one size, the noisy ones too."""
+SPIKE_FACTOR, SPIKE_WINDOW, MAX_SPIKE_SHARE, MIN_SPIKE_STEPS = 10.0, 10, 0.02, 10
+"""A gradient norm of ten times the median of the ten steps before it comes from a few tokens of very low probability.
+Norms that fall from the start on, as in fine-tuning, are no spikes."""
+NEAR_ZERO = 1e-12
+
+
+def find_dead_learning_rate(run: RunRecord) -> Outcome:
+    """Updates too small to change the model, or a schedule that has ended."""
+    rates = run.get("train/learning_rate")
+    if rates is None or not len(rates):
+        return None
+    updates, changed = run.get("train/relative_update"), run.get("train/changed_ratio")
+    peak = run.config.trainer.learning_rate
+    if updates is not None and updates.values.max() < MIN_RELATIVE_UPDATE:
+        observed = f"an update changes the weights by {updates.mean:.1g} of their size"
+        size = max(updates.mean, np.finfo(np.float64).tiny)
+        suggested = min(float(peak * TARGET_RELATIVE_UPDATE / size), 1e-5 if run.config.model.lora is None else 1e-4)
+        return explain_dead_rate(run, updates, observed, suggested)
+    if updates is None and changed is not None and changed.values.max() < MIN_CHANGED_SHARE:
+        observed = f"an update changes {changed.mean:.1%} of the weights"
+        return explain_dead_rate(run, changed, observed, 1e-6 if run.config.model.lora is None else 1e-5)
+    is_dead = rates.values < DEAD_RATE_SHARE * peak
+    number = find_longest_streak(is_dead)
+    if number >= max(MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE * len(rates)):
+        dead = rates.select(is_dead)
+        settings: dict[str, object] = {"trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1}
+        return Finding(
+            check="learning-rate",
+            severity="warning",
+            problem=f"the learning rate was below a thousandth of its peak {peak:g} in {number} steps in a row",
+            evidence=(observe(dead, f"{dead.mean:.1g} on average"),),
+            change=f"set {format_settings(settings)}, and trainer.warmup_steps to less than a tenth of the steps",
+            settings=settings,
+        )
+    observed = f"{rates.values[-1]:.2g} at the last step"
+    observed += "" if updates is None else f", an update changes the weights by {updates.mean:.1g} of their size"
+    return Passed(check="learning-rate", figure=observed)
+
+
+def explain_dead_rate(run: RunRecord, series: Series, observed: str, suggested: float) -> Finding:
+    rates = run.get("train/learning_rate")
+    assert rates is not None
+    settings = {"trainer.learning_rate": suggested}
+    return Finding(
+        check="learning-rate",
+        severity="error",
+        problem=f"the updates are too small to change the model: {observed}",
+        evidence=(observe(series, observed), observe(rates, f"at most {rates.values.max():.2g}", rates.values.max())),
+        change=f"set {format_settings(settings)}"
+        + (", the usual size for an adapter" if run.config.model.lora else ""),
+        settings=settings,
+    )
+
+
+def find_gradients(run: RunRecord) -> Outcome:
+    """Gradients that are not finite, zero, spiking, or clipped on every step."""
+    lost = find_non_finite(run)
+    if lost is not None:
+        return lost
+    series = run.get("train/grad_norm")
+    if series is None:
+        return None
+    limit, rate = run.config.trainer.max_grad_norm, run.config.trainer.learning_rate
+    observed = f"median norm {series.median:.3g}, largest {series.values.max():.3g}, clipped at {limit:g}"
+    if series.recent.values.max() <= NEAR_ZERO:
+        return Finding(
+            check="gradients",
+            severity="error",
+            problem="the gradient is zero in all recent updates",
+            evidence=(observe(series.recent, observed, 0.0),),
+            change="check that rewards differ and that experience.operators leave tokens to train",
+        )
+    is_spike = find_spikes(series, factor=SPIKE_FACTOR, width=SPIKE_WINDOW) & (series.values > limit)
+    if len(series) >= MIN_SPIKE_STEPS and is_spike.mean() > MAX_SPIKE_SHARE:
+        spikes, settings = series.select(is_spike), {"trainer.learning_rate": rate / 3, "trainer.betas": [0.9, 0.95]}
+        listed = ", ".join(map(str, spikes.steps[:5].tolist()))
+        return Finding(
+            check="gradients",
+            severity="warning",
+            problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
+            evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
+            change=f"read the rollouts of these steps for degenerate text, and set {format_settings(settings)}",
+            settings=settings,
+        )
+    if series.median > CLIP_FACTOR * limit and (series.values > limit).mean() >= MIN_CLIPPED_SHARE:
+        settings = {"trainer.max_grad_norm": float(f"{series.median:.1g}")}
+        return Finding(
+            check="gradients",
+            severity="note",
+            problem=f"gradients are clipped on almost every step, to a {series.median / limit:.0f}th of their size",
+            evidence=(observe(series, observed, series.median),),
+            change=f"set {format_settings(settings)}, so that only unusual gradients are clipped",
+            settings=settings,
+        )
+    return Passed(check="gradients", figure=observed)
+
+
+def find_non_finite(run: RunRecord) -> Finding | None:
+    """Metrics of training that were NaN or infinite."""
+    bad = [series.select(~np.isfinite(series.values)) for series in run.train.values()]
+    bad = [series for series in bad if len(series)]
+    if not bad:
+        return None
+    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
+    if run.config.model.dtype != "float32":
+        settings["model.dtype"] = "float32"
+    return Finding(
+        check="gradients",
+        severity="error",
+        problem="numbers of the training were not finite",
+        evidence=tuple(
+            Evidence(source=series.name, observed=f"not finite {len(series)} times", steps=series.span)
+            for series in bad[:3]
+        ),
+        change=f"set {format_settings(settings)}",
+        settings=settings,
+    )

@@ -1,0 +1,165 @@
+"""Checks of time: idle engine, blocking code, stragglers, preemptions, evaluations; and the parts of a step."""
+
+from __future__ import annotations
+
+from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
+from tunesmith.commands.doctor.in_flight import can_be_stale
+from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.config import RunConfig
+
+MAX_WAIT_SHARE, MIN_WAIT_S = 0.3, 0.2
+"""Share of a step, and seconds of it, in which all workflows wait for something outside of the engine."""
+MAX_CODE_SHARE, MIN_CODE_S = 0.7, 0.5
+"""Share of a step, and seconds of it, in which the event loop runs Python code instead of the engine. Agent frameworks
+take up to 0.6 with models of a few million parameters."""
+STRAGGLER_FACTOR, MIN_STRAGGLER_S, MIN_ROLLOUT_SHARE = 4.0, 1.0, 0.5
+"""A slowest rollout of four times the mean duration leaves the engine almost empty for most of the phase."""
+MAX_PREEMPTION_SHARE = 0.05
+MAX_EVALUATION_SHARE = 0.5
+CONCURRENCY_FACTOR = 2
+
+
+def find_idle_engine(run: RunRecord) -> Outcome:
+    """The engine idles while workflows wait for tools."""
+    waited, step_s = run.get_recent("perf/tool_wait_s"), run.get_recent("perf/step_s")
+    if waited is None or step_s is None or not isinstance(run.config, RunConfig):
+        return None
+    share = waited.mean / step_s.mean if step_s.mean else 0.0
+    observed = f"{waited.mean:.2g} s of a step of {step_s.mean:.2g} s"
+    if share < MAX_WAIT_SHARE or waited.mean < MIN_WAIT_S:
+        return Passed(check="idle-engine", figure=f"all workflows wait for tools or servers for {observed}")
+    algorithm, rollout = run.config.algorithm, run.config.rollout
+    num_rollouts = algorithm.batch_size * algorithm.group_size
+    if num_rollouts > rollout.max_concurrency:
+        settings = {"rollout.max_concurrency": min(CONCURRENCY_FACTOR * rollout.max_concurrency, num_rollouts)}
+    else:
+        settings = {"algorithm.batch_size": CONCURRENCY_FACTOR * algorithm.batch_size}
+    evidence = [Evidence(source=waited.name, observed=observed, value=share, steps=waited.span)]
+    if (idle := run.get_recent("perf/engine_idle_s")) is not None:
+        text = f"the engine has no request for {idle.mean:.2g} s of a step"
+        evidence.append(Evidence(source=idle.name, observed=text, value=idle.mean, steps=idle.span))
+    return Finding(
+        check="idle-engine",
+        severity="warning",
+        problem=f"the engine is idle for {share:.0%} of a step, while all workflows wait for tools, servers or timers",
+        evidence=tuple(evidence),
+        change=f"make tools and judges faster, or let more rollouts sample meanwhile with {format_settings(settings)}",
+        settings=settings,
+    )
+
+
+def find_blocking_code(run: RunRecord) -> Outcome:
+    """Code of workflows and judges that keeps the event loop busy, so that the engine is not stepped."""
+    names = ("tool_wait", "engine_busy", "rollout", "step")
+    waited, busy, rollout_s, step_s = (run.get_recent(f"perf/{name}_s") for name in names)
+    if waited is None or busy is None or rollout_s is None or step_s is None or not step_s.mean:
+        return None
+    code_s = rollout_s.mean - busy.mean - waited.mean
+    observed = f"{max(code_s, 0):.2g} s of a step of {step_s.mean:.2g} s"
+    if code_s < MAX_CODE_SHARE * step_s.mean or code_s < MIN_CODE_S:
+        return Passed(check="blocking-code", figure=f"Python code between engine steps takes {observed}")
+    return Finding(
+        check="blocking-code",
+        severity="warning",
+        problem=f"Python code of workflows, judges and tools runs for {code_s / step_s.mean:.0%} of a step, and the "
+        "engine waits for it",
+        evidence=(
+            Evidence(
+                source=rollout_s.name, observed=f"{observed} are neither engine nor waiting", steps=rollout_s.span
+            ),
+        ),
+        change="call tools that compute or block with `await asyncio.to_thread(...)` or in a process of their own; a "
+        "synchronous call in a coroutine stops all other rollouts",
+    )
+
+
+def find_stragglers(run: RunRecord) -> Outcome:
+    """A few rollouts that take much longer than the others."""
+    longest, mean = run.get_recent("perf/trajectory_s_max"), run.get_recent("perf/trajectory_s_mean")
+    rollout_s, step_s = run.get_recent("perf/rollout_s"), run.get_recent("perf/step_s")
+    if longest is None or mean is None or rollout_s is None or step_s is None or not isinstance(run.config, RunConfig):
+        return None
+    factor = longest.mean / mean.mean if mean.mean else 1.0
+    observed = f"the slowest rollout of a step takes {longest.mean:.2g} s, the mean one {mean.mean:.2g} s"
+    is_slow = factor > STRAGGLER_FACTOR and longest.mean - mean.mean > MIN_STRAGGLER_S
+    if run.config.rollout.max_staleness:
+        return Passed(check="stragglers", figure=f"{observed}, which steps do not wait for (rollout.max_staleness)")
+    if not is_slow or rollout_s.mean < MIN_ROLLOUT_SHARE * step_s.mean:
+        return Passed(check="stragglers", figure=observed)
+    timeout_s = max(1.0, round(2 * mean.mean + longest.mean / 2))
+    settings: dict[str, object] = {"rollout.timeout_s": timeout_s}
+    stale = ""
+    if can_be_stale(run.config):
+        settings["rollout.max_staleness"] = 1
+        stale = "train on the groups that are complete with rollout.max_staleness=1, "
+    return Finding(
+        check="stragglers",
+        severity="note",
+        problem="each step waits for a few rollouts that take much longer than the others",
+        evidence=(Evidence(source=longest.name, observed=observed, value=factor, steps=longest.span),),
+        change=f"{stale}limit turns and retries in the workflow, lower model.max_tokens, or set "
+        f"rollout.timeout_s={timeout_s:g} (a rollout that times out counts as failed)",
+        settings=settings,
+    )
+
+
+def find_preemptions(run: RunRecord) -> Outcome:
+    """Requests thrown out of a full KV cache and computed again."""
+    preempted, requests = run.sum_recent("engine/num_preemptions"), run.sum_recent("engine/num_requests")
+    recent = run.get_recent("engine/num_preemptions")
+    if preempted is None or not requests or recent is None or not isinstance(run.config, RunConfig):
+        return None
+    share, engine = preempted / requests, run.config.engine
+    observed = f"{preempted:.0f} preemptions of {requests:.0f} requests"
+    if share <= MAX_PREEMPTION_SHARE:
+        return Passed(check="preemptions", figure=observed)
+    settings: dict[str, object] = {"engine.max_num_seqs": max(1, engine.max_num_seqs // 2)}
+    if engine.kv_cache_tokens is not None:
+        settings = {"engine.kv_cache_tokens": 2 * engine.kv_cache_tokens}
+    elif engine.kv_cache_gib is not None:
+        settings = {"engine.kv_cache_gib": 2 * engine.kv_cache_gib}
+    listed = ", ".join(f"{knob}={value}" for knob, value in settings.items())
+    return Finding(
+        check="preemptions",
+        severity="warning",
+        problem="the KV cache is too small for the requests in flight, which are interrupted and computed again",
+        evidence=(Evidence(source=recent.name, observed=observed, value=share, steps=recent.span),),
+        change=f"set {listed}",
+        settings=settings,
+    )
+
+
+def find_slow_evaluation(run: RunRecord) -> Outcome:
+    """Evaluations that take longer than the training between them."""
+    series, steps = run.evaluations.get("perf/evaluation_s"), run.get("perf/step_s")
+    if series is None or steps is None or not isinstance(run.config, RunConfig) or len(series.finite) < 2:
+        return None
+    total, train_s = float(series.finite.values.sum()), float(steps.values.sum())
+    share = total / (total + train_s)
+    observed = f"{total:.2g} s for {len(series)} evaluations, {train_s:.2g} s for {len(steps)} steps"
+    if share <= MAX_EVALUATION_SHARE:
+        return Passed(check="evaluation-time", figure=observed)
+    interval = 4 * max(run.config.evaluation.interval_steps, 1)
+    return Finding(
+        check="evaluation-time",
+        severity="note",
+        problem=f"evaluations take {share:.0%} of the run's time",
+        evidence=(Evidence(source=series.name, observed=observed, value=share, steps=series.span),),
+        change=f"set evaluation.interval_steps={interval}, or limit the tasks with evaluation.max_tasks",
+        settings={"evaluation.interval_steps": interval},
+    )
+
+
+def describe_step_time(run: RunRecord) -> str | None:
+    """Where the time of recent steps goes."""
+    total, rollout, train = (run.get_recent(f"perf/{name}_s") for name in ("step", "rollout", "train"))
+    if train is None:
+        return None
+    if total is None or rollout is None:
+        return f"{train.mean:.2g} s"
+    busy, waited = run.get_recent("perf/engine_busy_s"), run.get_recent("perf/tool_wait_s")
+    parts = "" if busy is None else f"engine {busy.mean:.2g} s"
+    if busy is not None and waited is not None:
+        code_s = max(rollout.mean - busy.mean - waited.mean, 0.0)
+        parts += f", waiting for tools {waited.mean:.2g} s, code between engine steps {code_s:.2g} s"
+    return f"{total.mean:.2g} s: rollouts {rollout.mean:.2g} s ({parts}), training {train.mean:.2g} s"

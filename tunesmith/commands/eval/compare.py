@@ -1,0 +1,263 @@
+"""Evaluation of several models on the same held-out tasks with the same sampling seeds.
+
+Models are evaluated one after the other; each is loaded once and released before the next loads. With an output folder,
+the result of each model on each set is written to `parts/` as soon as it is complete, so that a killed evaluation
+resumes there. `comparison.json`, `comparison.md` and the optional plot replace `parts/` at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tunesmith.chat.renderer import Renderer
+from tunesmith.commands.eval.comparison import Comparison, ModelResult, compare_results, compute_result
+from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
+from tunesmith.commands.eval.comparison_table import format_comparison
+from tunesmith.commands.eval.held_out import run_held_out
+from tunesmith.commands.eval.inputs import compute_digest
+from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
+from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
+from tunesmith.config import EvalConfig, RunConfig
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.errors import ConfigError
+from tunesmith.monitor.console import ConsoleProgress, format_duration
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.groups import check_failures
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.runs.actors import load_actors
+from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
+from tunesmith.runs.trained_model import find_model_folder
+from tunesmith.storage import load_json, remove_tree, save_json, save_text
+from tunesmith.tasks.load import load_tasks
+from tunesmith.types import JudgeType, Task, WorkflowType
+
+LABEL = re.compile(r"[^|\n]*[^|\s]")
+JSON_FILE, TABLE_FILE, PLOT_FILE = "comparison.json", "comparison.md", "comparison.png"
+PARTS = "parts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetScores:
+    """One model's scores on one task set."""
+
+    tasks: Sequence[TaskScores]
+    seconds: float
+    """Time of the rollouts, without loading the model."""
+
+
+def run_comparison(
+    config: RunConfig,
+    *,
+    models: Mapping[str, str],
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    out: Path | None = None,
+    has_plot: bool = False,
+    suite: str | None = None,
+) -> Comparison:
+    """Evaluate each model of `models` (label -> path) on each set in `eval_datasets`; write the results to `out`.
+
+    Raises before any model loads when a function, a task set or a model is invalid, and afterwards when more rollouts
+    of a set fail than `rollout.max_failure_rate` allows.
+    """
+    models = {label: find_model(path) for label, path in models.items()}
+    sets = check_comparison(config, models=models, workflow=workflow, judge=judge, suite=suite)
+    if has_plot:
+        check_plot()
+        if out is None:
+            raise ConfigError("a plot is written to the output folder: set --out")
+    check_output_folder(out, models)
+    results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
+    num_evaluations = len(models) * len(sets)
+    progress = ConsoleProgress(
+        first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
+    )
+    try:
+        for number, (label, path) in enumerate(models.items()):
+            model_config = with_model_path(config, path)
+            partial_files = {name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()}
+            scores = evaluate_model(
+                model_config,
+                sets,
+                partial_files,
+                label=label,
+                workflow=workflow,
+                judge=judge,
+                build_model=build_model,
+                progress=progress,
+                num_done=number * len(sets),
+            )
+            release_memory()
+            for name, set_scores in scores.items():
+                results[name][label] = compute_result(
+                    label,
+                    path,
+                    set_scores.tasks,
+                    seed=config.seed,
+                    seconds=set_scores.seconds,
+                    outcome_key=config.experience.outcome_key,
+                )
+    finally:
+        progress.close()
+    comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
+    if out is not None:
+        save_comparison(out, comparison, has_plot=has_plot)
+    return comparison
+
+
+def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
+    """Run an evaluation described by an evaluation file or an `eval` stage."""
+    run = apply_suite(config.to_run_config(), config.suite)
+    workflow, judge = load_functions(run)
+    return run_comparison(
+        run,
+        models=config.models,
+        workflow=workflow,
+        judge=judge,
+        build_model=build_model,
+        out=out_dir,
+        has_plot=config.has_plot,
+        suite=config.suite,
+    )
+
+
+def check_comparison(
+    config: RunConfig,
+    *,
+    models: Mapping[str, str],
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    suite: str | None = None,
+) -> dict[str, list[Task]]:
+    """Validate everything that needs no weights; return the tasks of each set."""
+    check_workflow_function(workflow, allows_sync=True)
+    if judge is not None:
+        check_judge_function(judge)
+    if not config.eval_datasets:
+        raise ConfigError("eval_datasets is empty: name at least one held-out set, as in eval_datasets.test.path=...")
+    for label in models:
+        if not LABEL.fullmatch(label):
+            raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
+    load = load_tasks if suite is None else load_suite_tasks
+    sets = {
+        name: load(dataset, name=name)[: config.evaluation.max_tasks] for name, dataset in config.eval_datasets.items()
+    }
+    for path in models.values():
+        check_policy(with_model_path(config, path).model)
+    for name, section in config.auxiliary_models.items():
+        check_auxiliary(name, section)
+    return sets
+
+
+def find_model(path: str) -> str:
+    """The model of the run or stage in the folder `path`, or `path` itself (a hub id)."""
+    folder = Path(path).expanduser()
+    return str(find_model_folder(folder.absolute())) if folder.is_dir() else path
+
+
+def with_model_path(config: RunConfig, path: str) -> RunConfig:
+    """The config with another model. `lora` and, for another path, `base_path` are reset: they describe one model."""
+    section = config.model
+    if path != section.path:
+        section = section.model_copy(update={"path": path, "base_path": None})
+    return config.model_copy(update={"model": section.model_copy(update={"lora": None})})
+
+
+def evaluate_model(
+    config: RunConfig,
+    sets: Mapping[str, Sequence[Task]],
+    partial_files: Mapping[str, Path | None],
+    *,
+    label: str,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    progress: ConsoleProgress,
+    num_done: int,
+) -> dict[str, SetScores]:
+    """Evaluate one model on every set; sets whose partial file exists are read from it.
+
+    The model loads at the first set without a partial file, and not at all if every set has one.
+    """
+    scores: dict[str, SetScores] = {}
+    loaded: tuple[Policy, Actors] | None = None
+    for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
+        partial_file = partial_files[name]
+        if partial_file is not None and partial_file.exists():
+            saved = load_json(partial_file)
+            scores[name] = SetScores(tasks=scores_from_json(saved["tasks"]), seconds=saved["seconds"])
+            progress.show_done(number, f"{label} on {name}: already evaluated")
+            continue
+        progress.show_status(f"{label} on {name}: loading")
+        loaded = loaded or load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        found = evaluate_set(config, *loaded, name, tasks, progress)
+        scores[name] = found
+        if partial_file is not None:
+            save_json(partial_file, {"seconds": found.seconds, "tasks": scores_to_json(found.tasks)})
+        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(found.seconds)}")
+    if loaded is not None:
+        loaded[0].close()
+    return scores
+
+
+def evaluate_set(
+    config: RunConfig, policy: Policy, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
+) -> SetScores:
+    """Run the agent on one task set and score the rollouts."""
+    started = time.perf_counter()
+    rollouts = run_held_out(config, actors, name, tasks, policy_version=0, status=progress)
+    groups = run_lockstep(rollouts, config.rollout)
+    seconds = time.perf_counter() - started
+    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
+    renderer = Renderer(
+        policy.tokenizer,
+        tool_call_parser=config.model.tool_call_parser,
+        reasoning_parser=config.model.reasoning_parser,
+    )
+    return SetScores(tasks=score_groups(groups, renderer), seconds=seconds)
+
+
+def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
+    """Raise ConfigError when the folder holds a comparison of other models; one of the same models is overwritten."""
+    if out is None or not (out / JSON_FILE).exists():
+        return
+    for set_comparison in load_json(out / JSON_FILE).values():
+        compared = {label: result["path"] for label, result in set_comparison["models"].items()}
+        if compared != models:
+            raise ConfigError(
+                f"{out} holds a comparison of other models ({', '.join(compared)}); choose another folder, or remove it"
+            )
+
+
+def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:
+    """File with one model's scores on one set until the comparison is complete; named by a hash of its inputs."""
+    if out is None:
+        return None
+    settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
+    return out / PARTS / f"{compute_digest(settings, config, tasks, name)[:16]}.json"
+
+
+def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:
+    """Write the results, then remove the partial files."""
+    save_text(out / TABLE_FILE, format_comparison(comparison))
+    if has_plot:
+        save_plot(out / PLOT_FILE, comparison)
+    save_json(out / JSON_FILE, {name: each.to_json() for name, each in comparison.items()})
+    if (out / PARTS).exists():
+        remove_tree(out / PARTS)
+
+
+def release_memory() -> None:
+    """Collect garbage and empty the CUDA cache, once a model is no longer referenced."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

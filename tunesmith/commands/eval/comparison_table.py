@@ -1,0 +1,96 @@
+"""A comparison as Markdown tables, aligned so that they are readable on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from tunesmith.commands.eval.comparison import Comparison, Contrast, Estimate, SetComparison
+
+SMALLEST_P_VALUE = 1e-4
+"""Smaller p-values are printed as `< 0.0001`."""
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """For each task set a table of the models and a table of their differences."""
+    return "\n".join(format_set(each) for each in comparison.values())
+
+
+def format_html(comparison: Comparison) -> str:
+    """The same tables in HTML."""
+    parts = []
+    for each in comparison.values():
+        parts.append(f"<p>{escape(describe_set(each))}</p>")
+        parts += [format_html_table(table) for table in list_tables(each)]
+    return "".join(parts)
+
+
+def format_set(comparison: SetComparison) -> str:
+    """One row per quantity, then one row per pair of models and quantity in which at least one task differs."""
+    tables = [part for table in list_tables(comparison) for part in ("", format_table(table[0], table[1:]))]
+    return "\n".join([f"### {describe_set(comparison)}", *tables, ""])
+
+
+def describe_set(comparison: SetComparison) -> str:
+    results = comparison.results.values()
+    num_tasks = max(len(result.tasks) for result in results)
+    num_runs = max(len(task.samples) for result in results for task in result.tasks)
+    return f"{comparison.name}: {num_tasks} tasks, {num_runs} {'rollout' if num_runs == 1 else 'rollouts'} of each"
+
+
+def list_tables(comparison: SetComparison) -> list[list[list[str]]]:
+    """The table of the models and, unless no task differs, the table of their differences, each with its header."""
+    results = list(comparison.results.values())
+    names = {name: None for result in results for name in result.estimates}
+    rows = [["mean (95 % interval)", *(result.label for result in results)]]
+    rows += [format_row(name, [result.estimates.get(name) for result in results]) for name in names]
+    rows.append(["failed rollouts", *(f"{result.num_failures} of {result.num_runs}" for result in results)])
+    contrasts = [each for each in comparison.contrasts if each.difference.num_better or each.difference.num_worse]
+    if not contrasts:
+        return [rows]
+    header = ["difference", "of", "mean", "95 % interval", "better / worse / tasks", "p", "exact test"]
+    return [rows, [header, *(format_contrast(each) for each in contrasts)]]
+
+
+def format_row(name: str, found: Sequence[Estimate | None]) -> list[str]:
+    """One quantity of all models, in percent if it is a proportion for each of them."""
+    is_share = all(each is None or each.is_share for each in found)
+    return [name.replace("_", " "), *(format_estimate(each, is_share=is_share) for each in found)]
+
+
+def format_estimate(found: Estimate | None, *, is_share: bool) -> str:
+    if found is None:
+        return "-"
+    low, high = found.interval
+    if is_share:
+        return f"{found.mean:.1%} ({low:.1%} - {high:.1%})"
+    return f"{found.mean:.4g} ({low:.4g} - {high:.4g})"
+
+
+def format_contrast(contrast: Contrast) -> list[str]:
+    found = contrast.difference
+    low, high = found.interval
+    p_value = f"< {SMALLEST_P_VALUE:g}" if found.p_value < SMALLEST_P_VALUE else f"{found.p_value:.4f}"
+    return [
+        f"{contrast.before} -> {contrast.after}",
+        contrast.name.replace("_", " "),
+        f"{found.mean:+.4f}",
+        f"{low:+.4f} to {high:+.4f}",
+        f"{found.num_better} / {found.num_worse} / {found.num_tasks}",
+        p_value,
+        found.test,
+    ]
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("| " + " | ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def format_html_table(table: Sequence[Sequence[str]]) -> str:
+    """An HTML table; the first row is its header."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table[0])
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table[1:])
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

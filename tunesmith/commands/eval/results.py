@@ -1,0 +1,103 @@
+"""Results of one evaluation of a policy on held-out tasks, as metrics and as `eval/step_N.json`.
+
+A task's score is the mean reward of its rollouts; the interval is a bootstrap over tasks. A failed rollout has no
+reward: it is excluded from the mean and counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.commands.eval.sample_scores import compute_pass_at_k_by_task, describe_row
+from tunesmith.commands.eval.statistics import Interval, compute_bootstrap_interval
+from tunesmith.experience.outcomes import compute_outcome
+from tunesmith.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Scores of one task set under one policy version."""
+
+    name: str
+    policy_version: int
+    groups: list[Group] = field(repr=False)
+    mean: float | None
+    """Mean over tasks of the mean reward of a task's rollouts; None when every rollout failed."""
+    interval: Interval | None
+    """95 % bootstrap interval of the mean over tasks."""
+    num_failures: int
+    metric_means: dict[str, float]
+    """Means over rollouts of the metrics that workflow and judge reported."""
+    pass_at_k: Mapping[int, float]
+    """k -> mean over tasks of the probability that at least one of k rollouts has outcome 1. Empty unless tasks have
+    several rollouts and every outcome is 0 or 1."""
+
+    def describe(self) -> str:
+        """The mean reward with its interval, in one line."""
+        if self.mean is None or self.interval is None:
+            return f"no reward: all {self.num_failures} rollouts failed"
+        low, high = self.interval
+        failures = f", {self.num_failures} rollouts failed" if self.num_failures else ""
+        return f"reward {self.mean:.4g} ({low:.4g} to {high:.4g}) on {len(self.groups)} tasks{failures}"
+
+    def to_metrics(self) -> dict[str, float]:
+        prefix = f"eval/{self.name}"
+        metrics = {f"{prefix}/num_tasks": float(len(self.groups)), f"{prefix}/num_failures": float(self.num_failures)}
+        if self.mean is not None and self.interval is not None:
+            low, high = self.interval
+            metrics |= {f"{prefix}/reward": self.mean, f"{prefix}/reward_low": low, f"{prefix}/reward_high": high}
+        metrics |= {f"{prefix}/pass@{k}": value for k, value in self.pass_at_k.items()}
+        return metrics | {f"{prefix}/{key}": value for key, value in self.metric_means.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Summary and one record per task, as written to `eval/step_N.json`."""
+        tasks = [
+            {
+                "task_id": group.task.task_id,
+                "row": describe_row(group.task),
+                "rewards": [trajectory.reward for trajectory in group.trajectories],
+                "failures": [t.failure.message for t in group.trajectories if t.failure is not None],
+                "responses": [trajectory.response_text for trajectory in group.trajectories],
+                "num_sampled_tokens": [
+                    sum(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories
+                ],
+            }
+            for group in self.groups
+        ]
+        return {
+            "name": self.name,
+            "policy_version": self.policy_version,
+            "mean": self.mean,
+            "interval_95": self.interval,
+            "num_failures": self.num_failures,
+            "metrics": self.metric_means,
+            "pass_at_k": dict(self.pass_at_k),
+            "tasks": tasks,
+        }
+
+
+def compute_evaluation(
+    name: str, groups: Sequence[Group], *, policy_version: int, seed: int = 0, outcome_key: str | None = None
+) -> EvaluationResult:
+    """Summarize the groups of one task set; `outcome_key` is the metric that is 1 for a passed rollout."""
+    scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    reported: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.failure is None:
+            for key, value in trajectory.metrics.items():
+                reported.setdefault(key, []).append(value)
+    outcomes = [[compute_outcome(trajectory, outcome_key) for trajectory in group.scored] for group in groups]
+    return EvaluationResult(
+        name=name,
+        policy_version=policy_version,
+        groups=list(groups),
+        mean=statistics.fmean(scores) if scores else None,
+        interval=compute_bootstrap_interval(scores, seed=seed) if scores else None,
+        num_failures=sum(trajectory.failure is not None for trajectory in trajectories),
+        metric_means={key: statistics.fmean(values) for key, values in reported.items()},
+        pass_at_k={k: statistics.fmean(values) for k, values in compute_pass_at_k_by_task(outcomes).items()},
+    )

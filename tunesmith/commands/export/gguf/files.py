@@ -1,0 +1,145 @@
+"""GGUF files of an export: checks before weights load, writing, and comparison in llama.cpp.
+
+The packages `gguf` (writing) and `llama-cpp-python` (q4_k_m, and comparison) are optional. A package that is needed and
+missing is an error before weights load. Without llama-cpp-python the other types are written but not compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.commands.export.gguf.architecture import GgufArchitecture, describe_architecture
+from tunesmith.commands.export.gguf.vocabulary import GgufVocabulary, describe_vocabulary
+from tunesmith.commands.export.verify import VerificationPrompt, check_gguf_file
+from tunesmith.config import ExportSection
+from tunesmith.errors import ModelError
+from tunesmith.runs.trained_model import ExportSource
+from tunesmith.storage import storage_errors
+
+QUANTIZED_BY_LLAMA_CPP = {"q4_k_m"}
+MISREAD_NAMES = ("phi3", "phi-3")
+"""llama.cpp treats a model whose name contains one of these as a Phi-3: other special tokens, or a failing load."""
+BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 1.07, "q4_k_m": 0.8}
+"""Upper bound of the bytes per parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufPlan:
+    """Everything about the files that is known before weights load."""
+
+    name: str
+    license: str | None
+    types: tuple[str, ...]
+    architecture: GgufArchitecture
+    vocabulary: GgufVocabulary
+    num_threads: int
+
+    @property
+    def needs_llama_cpp(self) -> bool:
+        return not QUANTIZED_BY_LLAMA_CPP.isdisjoint(self.types)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of all files and of the temporary f32 file for quantization."""
+        temporary = BYTES["f32"] if self.needs_llama_cpp and "f32" not in self.types else 0.0
+        return temporary + sum(BYTES[kind] for kind in self.types)
+
+    def file_name(self, kind: str) -> str:
+        return f"{self.name}-{kind}.gguf"
+
+
+def plan_gguf(
+    settings: ExportSection, source: ExportSource, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> GgufPlan:
+    """Plan the files; raises ModelError for a missing package, and for a model or tokenizer that cannot be written."""
+    if any(word in source.name.lower() for word in MISREAD_NAMES):
+        raise ModelError(f"llama.cpp treats a model named {source.name!r} as a Phi-3; set another name")
+    plan = GgufPlan(
+        name=source.name,
+        license=None if settings.license == "unknown" else settings.license,
+        types=settings.gguf_types,
+        architecture=describe_architecture(config),
+        vocabulary=describe_vocabulary(tokenizer, config, end_ids=load_end_ids(source, config)),
+        num_threads=settings.num_cpu_threads,
+    )
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("writing GGUF needs the package gguf: pip install 'tunesmith[gguf]'")
+    if plan.needs_llama_cpp and not has_llama_cpp():
+        raise ModelError(
+            "the type q4_k_m needs llama.cpp's quantizer: pip install 'tunesmith[llama-cpp]' (compiles for minutes), "
+            "or remove q4_k_m from gguf_types"
+        )
+    return plan
+
+
+def has_llama_cpp() -> bool:
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+def load_end_ids(source: ExportSource, config: PretrainedConfig) -> tuple[int, ...]:
+    """Ids that end a generation, from the generation config or the model config."""
+    try:
+        end_ids = GenerationConfig.from_pretrained(source.base).eos_token_id
+    except OSError:  # a model without generation_config.json
+        end_ids = config.eos_token_id
+    if end_ids is None:
+        return ()
+    return tuple(end_ids) if isinstance(end_ids, list | tuple) else (end_ids,)
+
+
+def write_gguf_files(plan: GgufPlan, model: PreTrainedModel, folder: Path) -> dict[str, str]:
+    """Write one file per type into the new folder; return the file names by type."""
+    from tunesmith.commands.export.gguf.writer import GgufHeader, write_gguf  # needs an optional package
+
+    header = GgufHeader(
+        name=plan.name, license=plan.license, architecture=plan.architecture, vocabulary=plan.vocabulary
+    )
+    with storage_errors(folder, "write"):
+        folder.mkdir()
+        for kind in plan.types:
+            if kind not in QUANTIZED_BY_LLAMA_CPP:
+                write_gguf(folder / plan.file_name(kind), model, header, file_type=kind)
+        if plan.needs_llama_cpp:
+            f32_file = folder / plan.file_name("f32")
+            if "f32" not in plan.types:
+                write_gguf(f32_file, model, header, file_type="f32")
+            quantize_files(plan, f32_file, folder)
+            if "f32" not in plan.types:
+                f32_file.unlink()
+    return {kind: plan.file_name(kind) for kind in plan.types}
+
+
+def quantize_files(plan: GgufPlan, f32_file: Path, folder: Path) -> None:
+    """Quantise an f32 file to the types that only llama.cpp can write."""
+    from tunesmith.commands.export.llama_cpp import quantize_file  # needs an optional package
+
+    for kind in plan.types:
+        if kind in QUANTIZED_BY_LLAMA_CPP:
+            quantize_file(f32_file, folder / plan.file_name(kind), file_type=kind, num_threads=plan.num_threads)
+
+
+def check_gguf_files(
+    plan: GgufPlan,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[VerificationPrompt],
+    expected: Sequence[torch.Tensor],
+) -> Mapping[str, dict[str, float]]:
+    """Compare each file with the float32 logits `expected`; returns nothing if llama.cpp is not installed."""
+    if not has_llama_cpp():
+        return {}
+    from tunesmith.commands.export.llama_cpp import GgufModel  # needs an optional package
+
+    checks = {}
+    context = max(len(prompt.ids) for prompt in prompts) + 1
+    for kind in plan.types:
+        path = folder / plan.file_name(kind)
+        with GgufModel(path, context=context, num_threads=plan.num_threads) as gguf_model:
+            checks[f"gguf/{path.name}"] = check_gguf_file(gguf_model, tokenizer, prompts, expected, file_type=kind)
+    return checks

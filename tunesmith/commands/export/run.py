@@ -1,0 +1,249 @@
+"""`tunesmith export`: writes a trained model as a Hugging Face folder, a PEFT adapter or GGUF files.
+
+    hf/        weights, configs, tokenizer, chat template, model card     adapter/   files of PEFT, with a model card
+    gguf/      NAME-TYPE.gguf, one per type, with a model card            DONE.json  settings, files, figures; last
+
+Formats that cannot be written are refused before weights load. Files are written to a temporary folder, loaded back,
+compared with the source and then renamed, so the output folder is complete or absent. An export that exists is reused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
+from tunesmith.commands.export.model_card import Card, write_card
+from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
+from tunesmith.config import ExportSection
+from tunesmith.errors import ConfigError, ModelError, StorageError
+from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
+from tunesmith.model.checkpoint import DONE, SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
+from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
+from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
+from tunesmith.runs.result import Result, load_for_inference, require_path
+from tunesmith.runs.trained_model import ExportSource, find_source
+from tunesmith.storage import (
+    check_free_space,
+    load_json,
+    remove_stale_folders,
+    storage_errors,
+)
+
+BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+"""Bytes per parameter in the hf folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ExportResult(Result):
+    """Result of an export."""
+
+    folder: Path
+    name: str
+    num_parameters: int
+    hf: Path | None
+    adapter: Path | None
+    gguf: Mapping[str, Path]
+    """GGUF files by type."""
+    checks: Mapping[str, Mapping[str, float]]
+    """Results of the comparison with the source, by file or folder; empty without verification."""
+
+    @property
+    def model_path(self) -> str:
+        """Path of the exported model, or of the adapter if there is no other; ModelError with GGUF files only."""
+        return require_path(self.hf or self.adapter)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The checks as one mapping: `<file or folder>/<name>`."""
+        return {f"{place}/{name}": value for place, found in self.checks.items() for name, value in found.items()}
+
+    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load the exported model and its tokenizer; `options` are arguments of `from_pretrained`."""
+        return load_for_inference(self.model_path, **options)
+
+    def list_facts(self) -> dict[str, str]:
+        facts = {"name": f"{self.name}, {self.num_parameters:,} parameters"}
+        for path in (self.hf, self.adapter, *self.gguf.values()):
+            if path is not None:
+                place = str(path.relative_to(self.folder))
+                checks = ", ".join(f"{key} {value:.4g}" for key, value in self.checks.get(place, {}).items())
+                facts[place] = f"{path} ({checks or 'not verified'})"
+        return facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """Everything about an export that is known before weights load."""
+
+    settings: ExportSection
+    source: ExportSource
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    gguf: GgufPlan | None
+
+
+def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
+    """Export into the new folder `out_dir`; return the report of one that already holds this export."""
+    root = Path(out_dir).expanduser().absolute()
+    source = find_source(settings)
+    if (root / DONE).is_file():
+        return load_report(root, settings, source)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise StorageError(f"{root} already holds something else: choose another folder, or remove it")
+    set_num_threads(settings.num_cpu_threads)
+    plan = build_plan(settings, source)
+    record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
+    remove_stale_folders(root)
+    with new_folder(root, record) as temporary:
+        record["figures"] = write_formats(plan, temporary)
+    return build_report(root, record["figures"])
+
+
+def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
+    """Validate everything that needs no weights."""
+    if "adapter" in settings.formats and source.adapter is None:
+        raise ConfigError(
+            f"formats holds adapter, but path={settings.path!r} is a full model: export it as hf, or set path to the "
+            "folder that holds adapter_config.json"
+        )
+    options: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
+    config = load_config(source.path, **options)
+    if source.adapter is not None:
+        check_adapter(source.adapter, config)
+        check_fingerprint(source.adapter)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"path={settings.path!r} holds quantized weights; export the model before quantization")
+    tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **options)
+    gguf = None
+    if "gguf" in settings.formats:
+        gguf = plan_gguf(settings, source, config, tokenizer)
+    return ExportPlan(
+        settings=settings,
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        dtype=choose_dtype(settings, config),
+        gguf=gguf,
+    )
+
+
+def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
+    """Type of the exported weights; float32 for a model whose config names no type."""
+    dtype: torch.dtype | None = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if dtype is None:
+        return torch.float32
+    if dtype not in BYTES:
+        raise ModelError(f"the model's weights are stored as {dtype}; set dtype to float32, bfloat16 or float16")
+    return dtype
+
+
+def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
+    """Write every format, compare it with the source, write the model cards; return the figures."""
+    settings, source = plan.settings, plan.source
+    figures: dict[str, Any] = {"name": source.name, "formats": list(settings.formats), "gguf": {}, "checks": {}}
+    if "adapter" in settings.formats:
+        copy_adapter(source, plan.tokenizer, folder / "adapter")
+    model = load_model(
+        source.path,
+        dtype=plan.dtype,
+        device=torch.device("cpu"),
+        trust_remote_code=settings.trust_remote_code,
+        base_path=settings.base_path,
+    )
+    check_vocabulary(model, plan.tokenizer)
+    check_finite(model)
+    figures["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    check_free_space(folder, estimate_bytes(plan, num_parameters=figures["num_parameters"]))
+    if "hf" in settings.formats:
+        save_model_files(folder / "hf", model, plan.tokenizer)
+    if plan.gguf is not None:
+        figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
+    if settings.has_verification:
+        figures["checks"] = verify_formats(plan, model, folder)
+    del model
+    card = Card(settings=settings, source=source, config=plan.config, dtype=plan.dtype, figures=figures)
+    for name in settings.formats:
+        write_card(folder / name / "README.md", card, folder_format=name)
+    return figures
+
+
+def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
+    """Compare the files with the model in memory. Converts the model to float32 in place if GGUF files are compared."""
+    prompts = build_prompts(plan.tokenizer)
+    checks: dict[str, dict[str, float]] = {}
+    if "hf" in plan.settings.formats:
+        checks["hf"] = check_hf_folder(
+            folder / "hf",
+            plan.tokenizer,
+            prompts,
+            compute_logits(model, prompts),
+            trust_remote_code=plan.settings.trust_remote_code,
+        )
+    if plan.gguf is not None:
+        expected = compute_logits(model.float(), prompts)
+        checks |= check_gguf_files(plan.gguf, folder / "gguf", plan.tokenizer, prompts, expected)
+    return checks
+
+
+def copy_adapter(source: ExportSource, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Copy the files of PEFT; save the tokenizer with its chat template."""
+    assert source.adapter is not None
+    with storage_errors(folder, "write"):
+        folder.mkdir()
+        for file in sorted(source.adapter.folder.iterdir()):
+            if file.name.startswith("adapter_") or file.name == BASE_FINGERPRINT:
+                shutil.copyfile(file, folder / file.name)
+        tokenizer.save_pretrained(folder)
+
+
+def check_finite(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ModelError(
+                f"the weights {name} are not finite in {parameter.dtype}: training diverged, or the type overflows; "
+                "try dtype=float32"
+            )
+
+
+def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
+    """Estimated size of the export, including the temporary f32 file for quantization."""
+    num_bytes = BYTES[plan.dtype] if "hf" in plan.settings.formats else 0.0
+    if plan.gguf is not None:
+        num_bytes += plan.gguf.bytes_per_parameter
+    return int(num_bytes * num_parameters) + SMALL_FILES_BYTES
+
+
+def list_settings(settings: ExportSection) -> dict[str, Any]:
+    """Settings that can change the export; the source is compared separately, threads change only the speed."""
+    return settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
+
+
+def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportResult:
+    """The report of an existing export; raises StorageError if it is damaged or has other settings or sources."""
+    record = load_json(root / DONE)
+    if record.get("settings") != list_settings(settings) or record.get("source") != source.describe():
+        raise StorageError(f"{root} already holds another export: choose another folder, or remove it")
+    check_complete(root)
+    return build_report(root, record["figures"])
+
+
+def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:
+    formats = figures["formats"]
+    return ExportResult(
+        folder=root,
+        name=figures["name"],
+        num_parameters=figures["num_parameters"],
+        hf=root / "hf" if "hf" in formats else None,
+        adapter=root / "adapter" if "adapter" in formats else None,
+        gguf={kind: root / "gguf" / file for kind, file in figures["gguf"].items()},
+        checks=figures["checks"],
+    )

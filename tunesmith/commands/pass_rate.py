@@ -1,0 +1,188 @@
+"""Pass rates of a model on a training set, written as a field of its rows for use by task selectors.
+
+The agent runs `num_runs` times on every task; nothing is trained, and the data set's operators are not applied. Results
+are appended batch by batch to `<out>.part`, so a killed measurement of the same tasks with the same settings resumes
+after its last complete batch. With `tool_keys`, rows also get the outcome and the tool calls of each scored rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.commands.eval.inputs import compute_digest
+from tunesmith.config import RunConfig
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.rollout.actors import Actors, run_tasks
+from tunesmith.rollout.groups import check_failures
+from tunesmith.runs.actors import load_actors
+from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.result import Result
+from tunesmith.storage import load_json, load_json_lines, save_json, save_text, storage_errors
+from tunesmith.tasks.load import load_tasks
+from tunesmith.types import Group, JudgeType, Task, WorkflowType
+
+SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
+"""Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""
+DIGEST = "digest"
+CORRECTNESS, TOOL_CALLS = "correctness", "tool_calls"
+"""Ends of the names of the fields with one number for each scored rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PassRates(Result):
+    """Result of a measurement."""
+
+    path: Path
+    num_rows: int
+    num_unscored: int
+    """Tasks without a scored rollout; their rows are omitted."""
+
+    def list_facts(self) -> dict[str, str]:
+        rows = f"{self.num_rows}, {self.num_unscored} dropped without a scored rollout"
+        return {"path": str(self.path), "rows": rows}
+
+
+def measure_pass_rates(
+    config: RunConfig,
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    field: str,
+    num_runs: int,
+    out: Path,
+    tool_keys: Sequence[str] = (),
+    max_tasks: int | None = None,
+) -> PassRates:
+    """Write the first `max_tasks` rows of the training set, or all, with the model's pass rate under `field`."""
+    if num_runs < 1:
+        raise ConfigError(f"num_runs={num_runs} must be at least 1: it is the number of rollouts of each task")
+    if not field:
+        raise ConfigError("field is empty: name the field of the rows that receives the pass rate")
+    rows = load_unmeasured_tasks(
+        config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
+    )
+    tasks = rows[:max_tasks]
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another file")
+    check_policy(config.model)
+    partial_file = out.with_name(f"{out.name}.part")
+    batch_size = config.algorithm.batch_size
+    settings = config.model_dump(mode="json", include=set(SETTINGS))
+    digest = compute_digest(settings, config, rows, config.experience.outcome_key, num_runs, list(tool_keys))
+    with storage_errors(partial_file, "write"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        num_done = open_partial_file(partial_file, digest, batch_size, num_values=4 if tool_keys else 2)
+    if num_done > len(tasks):
+        raise ConfigError(
+            f"{partial_file} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
+            "remove the file"
+        )
+    policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+
+    async def measure() -> None:
+        for start in range(num_done, len(tasks), batch_size):
+            groups = await sample_groups(
+                config, actors, tasks[start : start + batch_size], num_runs=num_runs, step=start
+            )
+            records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
+            append_batch(partial_file, [[start + offset, *each] for offset, each in enumerate(records)])
+
+    run_lockstep(measure(), config.rollout)
+    policy.close()
+    return write_result(partial_file, tasks, field=field, out=out)
+
+
+def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[Task]:
+    """Tasks of `train_dataset`; raise DataError if a row already has one of the fields."""
+    if config.train_dataset is None:
+        raise ConfigError("pass rates are measured on train_dataset; set train_dataset.path")
+    tasks = load_tasks(config.train_dataset, name="train")
+    for field in fields:
+        if any(field in task.row for task in tasks):
+            raise DataError(
+                f"the rows of {config.train_dataset.path!r} already have a field {field!r}; choose another name"
+            )
+    return tasks
+
+
+async def sample_groups(
+    config: RunConfig, actors: Actors, tasks: Sequence[Task], *, num_runs: int, step: int
+) -> list[Group]:
+    """`num_runs` rollouts of each task."""
+    actors.engine.resume(0)
+    groups = await run_tasks(actors, tasks, group_size=num_runs, seed=config.seed, step=step)
+    actors.engine.pause()
+    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
+    return groups
+
+
+def describe_groups(groups: Sequence[Group], *, outcome_key: str | None, tool_keys: Sequence[str]) -> list[list[Any]]:
+    """Pass rate of each task, None where no rollout was scored; with `tool_keys` also the outcome and the tool calls of
+    each scored rollout."""
+    records: list[list[Any]] = [[rate] for rate in compute_pass_rates(groups, outcome_key)]
+    if tool_keys:
+        for record, group in zip(records, groups, strict=True):
+            record.append([compute_outcome(run, outcome_key) for run in group.scored])
+            record.append([sum(read_metric(run, key, knob="tool_keys") for key in tool_keys) for run in group.scored])
+    return records
+
+
+def append_batch(partial_file: Path, records: Sequence[Sequence[Any]]) -> None:
+    """Append one line: for each task its index, its pass rate, and the numbers of its rollouts if they are wanted."""
+    with storage_errors(partial_file, "write"), partial_file.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(records) + "\n")
+
+
+def open_partial_file(partial_file: Path, digest: str, batch_size: int, *, num_values: int) -> int:
+    """The number of tasks that are measured already. A file next to it has the digest of what it is measured from.
+
+    An incomplete last line is removed from the file. Raises ConfigError for a file of other settings, model or tasks.
+    """
+    digest_file = find_digest_file(partial_file)
+    if not partial_file.exists():
+        save_json(digest_file, {DIGEST: digest})
+        return 0
+    if digest_file.exists() and load_json(digest_file)[DIGEST] != digest:
+        raise ConfigError(
+            f"{partial_file} was measured with other settings, another model or other tasks; remove it to begin again, "
+            "or choose another file"
+        )
+    text = partial_file.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        partial_file.write_text(complete, encoding="utf-8")
+    batches = load_json_lines(partial_file)
+    sizes = [len(batch) for batch in batches]
+    if any(size != batch_size for size in sizes[:-1]):
+        raise ConfigError(f"{partial_file} was written with another algorithm.batch_size than {batch_size}; remove it")
+    if any(len(record) != num_values for batch in batches for record in batch):
+        raise ConfigError(f"{partial_file} was written with other tool_keys; remove it, or use the same")
+    return sum(sizes)
+
+
+def find_digest_file(partial_file: Path) -> Path:
+    """Earlier versions wrote none."""
+    return partial_file.with_name(f"{partial_file.name}.json")
+
+
+def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
+    """Write rows with their pass rates to `out`, then remove the partial file."""
+    names = (field, f"{field}_{CORRECTNESS}", f"{field}_{TOOL_CALLS}")
+    records = [record[1:] for batch in load_json_lines(partial_file) for record in batch]
+    rows = [
+        json.dumps({**task.row, **dict(zip(names, values, strict=False))}, ensure_ascii=False, default=str)
+        for task, values in zip(tasks, records, strict=True)
+        if values[0] is not None
+    ]
+    save_text(out, "".join(f"{row}\n" for row in rows))
+    with storage_errors(partial_file, "remove"):
+        partial_file.unlink()
+        find_digest_file(partial_file).unlink(missing_ok=True)
+    return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))

@@ -1,0 +1,165 @@
+"""Statistics of prepared rows that need a model: lengths in tokens (tokenizer only) and pass rates (weights)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from tunesmith.commands.pass_rate import measure_pass_rates
+from tunesmith.commands.prepare.calculator_agent import calculator_agent
+from tunesmith.commands.prepare.folder import format_lines, hash_json
+from tunesmith.commands.prepare.rows import Candidate, DroppedRows
+from tunesmith.commands.prepare.trajectories import Style
+from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.config import AlgorithmSection, DatasetSection, PassRateSection, PrepareSection, RunConfig, TokensSection
+from tunesmith.errors import DataError
+from tunesmith.judges.composite import numeric_judge
+from tunesmith.model.load import load_tokenizer
+from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.runs.policy import check_policy
+from tunesmith.storage import load_json_lines, save_text
+
+NO_LIMIT = 2**62
+PASS_RATE_SUFFIX = "_pass_rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationLength:
+    """Length of one conversation in tokens."""
+
+    num_tokens: int
+    num_trained: int
+    """Tokens of the assistant's messages, on which fine-tuning computes the loss."""
+    num_samples: int
+    """Above 1 if the template renders earlier turns differently later on, so that several sequences are needed."""
+
+
+def load_reader(section: TokensSection) -> ConversationReader:
+    """Reader with the tokenizer that measures lengths; loads no weights."""
+    tokenizer = load_tokenizer(
+        section.model, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
+    )
+    return ConversationReader(tokenizer)
+
+
+def measure_length(reader: ConversationReader, row: Mapping[str, Any]) -> ConversationLength:
+    """Length of a row as fine-tuning tokenizes it."""
+    samples = reader.read([row], max_model_len=NO_LIMIT)
+    return ConversationLength(
+        num_tokens=max(len(sample.token_ids) for sample in samples),
+        num_trained=sum(sum(sample.is_sampled) for sample in samples),
+        num_samples=len(samples),
+    )
+
+
+def drop_long_rows(
+    candidates: Sequence[Candidate],
+    section: TokensSection,
+    reader: ConversationReader,
+    style: Style,
+    dropped: DroppedRows,
+) -> tuple[list[Candidate], dict[str, Any]]:
+    """Drop candidates longer than `max_model_len`; return the others and the report of their lengths."""
+    kept, lengths = [], []
+    for candidate in candidates:
+        length = measure_length(reader, candidate.build_row(style))
+        if section.max_model_len is not None and length.num_tokens > section.max_model_len:
+            dropped.add("too_long", candidate.index, f"{length.num_tokens} tokens")
+        else:
+            kept.append(candidate)
+            lengths.append(length)
+    return kept, describe_lengths(lengths, section)
+
+
+def describe_lengths(lengths: Sequence[ConversationLength], section: TokensSection) -> dict[str, Any]:
+    totals = sorted(length.num_tokens for length in lengths)
+    report: dict[str, Any] = {"model": section.model, "max_model_len": section.max_model_len}
+    if totals:
+        report |= {
+            "mean": round(fmean(totals), 1),
+            "median": median(totals),
+            "p95": totals[int(0.95 * (len(totals) - 1))],
+            "max": totals[-1],
+            "total": sum(totals),
+            "trained": sum(length.num_trained for length in lengths),
+            "num_split_conversations": sum(length.num_samples > 1 for length in lengths),
+        }
+    return report
+
+
+def check_pass_rate_models(section: PassRateSection) -> None:
+    """Raise if a model for pass rates cannot be loaded; reads no weights."""
+    for model in section.models.values():
+        check_policy(model)
+
+
+def add_pass_rates(
+    candidates: Sequence[Candidate], settings: PrepareSection, *, work: Path, dropped: DroppedRows
+) -> tuple[list[Candidate], dict[str, Any]]:
+    """Add a pass-rate column per model; candidates without a scored rollout are dropped."""
+    section = settings.pass_rate
+    assert section is not None
+    report: dict[str, Any] = {"num_samples": section.num_samples}
+    kept = list(candidates)
+    for name in section.models:
+        rates = measure_model(kept, name, settings, work=work)
+        for candidate, rate in zip(kept, rates, strict=True):
+            if rate is None:
+                dropped.add("no_scored_run", candidate.index, f"no rollout of {name} was scored")
+        kept = [
+            replace(candidate, features={**candidate.features, name + PASS_RATE_SUFFIX: rate})
+            for candidate, rate in zip(kept, rates, strict=True)
+            if rate is not None
+        ]
+        if not kept:
+            raise DataError(f"pass_rate.models.{name}: no rollout of any question was scored")
+        report[name + PASS_RATE_SUFFIX] = {"mean": round(fmean(c.features[name + PASS_RATE_SUFFIX] for c in kept), 6)}
+    return kept, report
+
+
+def measure_model(
+    candidates: Sequence[Candidate], name: str, settings: PrepareSection, *, work: Path
+) -> list[float | None]:
+    """Pass rate of each candidate with the calculator agent; resumes a killed measurement from the work folder."""
+    section = settings.pass_rate
+    assert section is not None
+    rows = [
+        {"place": index, "question": candidate.question, "answer": candidate.solution.answer}
+        for index, candidate in enumerate(candidates)
+    ]
+    model = section.models[name]
+    key = hash_json(
+        [rows, section.model_dump(mode="json", exclude={"models"}), model.model_dump(mode="json"), settings.seed]
+    )
+    questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
+    if not out.is_file():
+        save_text(questions, format_lines(rows))
+        measure_pass_rates(
+            build_run_config(questions, name, settings),
+            workflow=calculator_agent,
+            judge=numeric_judge,
+            build_model=lambda endpoint, options: ChatModel(endpoint, options=options),
+            field=name + PASS_RATE_SUFFIX,
+            num_runs=section.num_samples,
+            out=out,
+        )
+    rates = {row["place"]: float(row[name + PASS_RATE_SUFFIX]) for row in load_json_lines(out)}
+    return [rates.get(index) for index in range(len(candidates))]
+
+
+def build_run_config(questions: Path, name: str, settings: PrepareSection) -> RunConfig:
+    """Run configuration for measuring pass rates of the model `name`."""
+    section = settings.pass_rate
+    assert section is not None
+    return RunConfig(
+        seed=settings.seed,
+        num_cpu_threads=settings.num_cpu_threads,
+        model=section.models[name],
+        train_dataset=DatasetSection(path=str(questions)),
+        algorithm=AlgorithmSection(batch_size=section.batch_size),
+        engine=section.engine,
+        rollout=section.rollout,
+    )

@@ -1,0 +1,211 @@
+"""Filtering and conversion of rows: question with worked solution -> `Candidate` -> row with a conversation.
+
+A `Candidate` is a question with its parsed solution; `build_row` converts it after all filters. Each dropped row is
+counted under exactly one reason, and the first examples of each reason are kept for the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from tunesmith.commands.prepare.calculator_agent import TOOLS
+from tunesmith.commands.prepare.trajectories import (
+    Style,
+    build_messages,
+    build_plain_messages,
+    check_calculations,
+    find_rejection_reason,
+)
+from tunesmith.config import ContaminationSection, ParaphraseSection, PrepareSection
+from tunesmith.errors import DataError
+from tunesmith.judges.answers import match_numeric
+from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
+from tunesmith.judges.transcript import Transcript, build_transcript
+from tunesmith.tasks.contamination import find_overlaps
+from tunesmith.tasks.paraphrase import paraphrase
+from tunesmith.tasks.solutions import Solution, SolutionError, parse_solution
+from tunesmith.types import Task
+
+NUM_EXAMPLES = 5
+"""Examples of dropped rows per reason in the report."""
+FORMAT_PARTS: Mapping[str, Callable[[Mapping[str, Any], Transcript], float | None]] = {
+    "exact": match_numeric,
+    "format": score_format,
+    "reasoning": score_reasoning,
+    "conciseness": score_conciseness,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One question with its parsed solution."""
+
+    index: int
+    """Row number in its data set, from 0."""
+    question: str
+    text: str
+    """The solution as given in the data set."""
+    solution: Solution
+    is_verified: bool = True
+    """Whether the calculator confirms every calculation; otherwise the conversation has no tool calls."""
+    paraphrase: int | None = None
+    """Number of the paraphrase; None for the original question."""
+    features: Mapping[str, float] = field(default_factory=dict)
+    """Pass rates by column name."""
+
+    def build_row(self, style: Style) -> dict[str, Any]:
+        """The row as written to train.jsonl or eval.jsonl."""
+        return {
+            "question": self.question,
+            "answer": self.solution.answer,
+            "solution": self.text,
+            "num_steps": len(self.solution.calculations),
+            "source_index": self.index,
+            "paraphrase": self.paraphrase,
+            "is_verified": self.is_verified,
+            **self.features,
+            "messages": self.build_messages(style),
+            "tools": [dict(tool) for tool in TOOLS],
+        }
+
+    def build_messages(self, style: Style) -> list[dict[str, Any]]:
+        if not self.is_verified:
+            return build_plain_messages(self.question, self.solution)
+        return build_messages(self.question, self.solution, style=style)
+
+
+@dataclass(slots=True, kw_only=True)
+class DroppedRows:
+    """Counts and examples of dropped rows by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, reason: str, index: int, detail: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < NUM_EXAMPLES:
+            examples.append({"source_index": index, "detail": detail})
+
+    def to_json(self) -> dict[str, Any]:
+        order = sorted(self.counts, key=lambda reason: -self.counts[reason])
+        return {
+            "dropped": {reason: self.counts[reason] for reason in order},
+            "examples": {reason: self.examples[reason] for reason in order},
+        }
+
+
+def read_training_rows(
+    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
+) -> list[Candidate]:
+    """Rows whose solution parses, is confirmed by the calculator, and whose conversation the agent's judge accepts."""
+    candidates = []
+    for index, row in enumerate(rows):
+        try:
+            candidate = read_row(index, row, settings)
+            candidate = replace(candidate, solution=check_calculations(candidate.solution))
+        except SolutionError as error:
+            dropped.add(error.reason, index, str(error))
+            continue
+        reason = find_rejection_reason(
+            candidate.question, candidate.build_messages(settings.style), candidate.solution.answer
+        )
+        if reason is None:
+            candidates.append(candidate)
+        else:
+            dropped.add(reason, index, candidate.text)
+    return candidates
+
+
+def read_evaluation_rows(
+    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
+) -> list[Candidate]:
+    """Every row with a readable answer; the form of the solution must not change which test questions remain."""
+    candidates = []
+    for index, row in enumerate(rows):
+        try:
+            candidate = read_row(index, row, settings)
+        except SolutionError as error:
+            dropped.add(error.reason, index, str(error))
+            continue
+        try:
+            candidates.append(replace(candidate, solution=check_calculations(candidate.solution)))
+        except SolutionError:
+            candidates.append(replace(candidate, is_verified=False))
+    return candidates
+
+
+def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> Candidate:
+    question, text = str(row[settings.question_field]).strip(), str(row[settings.answer_field]).strip()
+    if not question:
+        raise SolutionError("no_question", "the question is empty")
+    return Candidate(index=index, question=question, text=text, solution=parse_solution(text))
+
+
+def check_contamination(
+    candidates: Sequence[Candidate],
+    evaluation: Sequence[str],
+    settings: ContaminationSection,
+    dropped: DroppedRows,
+) -> tuple[list[Candidate], list[dict[str, Any]]]:
+    """Find overlaps with the evaluation questions and apply `settings.action`; return candidates and overlaps."""
+    questions = [candidate.question for candidate in candidates]
+    found = find_overlaps(questions, evaluation, ngram_words=settings.ngram_words)
+    overlaps: list[dict[str, Any]] = [
+        {
+            "source_index": candidates[overlap.train_index].index,
+            "eval_index": overlap.eval_index,
+            "kind": overlap.kind,
+            "words": overlap.words,
+        }
+        for overlap in found
+    ]
+    if overlaps and settings.action == "error":
+        first = overlaps[0]
+        raise DataError(
+            f"{len(overlaps)} training questions overlap with eval_data; row {first['source_index']} shares "
+            f"{first['words']!r} with its row {first['eval_index']}. Fix the data, or set contamination.action=drop"
+        )
+    if settings.action != "drop":
+        return list(candidates), overlaps
+    for each in overlaps:
+        dropped.add(f"contaminated_{each['kind']}", each["source_index"], f"eval row {each['eval_index']}")
+    contaminated = {overlap.train_index for overlap in found}
+    return [candidate for index, candidate in enumerate(candidates) if index not in contaminated], overlaps
+
+
+def add_paraphrases(
+    candidates: Sequence[Candidate], section: ParaphraseSection, *, cache_path: str
+) -> tuple[list[Candidate], dict[str, int]]:
+    """Paraphrases of the questions as new candidates with the same solution, and their counts for the report."""
+    tasks = [
+        Task(task_id=str(index), index=index, row={"question": candidate.question})
+        for index, candidate in enumerate(candidates)
+    ]
+    options = section.model_dump(exclude={"model", "base_url"})
+    paraphrased, metrics = paraphrase(
+        tasks, field="question", model=section.model, base_url=section.base_url, cache_path=cache_path, **options
+    )
+    rewritten = []
+    for task in paraphrased:
+        _, is_variant, number = task.task_id.partition("/paraphrase-")
+        if is_variant:
+            source = candidates[task.index]
+            rewritten.append(replace(source, question=task.row["question"], paraphrase=int(number)))
+    counts = {name: int(value) for name, value in metrics.items()} | {"num_added": len(rewritten)}
+    return rewritten, counts
+
+
+def compute_format_report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Scores of the demonstrations under the parts of the agent's reward: means, and the number of fully valid rows."""
+    transcripts = [build_transcript(row["messages"]) for row in rows]
+    scores = {
+        name: [score(row, transcript) or 0.0 for row, transcript in zip(rows, transcripts, strict=True)]
+        for name, score in FORMAT_PARTS.items()
+    }
+    is_valid = [exact == form == 1.0 for exact, form in zip(scores["exact"], scores["format"], strict=True)]
+    means = {name: round(fmean(values), 6) for name, values in scores.items()} if rows else {}
+    return {"num_rows": len(rows), "num_valid": sum(is_valid), "means": means}

@@ -1,0 +1,233 @@
+"""`tunesmith prepare`: converts questions with worked solutions into conversations of the calculator agent.
+
+    train.jsonl   one conversation per line: question, answer, solution, num_steps, messages, tools, pass rates
+    eval.jsonl    held-out questions with a readable answer     report.json  rows kept and dropped, by reason
+    DONE.json     settings and file sizes, written last
+
+Steps: read, verify with the calculator, remove contamination, paraphrase, measure lengths and pass rates, write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.commands.prepare.folder import (
+    EVALUATION,
+    PARAPHRASES,
+    TRAIN,
+    find_report,
+    hash_sources,
+    open_work_folder,
+    save_folder,
+)
+from tunesmith.commands.prepare.model_stats import add_pass_rates, check_pass_rate_models, drop_long_rows, load_reader
+from tunesmith.commands.prepare.rows import (
+    Candidate,
+    DroppedRows,
+    add_paraphrases,
+    check_contamination,
+    compute_format_report,
+    read_evaluation_rows,
+    read_training_rows,
+)
+from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.runs.result import Result
+from tunesmith.tasks.load import check_required_fields, load_preview, load_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PrepareResult(Result):
+    """Result of a preparation."""
+
+    folder: Path
+    num_train: int
+    """Rows of train.jsonl."""
+    num_eval: int
+    """Rows of eval.jsonl, 0 without an evaluation set."""
+    content: Mapping[str, Any]
+    """The content of report.json."""
+
+    @property
+    def train_path(self) -> Path:
+        return self.folder / TRAIN
+
+    @property
+    def eval_path(self) -> Path | None:
+        """None without an evaluation set."""
+        return self.folder / EVALUATION if self.content["eval"] is not None else None
+
+    def list_facts(self) -> dict[str, str]:
+        facts = {"folder": str(self.folder), "train": describe_counts(self.content["train"])}
+        if self.eval_path is not None:
+            facts["eval"] = describe_counts(self.content["eval"])
+        return facts
+
+
+def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
+    """Write the prepared rows to the new folder `out_dir`; return the report of one that already holds them.
+
+    Raises ConfigError, DataError or ModelError for invalid input before any weights load, and StorageError if the
+    folder holds something else or cannot be written.
+    """
+    folder = Path(out_dir).expanduser().absolute()
+    content = find_report(folder, settings)
+    if content is None:
+        content = prepare_folder(settings, folder)
+    evaluation = content["eval"]
+    return PrepareResult(
+        folder=folder,
+        num_train=content["train"]["num_kept"],
+        num_eval=0 if evaluation is None else evaluation["num_kept"],
+        content=content,
+    )
+
+
+def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
+    """Prepare all rows and write the folder; returns the report."""
+    reader = check_settings(settings)
+    sources = hash_sources(settings)
+    rows = load_source(settings.data, settings, default_split="train", knob="data")
+    held_out = None
+    if settings.eval_data is not None:
+        held_out = load_source(settings.eval_data, settings, default_split="test", knob="eval_data")
+    work = open_work_folder(folder)
+    dropped, eval_dropped = DroppedRows(), DroppedRows()
+    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_dropped)
+    candidates = read_training_rows(rows, settings, dropped)
+    candidates, report = filter_and_augment(candidates, evaluation, settings, reader=reader, work=work, dropped=dropped)
+    if not candidates:
+        raise DataError(f"no row of {settings.data.path!r} remains; dropped: {dropped.counts}")
+    train = [candidate.build_row(settings.style) for candidate in candidates]
+    content = {
+        "train": {"num_rows": len(rows), "num_kept": len(train), **dropped.to_json()},
+        "eval": describe_evaluation(evaluation, len(held_out or []), eval_dropped),
+        "style": settings.style,
+        "format": compute_format_report(train),
+        "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
+        **report,
+    }
+    eval_rows = None if evaluation is None else [candidate.build_row(settings.style) for candidate in evaluation]
+    save_folder(folder, settings, train=train, evaluation=eval_rows, report=content, sources=sources)
+    return content
+
+
+def filter_and_augment(
+    candidates: list[Candidate],
+    evaluation: Sequence[Candidate] | None,
+    settings: PrepareSection,
+    *,
+    reader: ConversationReader | None,
+    work: Path,
+    dropped: DroppedRows,
+) -> tuple[list[Candidate], dict[str, Any]]:
+    """Check contamination, paraphrase (paraphrases are checked too), measure lengths and pass rates.
+
+    Returns the remaining candidates and one report section per step; the section of a step that is off is None.
+    """
+    questions = None if evaluation is None else [candidate.question for candidate in evaluation]
+    report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
+    overlaps: list[dict[str, Any]] = []
+    if questions is not None:
+        candidates, overlaps = check_contamination(candidates, questions, settings.contamination, dropped)
+    if settings.paraphrase is not None:
+        added, report["paraphrase"] = add_paraphrases(
+            candidates, settings.paraphrase, cache_path=str(work / PARAPHRASES)
+        )
+        if questions is not None:
+            added, more = check_contamination(added, questions, settings.contamination, dropped)
+            overlaps += more
+        candidates = sorted([*candidates, *added], key=lambda each: (each.index, each.paraphrase is not None))
+    if questions is not None:
+        report["contamination"] = describe_overlaps(overlaps, settings)
+    if reader is not None and settings.tokens is not None:
+        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, dropped)
+    if settings.pass_rate is not None and candidates:
+        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, dropped=dropped)
+    return candidates, report
+
+
+def check_settings(settings: PrepareSection) -> ConversationReader | None:
+    """Validate models and API keys before data is read; returns the reader that measures lengths."""
+    if settings.paraphrase is not None:
+        check_api_key(settings.paraphrase)
+    if settings.pass_rate is not None:
+        check_pass_rate_models(settings.pass_rate)
+    return None if settings.tokens is None else load_reader(settings.tokens)
+
+
+def check_api_key(section: ParaphraseSection) -> None:
+    if section.api_key_env is not None and section.api_key_env not in os.environ:
+        raise ConfigError(f"paraphrase.api_key_env: the environment variable {section.api_key_env} is not set")
+
+
+def load_source(
+    section: SourceSection, settings: PrepareSection, *, default_split: str, knob: str
+) -> list[dict[str, Any]]:
+    """All rows, or the first `max_rows`; raises DataError for a row without question or solution."""
+    split = section.split
+    if split is None and not Path(section.path).expanduser().is_file():
+        split = default_split
+    if settings.max_rows is None:
+        rows = load_rows(section.path, name=section.name, split=split)
+    else:
+        rows = load_preview(section.path, name=section.name, split=split, num_rows=settings.max_rows)
+    if not rows:
+        raise DataError(f"{knob}: {section.path!r} (split {split!r}) has no rows")
+    try:
+        check_required_fields(rows, (settings.question_field, settings.answer_field), path=section.path)
+    except DataError as error:
+        hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
+        what, _, _ = str(error).rpartition(". ")  # the last sentence names required_fields, a knob of run files
+        raise DataError(f"{knob}: {what}. Fix the data, or {hint}") from error
+    return rows
+
+
+def describe_evaluation(
+    evaluation: Sequence[Candidate] | None, num_rows: int, dropped: DroppedRows
+) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    num_unverified = sum(not candidate.is_verified for candidate in evaluation)
+    return {"num_rows": num_rows, "num_kept": len(evaluation), "num_unverified": num_unverified, **dropped.to_json()}
+
+
+def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSection) -> dict[str, Any]:
+    counts = Counter(overlap["kind"] for overlap in overlaps)
+    return {
+        "action": settings.contamination.action,
+        "ngram_words": settings.contamination.ngram_words,
+        "num_exact": counts["exact"],
+        "num_ngram": counts["ngram"],
+        "overlaps": list(overlaps),
+    }
+
+
+def format_summary(report: PrepareResult) -> str:
+    """Text of a few lines with the numbers of kept and dropped rows."""
+    content = report.content
+    lines = [f"train: {describe_counts(content['train'])}"]
+    if content["eval"] is not None:
+        lines.append(f"eval: {describe_counts(content['eval'])}")
+    contamination = content["contamination"]
+    if contamination is not None:
+        lines.append(
+            f"contamination: {contamination['num_exact']} exact, {contamination['num_ngram']} by n-gram "
+            f"(action: {contamination['action']})"
+        )
+    form = content["format"]
+    lines.append(f"format: {form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}")
+    optional = ("paraphrase", "tokens", "pass_rate")
+    lines += [f"{name}: {content[name]}" for name in optional if content[name] is not None]
+    return "\n".join([*lines, f"prepared data: {report.folder}"])
+
+
+def describe_counts(counts: Mapping[str, Any]) -> str:
+    dropped = ", ".join(f"{reason} {count}" for reason, count in counts["dropped"].items()) or "none"
+    return f"{counts['num_kept']} rows of {counts['num_rows']}; dropped: {dropped}"

@@ -1,0 +1,210 @@
+"""Selects the model with the highest mean reward for an agent.
+
+Candidates are evaluated one after the other on the same tasks with the same seeds; weights are loaded once and released
+before the next candidate. A failed run has no reward. A candidate with too many failures is not eligible, and rewards
+are compared on the tasks that every eligible candidate was scored on, so a candidate gains nothing by failing on hard
+tasks. Of candidates with the same mean the first is selected.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tunesmith.commands.candidates.models import Candidate, check_candidate, load_candidate
+from tunesmith.commands.candidates.runs import (
+    RunLimits,
+    count_failures,
+    describe_failures,
+    has_too_many_failures,
+    run_agent,
+)
+from tunesmith.commands.candidates.usage import MeasuredModel, counted_calls, get_usage
+from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
+from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
+from tunesmith.errors import RolloutError
+from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.signature import is_sync_function, list_parameters
+from tunesmith.rollout.sync_code import ThreadCall
+from tunesmith.runs.policy import BuildModel
+from tunesmith.types import JudgeOutput, JudgeType, Task, Trajectory, WorkflowOutput, WorkflowType
+
+logger = logging.getLogger(__name__)
+
+
+async def run_selection(
+    candidates: Sequence[Candidate],
+    tasks: Sequence[Task],
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType,
+    limits: RunLimits,
+    build_model: BuildModel,
+) -> ModelSelection:
+    """Evaluate the candidates on the tasks; raises RolloutError if none of them is eligible."""
+    for candidate in candidates:
+        check_candidate(candidate)
+    agent = Agent(
+        workflow=measure_workflow(workflow), judge=rename_task(judge), timeout_s=limits.timeout_s, logger=logger
+    )
+    runs: dict[str, list[Trajectory]] = {}
+    for candidate in candidates:
+        trajectories = await evaluate_candidate(candidate, tasks, agent=agent, limits=limits, build_model=build_model)
+        runs[candidate.label] = trajectories
+        log_candidate(candidate.label, trajectories)
+    selection = choose_best(candidates, runs, limits)
+    best = selection.candidates[find_best(selection.candidates)]
+    logger.info("Selected %s:\n%s", best.label, selection.format_table())
+    return selection
+
+
+async def evaluate_candidate(
+    candidate: Candidate, tasks: Sequence[Task], *, agent: Agent, limits: RunLimits, build_model: BuildModel
+) -> list[Trajectory]:
+    """Run the agent on every task with this model, which is released afterwards."""
+    loaded = load_candidate(candidate, build_model=build_model)
+    try:
+        with loaded.sampling(), counted_calls(loaded.find_chat_model()):
+            return await run_agent(tasks, agent=agent, model=MeasuredModel(loaded.provider), limits=limits)
+    finally:
+        is_local = loaded.engine is not None
+        del loaded
+        if is_local:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+class MeasuredResponse(dict[str, Any]):
+    """What judges receive: AgentScope's dict of the response and its metrics, whose values are attributes too."""
+
+    @property
+    def response(self) -> Any:
+        return self["response"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = self["metrics"]
+        return metrics
+
+
+def measure_workflow(workflow: WorkflowType) -> Callable[..., Any]:
+    """A workflow whose response is AgentScope's composite for judges: the response, and its metrics with time and
+    tokens."""
+
+    @functools.wraps(workflow)
+    async def measured(**arguments: Any) -> Any:
+        started = time.perf_counter()
+        call: Callable[..., Any] = workflow
+        output = await (ThreadCall(call, arguments) if is_sync_function(workflow) else call(**arguments))
+        if not isinstance(output, WorkflowOutput):
+            return output
+        metrics = dict(output.metrics or {}) | {"execution_time": time.perf_counter() - started}
+        if (tokens := get_usage().count_tokens()) is not None:
+            names = ("input_tokens", "output_tokens", "total_tokens")
+            metrics |= dict(zip(names, map(float, (*tokens, sum(tokens))), strict=True))
+        return WorkflowOutput(response=MeasuredResponse(response=output.response, metrics=metrics), metrics=metrics)
+
+    return measured
+
+
+def rename_task(judge: JudgeType) -> Callable[..., Any]:
+    """The judge with a parameter `task`; AgentScope's own judges call it `_task`."""
+    if "_task" not in list_parameters(judge):
+        return judge
+    call: Callable[..., Any] = judge
+
+    async def renamed(task: dict[str, Any], response: Any) -> JudgeOutput:
+        output: JudgeOutput = await call(_task=task, response=response)
+        return output
+
+    return renamed
+
+
+def log_candidate(label: str, trajectories: Sequence[Trajectory]) -> None:
+    if num_failures := count_failures(trajectories):
+        causes = "\n  ".join(describe_failures(trajectories))
+        logger.warning("%s: %d of %d runs failed:\n  %s", label, num_failures, len(trajectories), causes)
+
+
+def choose_best(
+    candidates: Sequence[Candidate], runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits
+) -> ModelSelection:
+    """The eligible candidate with the highest mean reward, the first of several."""
+    eligible = [each.label for each in candidates if not has_too_many_failures(runs[each.label], limits)]
+    if not eligible:
+        raise RolloutError(describe_all_failed(runs, limits))
+    rewards = {label: [each.reward for each in runs[label]] for label in eligible}
+    compared = [i for i in range(len(rewards[eligible[0]])) if all(rewards[label][i] is not None for label in eligible)]
+    if not compared:
+        raise RolloutError(
+            f"no task was scored with each of {', '.join(eligible)}, so they cannot be compared; lower "
+            "max_failure_rate, or correct what fails:\n" + list_all_causes(runs)
+        )
+    values = {label: [float(rewards[label][i] or 0.0) for i in compared] for label in eligible}
+    means = {label: math.fsum(each) / len(each) for label, each in values.items()}
+    best = max(eligible, key=means.__getitem__)
+    scores = [score_candidate(each, runs[each.label], values, best, limits.seed) for each in candidates]
+    return ModelSelection.build(scores[find_best(scores)], scores, num_compared=len(compared))
+
+
+def find_best(scores: Sequence[CandidateScore]) -> int:
+    """Position of the candidate that the others are compared with."""
+    return next(i for i, each in enumerate(scores) if each.reward is not None and each.lead is None)
+
+
+def score_candidate(
+    candidate: Candidate,
+    trajectories: Sequence[Trajectory],
+    values: Mapping[str, Sequence[float]],
+    best: str,
+    seed: int,
+) -> CandidateScore:
+    """`values` has the rewards of eligible candidates on the compared tasks."""
+    label, own = candidate.label, values.get(candidate.label)
+    lead: Difference | None = None
+    if own is not None and label != best:
+        lead = compare_paired(own, values[best], seed=seed)
+    scored = [each for each in trajectories if each.failure is None]
+    return CandidateScore(
+        label=label,
+        model=candidate.given,
+        reward=None if own is None else math.fsum(own) / len(own),
+        interval=None if own is None else compute_bootstrap_interval(own, seed=seed),
+        num_tasks=len(trajectories),
+        num_scored=len(scored),
+        causes=tuple(describe_failures(trajectories)),
+        metrics=average_metrics(scored),
+        lead=lead,
+    )
+
+
+def average_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`<metric>_avg` over the runs that report the metric."""
+    names = dict.fromkeys(name for each in trajectories for name in each.metrics)
+    return {
+        f"{name}_avg": statistics.fmean(each.metrics[name] for each in trajectories if name in each.metrics)
+        for name in names
+    }
+
+
+def describe_all_failed(runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits) -> str:
+    return (
+        f"no model can be selected: with each of them more runs failed than max_failure_rate="
+        f"{limits.max_failure_rate:g} allows:\n{list_all_causes(runs)}"
+    )
+
+
+def list_all_causes(runs: Mapping[str, Sequence[Trajectory]]) -> str:
+    return "\n".join(
+        f"  {label}: {count_failures(each)} of {len(each)} failed: {'; '.join(describe_failures(each))}"
+        for label, each in runs.items()
+    )

@@ -1,0 +1,96 @@
+"""A training run whose workflows are programs outside of this process, in any language."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tunesmith.cluster.place import find_place
+from tunesmith.commands.tune.load_tasks import CustomComponents
+from tunesmith.commands.tune.server import Server
+from tunesmith.commands.tune.tune import TuneResult, run_tuning
+from tunesmith.config import RunConfig, ServeSection
+from tunesmith.errors import ConfigError
+from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.rollout.openai_server.http import check_port
+from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.live import LiveSessions
+from tunesmith.rollout.task_server.queue import TaskQueue
+from tunesmith.rollout.task_server.serve import KNOB, serve_live, serve_tasks
+from tunesmith.runs.load_function import load_function
+from tunesmith.runs.placement import place_server
+from tunesmith.runs.policy import BuildModel
+from tunesmith.types import JudgeType, WorkflowType
+
+END_GRACE_S = 5.0
+"""After the last step, the server answers for so long workers that are about to ask for a task."""
+
+
+def run_serving(
+    config: RunConfig,
+    *,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    custom: CustomComponents = CustomComponents(),
+) -> TuneResult:
+    """Serve tasks to workers and train on their rollouts; the server listens from the first step to the last.
+
+    `build_model`: the class of the auxiliary models that a judge receives.
+    """
+    if config.workflow is not None:
+        raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
+    section = config.serve or ServeSection()
+    section = place_server(section, config, find_place())
+    if section.mode == "online" and judge is not None:
+        raise ConfigError("judge_func has no effect with serve.mode=online: clients post the reward")
+    if judge is None and config.judge is not None:
+        judge = load_function(config.judge, knob="judge")
+    limits = ServerLimits(
+        api_key=read_api_key(section),
+        max_body_bytes=int(config.rollout.max_body_mib * 2**20),
+        max_requests=section.max_requests,
+        public_url=section.public_url,
+    )
+    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": section.port}
+    check_port(section.port, host=section.host, knob=KNOB)
+    workflow: WorkflowType
+    if section.mode == "online":
+        sessions = LiveSessions(
+            seed=config.seed, feedback_timeout_s=section.feedback_timeout_s, max_sessions=section.max_sessions
+        )
+        workflow = sessions.run_session
+        server = Server(
+            start=partial(serve_live, sessions, **address), model=sessions, notice="model for live traffic: {url}/v1"
+        )
+    else:
+        queue = TaskQueue(
+            timeout_s=config.rollout.timeout_s, lost_after_s=section.lost_after_s, has_judge=judge is not None
+        )
+        workflow = queue.run_attempt
+        start = partial(serve_tasks, queue, **address, end_grace_s=END_GRACE_S)
+        server = Server(start=start, notice="tasks for workers: {url}/tasks/next")
+    return run_tuning(
+        config.model_copy(update={"serve": section}),
+        workflow=workflow,
+        judge=judge,
+        build_model=build_model if config.auxiliary_models else build_plain_model,
+        custom=custom,
+        server=server,
+    )
+
+
+def build_plain_model(endpoint: Endpoint, options: Mapping[str, Any]) -> ChatModel:
+    """The model of rollouts that no function in this process calls."""
+    return ChatModel(endpoint, options=options)
+
+
+def read_api_key(section: ServeSection) -> str | None:
+    """The key in the environment variable that the section names."""
+    if section.api_key_env is None:
+        return None
+    key = os.environ.get(section.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(f"serve.api_key_env={section.api_key_env!r}: this environment variable is not set")
+    return key

@@ -1,0 +1,293 @@
+"""Supervised fine-tuning with the trainer of reinforcement learning.
+
+Rows of messages become samples whose assistant tokens are trained; batches are filled up to a token limit. Settings,
+rows and files are checked before weights are read. An interrupted run resumes from its last checkpoint. The result is
+`model/`: the weights with the lowest evaluation loss, or the last ones if no rows are held out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tunesmith.commands.sft.folder import (
+    MODEL,
+    OfflineFolder,
+    finish,
+    load_finished_result,
+    open_offline_folder,
+    remove_checkpoints,
+)
+from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
+from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, SftConfig
+from tunesmith.errors import TrainingError
+from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
+from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.model.forward.logits import verify_model
+from tunesmith.model.load import check_vocabulary, load_section_model
+from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.monitor.monitor import Monitor
+from tunesmith.runs.early_stopping import EarlyStopping
+from tunesmith.runs.result import TrainingResult
+from tunesmith.storage import check_free_space
+from tunesmith.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class OfflineResult(TrainingResult):
+    """Result of supervised fine-tuning or preference training."""
+
+    folder: Path
+    """Folder of the model or adapter; `model.path` accepts it."""
+    num_steps: int
+    loss: float
+    """Mean training loss over the last epoch's batches, in nats per token."""
+    eval_loss: float | None
+    """Evaluation loss of the kept weights; None if no rows are held out."""
+    best_step: int
+    """The step whose weights were kept."""
+    num_rows: int
+    """Rows trained on."""
+    num_eval_rows: int
+    num_dropped_rows: int
+    """Rows dropped because they exceed the model's context."""
+    num_trained_tokens: int
+    """Trained tokens in one epoch."""
+    stop_reason: str | None = None
+    """Why the training ended before its last step; None if it did not."""
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder.parent
+
+    @property
+    def model_path(self) -> str:
+        return str(self.folder)
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Metrics of the last step."""
+        return dict(self.history.rows.get(self.num_steps, {}))
+
+    def list_facts(self) -> dict[str, str]:
+        facts = {
+            "folder": str(self.run_folder),
+            "model": self.model_path,
+            "steps": f"{self.num_steps} on {self.num_rows} rows",
+            "loss": f"{self.loss:.4f} over the last epoch",
+        }
+        if self.num_dropped_rows:
+            facts["dropped"] = f"{self.num_dropped_rows} rows longer than the context"
+        if self.eval_loss is not None:
+            facts["eval loss"] = f"{self.eval_loss:.4f} at step {self.best_step}, whose weights are kept"
+        return facts
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Training progress; saved in checkpoints with the trainer's state."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    best_step: int | None = None
+    best_loss: float | None = None
+    stop_reason: str | None = None
+
+
+def run_sft(config: SftConfig, *, out_dir: Path) -> OfflineResult:
+    """Fine-tune into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
+    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type)
+    return run_offline(
+        config,
+        out_dir=out_dir,
+        build_plan=partial(build_plan, config),
+        build_trainer=partial(build_trainer, config, algorithm),
+    )
+
+
+def run_offline(
+    config: OfflineConfig,
+    *,
+    out_dir: Path,
+    build_plan: Callable[[], OfflinePlan],
+    build_trainer: Callable[[PreTrainedModel, int], Trainer],
+) -> OfflineResult:
+    """Like `run_sft`, for any plan and any trainer; `build_trainer` receives the model and the number of steps."""
+    root = Path(out_dir).expanduser().absolute()
+    summary = load_finished_result(root, config)
+    if summary is not None:
+        return OfflineResult(folder=root / MODEL, **summary)
+    set_num_threads(config.num_cpu_threads)
+    plan = build_plan()
+    with (
+        open_offline_folder(config, root) as folder,
+        Monitor(
+            root,
+            config.monitor,
+            total_steps=len(plan.batches),
+            committed_step=folder.committed_step,
+            run_settings=config.model_dump(mode="json"),
+        ) as monitor,
+    ):
+        model = load_section_model(config.model)
+        check_vocabulary(model, plan.tokenizer)
+        verify_model(model)  # as an engine does
+        trainer = build_trainer(model, len(plan.batches))
+        check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
+        progress = train(config, plan, model, trainer, folder, monitor)
+        assert progress.best_step is not None
+        summary = summarize_training(plan, progress)
+        num_kept = config.keep_checkpoints or 0
+        finish(folder, best_step=progress.best_step, num_kept=num_kept, summary=summary)
+    return OfflineResult(folder=folder.model, **summary)
+
+
+def build_trainer(
+    config: OfflineConfig,
+    algorithm: AlgorithmSection,
+    model: PreTrainedModel,
+    num_total_steps: int,
+    *,
+    reference_model: PreTrainedModel | None = None,
+) -> Trainer:
+    """The trainer of reinforcement learning, with the loss of `algorithm`."""
+    return Trainer(
+        model,
+        config.trainer,
+        algorithm,
+        max_model_len=config.model.max_model_len,
+        num_total_steps=num_total_steps,
+        reference_model=reference_model,
+        dropout_seed=config.seed,
+    )
+
+
+def train(
+    config: OfflineConfig,
+    plan: OfflinePlan,
+    model: PreTrainedModel,
+    trainer: Trainer,
+    folder: OfflineFolder,
+    monitor: Monitor,
+) -> Progress:
+    """Run all remaining steps, from the last checkpoint or the beginning; the last step is always saved."""
+    progress = restore(folder, model, trainer)
+    stopping = build_early_stopping(config, folder)
+    if plan.num_dropped_rows:
+        monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
+    batches, epochs = plan.batches, plan.progress
+    has_ended = progress.stop_reason is not None
+    while progress.step < len(batches) and not has_ended:
+        step = progress.step + 1
+        started = time.perf_counter()
+        metrics = trainer.step(batches[step - 1])
+        metrics["perf/train_s"] = time.perf_counter() - started
+        metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
+        metrics["train/epoch"] = epochs[step - 1]
+        monitor.log(step, "train", metrics)
+        progress.step = step
+        progress.losses.append(metrics["train/loss"])
+        is_last = step == len(batches)
+        is_best = evaluate(config, plan, trainer, progress, monitor, stopping, is_last=is_last)
+        has_ended = progress.stop_reason is not None
+        if has_ended:
+            monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
+        if is_last or is_best or has_ended or step % config.save_interval_steps == 0:
+            commit(config, plan, model, trainer, folder, progress)
+    return progress
+
+
+def evaluate(
+    config: OfflineConfig,
+    plan: OfflinePlan,
+    trainer: Trainer,
+    progress: Progress,
+    monitor: Monitor,
+    stopping: EarlyStopping | None,
+    *,
+    is_last: bool,
+) -> bool:
+    """Compute the evaluation loss if it is due; return whether these weights are the best so far. Sets
+    `progress.stop_reason` if the training ends here although it is not the last step."""
+    if not plan.eval_samples:
+        progress.best_step = progress.step
+        return False
+    interval = config.evaluation_interval_steps
+    if not (is_last or (interval > 0 and progress.step % interval == 0)):
+        return False
+    started = time.perf_counter()
+    loss = trainer.compute_loss(plan.eval_samples)
+    if not math.isfinite(loss):
+        raise TrainingError(f"the evaluation loss is {loss:g}: lower trainer.learning_rate, or try model.dtype=float32")
+    is_best = progress.best_loss is None or loss < progress.best_loss
+    if is_best:
+        progress.best_step, progress.best_loss = progress.step, loss
+    metrics = {"eval/loss": loss, "perf/evaluation_s": time.perf_counter() - started}
+    monitor.log(progress.step, "eval", metrics)
+    if stopping is not None and not is_last:
+        stopping.add(progress.step, "eval", metrics)
+        progress.stop_reason = stopping.reason
+    return is_best
+
+
+def build_early_stopping(config: OfflineConfig, folder: OfflineFolder) -> EarlyStopping | None:
+    """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""
+    if config.early_stopping is None:
+        return None
+    rule = EarlyStoppingSection(metric="eval/loss", mode="min", **config.early_stopping.model_dump())
+    stopping = EarlyStopping(rule)
+    for record in load_metrics(folder.paths.metrics):
+        stopping.add(record["step"], record["kind"], {"eval/loss": record.get("eval/loss")})
+    return stopping
+
+
+def restore(folder: OfflineFolder, model: PreTrainedModel, trainer: Trainer) -> Progress:
+    """Restore model and trainer from the last checkpoint."""
+    if folder.checkpoint is None:
+        return Progress()
+    state = load_checkpoint(folder.checkpoint, model)
+    trainer.load_state_dict(state.trainer_state)
+    return Progress(**state.run_state)
+
+
+def commit(
+    config: OfflineConfig,
+    plan: OfflinePlan,
+    model: PreTrainedModel,
+    trainer: Trainer,
+    folder: OfflineFolder,
+    progress: Progress,
+) -> None:
+    """Save the step's checkpoint and remove old ones."""
+    save_checkpoint(
+        folder.paths.checkpoint(progress.step),
+        model,
+        plan.tokenizer,
+        trainer_state=trainer.state_dict(),
+        run_state=asdict(progress),
+    )
+    best_step = progress.best_step if plan.eval_samples else None
+    remove_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
+
+
+def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
+    """The fields of the result except its folder."""
+    last_losses = progress.losses[-plan.count_last_epoch_steps(progress.step) :]
+    return {
+        "num_steps": progress.step,
+        "loss": sum(last_losses) / len(last_losses),
+        "eval_loss": progress.best_loss,
+        "best_step": progress.best_step,
+        "num_rows": count_rows(plan.samples),
+        "num_eval_rows": count_rows(plan.eval_samples),
+        "num_dropped_rows": plan.num_dropped_rows,
+        "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
+        "stop_reason": progress.stop_reason,
+    }

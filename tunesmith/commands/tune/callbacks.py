@@ -1,0 +1,136 @@
+"""Functions of the user that are called between steps, and the records that they receive.
+
+A callback takes one record, is sync or async, and returns None or, except `on_checkpoint`, a `Stop`. It is called when
+what the record describes is on disk. An exception in it ends the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.commands.eval.results import EvaluationResult
+from tunesmith.config import CallbacksSection
+from tunesmith.errors import CallbackError, ConfigError
+from tunesmith.runs.load_function import load_function, name_function
+from tunesmith.types import Group, RunAdvantage
+from tunesmith.user_lines import find_error_line
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Returned by a callback to end the run after this step: it is evaluated and saved like the last step."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """A finished training step."""
+
+    step: int
+    total_steps: int
+    folder: Path
+    """The run folder."""
+    metrics: Mapping[str, float]
+    groups: tuple[Group, ...]
+    """Every group of the step, before the operators, as in the rollout files."""
+    advantages: tuple[tuple[RunAdvantage, ...], ...]
+    """Of each trajectory of `groups`; None for trajectories that were not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnd:
+    """An evaluation after `step`; before the first step it is 0."""
+
+    step: int
+    total_steps: int
+    folder: Path
+    """The run folder."""
+    metrics: Mapping[str, float]
+    """As in metrics.jsonl: `eval/<set>/reward` and others."""
+    results: Mapping[str, EvaluationResult]
+    """By name of the held-out set, with every trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEnd:
+    """A complete checkpoint."""
+
+    step: int
+    total_steps: int
+    folder: Path
+    """The run folder."""
+    path: Path
+    """The folder of the checkpoint, which transformers can load. `keep_checkpoints` may remove it at a later one."""
+    is_best: bool
+    """Whether it has the best evaluation so far; False without `keep_best`."""
+    is_last: bool
+
+
+OnStepEnd = Callable[[StepEnd], Stop | None] | Callable[[StepEnd], Awaitable[Stop | None]]
+OnEvaluation = Callable[[EvaluationEnd], Stop | None] | Callable[[EvaluationEnd], Awaitable[Stop | None]]
+OnCheckpoint = Callable[[CheckpointEnd], None] | Callable[[CheckpointEnd], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """The callbacks of a run; None calls nothing."""
+
+    on_step_end: OnStepEnd | None = None
+    on_evaluation: OnEvaluation | None = None
+    on_checkpoint: OnCheckpoint | None = None
+
+    def list_functions(self) -> dict[str, Callable[[Any], Any] | None]:
+        """The functions by the name of their knob."""
+        return {
+            "on_step_end": self.on_step_end,
+            "on_evaluation": self.on_evaluation,
+            "on_checkpoint": self.on_checkpoint,
+        }
+
+
+def load_callbacks(section: CallbacksSection, given: Callbacks) -> Callbacks:
+    """The callbacks that the section names; those in `given` are loaded already. Signatures are checked."""
+    loaded: dict[str, Any] = {}
+    for name, function in given.list_functions().items():
+        spec, knob = getattr(section, name), f"callbacks.{name}"
+        loaded[name] = load_function(spec, knob=knob) if function is None and spec is not None else function
+        if loaded[name] is not None:
+            check_callback(loaded[name], knob=knob)
+    return Callbacks(**loaded)
+
+
+def check_callback(function: Callable[..., Any], *, knob: str) -> None:
+    """Raise unless the function can be called with one argument."""
+    if not callable(function):
+        raise ConfigError(f"{knob} must be a function, got {function!r}")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(f"{knob}={name_function(function)!r} must take one argument, the record: {error}") from error
+    except ValueError:
+        return  # built-in functions have no signature
+
+
+async def call_callback(
+    function: Callable[[Any], Any], record: StepEnd | EvaluationEnd | CheckpointEnd, *, name: str
+) -> Stop | None:
+    """Call a callback and await it if it is async; an exception or another result is a CallbackError."""
+    where = f"callback {name} ({name_function(function)}) at step {record.step}"
+    try:
+        result = function(record)
+        if inspect.isawaitable(result):
+            result = await result
+    except Exception as error:
+        line = find_error_line(error)
+        raise CallbackError(
+            f"{where} raised {type(error).__name__}: {error}" + ("" if line is None else f" ({line})")
+        ) from error
+    if result is None or (isinstance(result, Stop) and name != "on_checkpoint"):
+        return result
+    allowed = "None" if name == "on_checkpoint" else "None or Stop(reason)"
+    raise CallbackError(f"{where} returned {result!r}: it must return {allowed}")

@@ -1,0 +1,156 @@
+"""Save and restore checkpoints of a training run.
+
+A step's files are written before the checkpoint that commits it, so an interrupted run resumes from its last commit and
+reproduces the same metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.commands.tune.run_control import RunControl
+from tunesmith.config import RunConfig
+from tunesmith.errors import StorageError, TunesmithError
+from tunesmith.experience.batch import Batch
+from tunesmith.experience.step_files import JSON_STEPS, StepFiles
+from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
+from tunesmith.loop import StepParts
+from tunesmith.model.checkpoint import (
+    estimate_checkpoint_bytes,
+    find_last_checkpoint,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from tunesmith.runs.policy import Policy
+from tunesmith.runs.resume_point import describe_recovery
+from tunesmith.runs.run_folder import RunFolder
+from tunesmith.runs.sharded_models import restore_sharded
+from tunesmith.shared_step import collect_trainer_state, collect_weights
+from tunesmith.storage import RunPaths, save_json
+from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Group, RunAdvantage, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
+    """Restore model, trainer, selector and replay buffer from the last checkpoint; return its step, 0 if there is
+    none."""
+    if folder.checkpoint is None:
+        return 0
+    try:
+        run_state = restore_models(folder.checkpoint, policy, parts.trainer)
+    except StorageError as error:
+        raise StorageError(f"{error}; {describe_recovery(folder.paths, before=folder.checkpoint)}") from error
+    parts.tasks.selector.load_state_dict(run_state["selector"])
+    if parts.in_flight is not None:
+        parts.in_flight.load_state_dict(run_state["in_flight"])
+    parts.replay.load_state_dict(run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
+    return int(run_state["step"])
+
+
+def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[str, Any]:
+    """Restore model and trainer, on every rank; return the state of the run."""
+    if find_sharding(policy.model) is not None:
+        return restore_sharded(checkpoint, policy.model, trainer)
+    state = load_checkpoint(checkpoint, policy.model)
+    trainer.load_state_dict(state.trainer_state)
+    return state.run_state
+
+
+def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
+    """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
+    if ranks.is_alone:
+        return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
+    if find_sharding(policy.model) is not None:
+        return count_weight_bytes(policy.model) + trainer.count_state_bytes()
+    return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
+
+
+def commit(
+    config: RunConfig,
+    policy: Policy,
+    parts: StepParts,
+    folder: RunFolder,
+    control: RunControl,
+    *,
+    step: int,
+    in_flight: Mapping[str, Any],
+) -> None:
+    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints.
+
+    `in_flight` is what the checkpoint holds of rollouts in flight.
+    """
+    save_checkpoint(
+        folder.paths.checkpoint(step),
+        policy.model,
+        policy.tokenizer,
+        weights=collect_weights(parts.actors.ranks, policy.model),
+        trainer_state=collect_trainer_state(parts.actors.ranks, parts.trainer),
+        run_state={
+            "step": step,
+            "selector": parts.tasks.selector.state_dict(),
+            "replay": parts.replay.state_dict(),
+            **in_flight,
+        },
+    )
+    save_json(folder.paths.last_commit, {"step": step})
+    merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
+    control.save_best()
+    if config.keep_checkpoints is not None:
+        best_step = None if control.best is None else control.best.step
+        remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints, best_step=best_step)
+
+
+def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:
+    """Merge per-step files to bound their number; files that cannot be read or written stay per step."""
+    for any_step, form in ((paths.rollouts(0), ROLLOUT_STEPS), (paths.selection(0), JSON_STEPS)):
+        try:
+            StepFiles(any_step.parent, form).merge(committed_step=committed_step, steps_per_file=steps_per_file)
+        except StorageError as error:
+            logger.warning("files of steps were not merged: %s", error)
+
+
+class StepRollouts:
+    """The file of a step's rollouts, written once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_saved = False
+
+    def save(self, batch: Batch, advantages: Sequence[Sequence[RunAdvantage]]) -> None:
+        """Save all groups of the step, with the advantages of those that train."""
+        save_rollouts(self._path, batch.recorded, batch.spread(advantages))
+        self._is_saved = True
+
+    def save_unfinished(self, finished: Sequence[Trajectory]) -> None:
+        """Save the trajectories that a failed step had finished, unless its groups are saved."""
+        by_task: dict[str, list[Trajectory]] = {}
+        for trajectory in finished:
+            by_task.setdefault(trajectory.task.task_id, []).append(trajectory)
+        if by_task and not self._is_saved:
+            groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
+            save_rollouts(self._path, groups)
+
+
+def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:
+    """Record the error that stopped the run at `step`."""
+    save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
+
+
+def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
+    """The console line of an interrupted run: its last checkpoint and how to resume."""
+    checkpoint = find_last_checkpoint(folder.paths.root)
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
+        f"(continue_from_checkpoint=true){name}"
+    )

@@ -1,0 +1,95 @@
+"""Build the training tasks of a run and their selectors from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.commands.tune.callbacks import Callbacks
+from tunesmith.config import RunConfig, SelectorSection
+from tunesmith.errors import ConfigError
+from tunesmith.runs.load_function import load_component, name_function
+from tunesmith.tasks.load import load_tasks
+from tunesmith.tasks.mixture import Mixture
+from tunesmith.tasks.selector import Selector
+from tunesmith.tasks.table import (
+    apply_task_operators,
+    build_own_selector,
+    build_selector,
+    check_selector,
+    compute_weights,
+)
+from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomComponents:
+    """Selectors, operators and functions that the caller of `tune()` passed as objects."""
+
+    selectors: Mapping[str, Any] = field(default_factory=dict)
+    """Training set name -> a selector, or a class or function that builds one from the tasks."""
+    operators: Sequence[Callable[..., Any]] = ()
+    """Operators on groups, applied after those of the config."""
+    functions: OwnFunctions = field(default_factory=OwnFunctions)
+    """Advantage and loss function, whose names are in the config."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Callbacks, whose names are in the config."""
+
+    def list_overrides(self) -> list[str]:
+        """Overrides of a run file ("a.b=value") with the names of the functions that were passed as objects."""
+        functions = {
+            "algorithm.advantage": self.functions.advantage,
+            "algorithm.loss": self.functions.loss,
+            **{f"callbacks.{name}": function for name, function in self.callbacks.list_functions().items()},
+        }
+        return [f"{knob}={name_function(function)}" for knob, function in functions.items() if function is not None]
+
+
+def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFeed, dict[str, float]]:
+    """Read the training sets, apply their operators and build their selectors; also return the operators' metrics."""
+    sets = config.training_sets
+    if config.is_online:
+        return build_live_feed(config), {}
+    if not sets:
+        raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
+    tasks_of: dict[str, list[Task]] = {}
+    selectors: dict[str, Selector] = {}
+    metrics: dict[str, float] = {}
+    for name, section in sets.items():
+        key = "train_dataset" if config.train_dataset is not None else f"train_datasets.{name}"
+        load = partial(load_component, knob=f"{key}.operators")
+        tasks_of[name], counted = apply_task_operators(load_tasks(section, name=name), section.operators, load=load)
+        metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
+        selectors[name] = build_set_selector(config, name, tasks_of[name], custom, knob=f"{key}.task_selector")
+    tasks = [task for each in tasks_of.values() for task in each]
+    selector = next(iter(selectors.values()))
+    if len(sets) > 1:
+        sizes = {name: len(each) for name, each in tasks_of.items()}
+        weights = compute_weights({name: section.weight for name, section in sets.items()})
+        selector = Mixture(selectors, sizes, weights=weights, seed=config.seed)
+    return TaskFeed(tasks, selector), metrics
+
+
+def build_live_feed(config: RunConfig) -> TaskFeed:
+    """Tasks without content, one for each group of a step: each rollout is a live conversation."""
+    tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(config.algorithm.batch_size)]
+    section = SelectorSection(selector_type="sequential")
+    selector = build_selector(section, tasks, seed=config.seed, load=partial(load_component, knob="task_selector"))
+    return TaskFeed(tasks, selector)
+
+
+def build_set_selector(
+    config: RunConfig, name: str, tasks: Sequence[Task], custom: CustomComponents, *, knob: str
+) -> Selector:
+    """The selector of one training set: the caller's object, or the one in the config."""
+    section = config.training_sets[name].task_selector
+    given = custom.selectors.get(name)
+    if given is None:
+        return build_selector(section, tasks, seed=config.seed, load=partial(load_component, knob=knob))
+    if hasattr(given, "select") and not isinstance(given, type):
+        return check_selector(given, name=section.selector_type)
+    return build_own_selector(given, tasks, section=section, seed=config.seed if section.seed is None else section.seed)

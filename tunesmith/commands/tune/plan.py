@@ -1,0 +1,205 @@
+"""Validate a training run and prepare its data before models load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
+from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
+from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
+from tunesmith.commands.tune.learning_check import check_sampling_is_random
+from tunesmith.commands.tune.load_experts import load_expert_feed
+from tunesmith.commands.tune.load_tasks import CustomComponents, build_task_feed
+from tunesmith.config import AlgorithmSection, RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.experience.expert_feed import ExpertFeed
+from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.experience.table import BoundOperator, build_operators
+from tunesmith.model.load import load_section_tokenizer
+from tunesmith.monitor.trackers import check_trackers
+from tunesmith.runs.extra_models import check_extra_models
+from tunesmith.runs.load_function import load_component, load_function
+from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
+from tunesmith.runs.sharded_models import check_sharded_models
+from tunesmith.tasks.contamination import count_shared_tasks
+from tunesmith.tasks.load import load_tasks
+from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.types import Task
+
+WHEN_TO_EVALUATE = ("interval_steps", "at_start")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything a run needs that does not depend on weights."""
+
+    algorithm: Algorithm
+    functions: OwnFunctions
+    """Own advantage and loss function of the algorithm."""
+    callbacks: Callbacks
+    feed: TaskFeed
+    task_counts: dict[str, float]
+    """Metrics of operators on tasks."""
+    operators: list[BoundOperator]
+    replay: ReplayBuffer
+    experts: ExpertFeed | None
+    """Expert demonstrations mixed into each update."""
+    eval_tasks: dict[str, list[Task]]
+    total_steps: int
+
+
+def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> Plan:
+    """Run every check that needs no weights, and read the data."""
+    functions = load_own_functions(config.algorithm, custom.functions)
+    algorithm = resolve_algorithm(config.algorithm, own=functions)
+    if algorithm.is_supervised:
+        raise ConfigError(
+            f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
+            "`tunesmith sft` for conversations and `tunesmith prefer` for preferences"
+        )
+    if config.is_online:
+        check_online(config, algorithm)
+    check_evaluation(config)
+    check_refill(config)
+    check_rollouts(config, algorithm)
+    check_sampling_is_random(config, algorithm)
+    operators = build_operators(
+        config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
+    )
+    feed, counted = build_task_feed(config, custom)
+    eval_tasks = {
+        name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
+        for name, dataset in config.eval_datasets.items()
+    }
+    check_trained_model(config.model, config.trainer)
+    check_engine(config.engine, config.model)
+    check_extra_models(algorithm, config.algorithm, config.model)
+    if config.cluster.has_sharded_weights:
+        check_sharded_models(algorithm, config.algorithm, config.model)
+    check_trackers(config.monitor.trackers)
+    for name, section in config.auxiliary_models.items():
+        check_auxiliary(name, section)
+    return Plan(
+        algorithm=algorithm,
+        functions=functions,
+        callbacks=load_callbacks(config.callbacks, custom.callbacks),
+        feed=feed,
+        task_counts=counted,
+        operators=operators,
+        replay=ReplayBuffer(config.experience.replay, seed=config.seed),
+        experts=build_expert_feed(config),
+        eval_tasks=eval_tasks,
+        total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
+    )
+
+
+def load_own_functions(section: AlgorithmSection, given: OwnFunctions) -> OwnFunctions:
+    """The advantage and loss function that the section names; those in `given` are loaded already."""
+    loaded = dict.fromkeys(("advantage", "loss"))
+    for knob, spec, function in list_functions(section, given):
+        loaded[knob.removeprefix("algorithm.")] = function or load_function(spec, knob=knob)
+    return OwnFunctions(**loaded)
+
+
+def check_online(config: RunConfig, algorithm: Algorithm) -> None:
+    """Raise if the run needs tasks, which live traffic has not."""
+    reasons = {
+        "train_dataset": (bool(config.training_sets), "remove it: conversations take the place of tasks"),
+        "eval_datasets": (bool(config.eval_datasets), "remove it, and evaluate checkpoints with `tunesmith eval`"),
+        "judge": (config.judge is not None, "remove it: clients post the reward"),
+        "algorithm.group_size": (config.algorithm.group_size != 1, "set it to 1: each conversation is its own group"),
+        "total_steps": (config.total_steps is None, "set it to the number of steps after which the run ends"),
+        "algorithm.algorithm_type": ("baselines" in algorithm.needs, "choose one that needs no baseline rollouts"),
+    }
+    for knob, (is_wrong, advice) in reasons.items():
+        if is_wrong:
+            raise ConfigError(f"serve.mode=online does not work with this {knob}: {advice}")
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Raise for knobs of evaluations in a run that has no held-out tasks.
+
+    When to evaluate is allowed, since files of other programs always say it.
+    """
+    if config.eval_datasets:
+        return
+    section, fields = config.evaluation, type(config.evaluation).model_fields
+    given = {name: getattr(section, name) for name, field in fields.items() if getattr(section, name) != field.default}
+    knobs = [f"evaluation.{name}={value}" for name, value in given.items() if name not in WHEN_TO_EVALUATE]
+    if config.callbacks.on_evaluation is not None:
+        knobs.append(f"callbacks.on_evaluation={config.callbacks.on_evaluation}")
+    if knobs:
+        raise ConfigError(f"{knobs[0]} has no effect without held-out tasks: set eval_datasets, or leave it out")
+
+
+def check_refill(config: RunConfig) -> None:
+    """Raise if the refill budget does not allow a single task beyond the batch."""
+    budget, batch_size = config.experience.refill_budget, config.algorithm.batch_size
+    if budget > 1 and int(budget * batch_size) == batch_size:
+        raise ConfigError(
+            f"experience.refill_budget={budget:g} allows no task beyond a batch of {batch_size}: raise it to "
+            f"{1 + 1 / batch_size:.4g} or more"
+        )
+
+
+def check_rollouts(config: RunConfig, algorithm: Algorithm) -> None:
+    """Refuse rollouts that the algorithm is not defined for: in flight over several steps, or with hard credit."""
+    max_staleness, branching = config.rollout.max_staleness, config.rollout.branching
+    if max_staleness and ALGORITHMS[algorithm.name].needs_current_weights:
+        raise ConfigError(
+            f"rollout.max_staleness={max_staleness} does not work with algorithm.algorithm_type={algorithm.name!r}: it "
+            "is defined for tokens of the current weights only; choose another, such as multi_step_grpo"
+        )
+    knob = algorithm.find_sequence_knob()
+    if branching is not None and branching.credit == "hard" and knob is not None:
+        raise ConfigError(
+            f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {knob} needs all tokens of "
+            "each rollout: set credit=soft, or choose what is computed token by token, such as grpo"
+        )
+
+
+def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
+    """The expert demonstrations of the config, None if it has none."""
+    if config.algorithm.expert is None:
+        return None
+    return load_expert_feed(
+        config.algorithm.expert,
+        load_section_tokenizer(config.model),
+        enable_thinking=config.model.enable_thinking,
+        split_special_tokens=config.model.split_special_tokens,
+        max_model_len=config.model.max_model_len,
+        num_runs=config.algorithm.batch_size * config.algorithm.group_size,
+        seed=config.seed,
+    )
+
+
+def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
+    """`total_steps`, or the number of whole batches in `total_epochs` passes over the tasks, at least 1."""
+    if config.total_steps is not None:
+        return config.total_steps
+    return max(1, config.total_epochs * num_tasks // config.algorithm.batch_size)
+
+
+def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
+    """A console note if there are fewer tasks than a batch holds, so that a step repeats tasks."""
+    batch_size = config.algorithm.batch_size
+    if num_tasks >= batch_size:
+        return None
+    return (
+        f"{num_tasks} training tasks are fewer than algorithm.batch_size={batch_size}: each step repeats tasks to fill "
+        "its batch, each repetition as a separate group"
+    )
+
+
+def describe_overlaps(tasks: Sequence[Task], eval_tasks: Mapping[str, Sequence[Task]]) -> list[str]:
+    """A console note for each held-out set that has training tasks."""
+    counts = {name: count_shared_tasks(tasks, held_out) for name, held_out in eval_tasks.items()}
+    return [
+        f"eval_datasets.{name}: {count} of {len(eval_tasks[name])} tasks are training tasks too, so its rewards do not "
+        "measure held-out tasks"
+        for name, count in counts.items()
+        if count
+    ]

@@ -1,0 +1,237 @@
+"""The flywheel as a stage: questions in, judged trajectories with their provenance out.
+
+Iteration 0 rolls out each question; every further one applies the operators to the trajectories of the iterations
+before it. Attempts run in batches. Each batch is appended to `attempts.jsonl`, so that a killed stage resumes after the
+last complete batch and, on a CPU, makes the same trajectories. At the end `trajectories.jsonl` has every trajectory,
+right and wrong, as `rft_filter` reads them, and `report.json` the counts by operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tunesmith.commands.eval.inputs import describe_value
+from tunesmith.config import FlywheelConfig
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.environments.tool_agent import tool_agent
+from tunesmith.errors import DataError, RolloutError
+from tunesmith.et_agent.flywheel.crew import Crew, check_roles, load_crew
+from tunesmith.et_agent.flywheel.journal import OUTCOMES, Journal, Plan, Record
+from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
+from tunesmith.et_agent.selection.rows import write_rows
+from tunesmith.monitor.console import format_duration
+from tunesmith.rollout.actors import Actors
+from tunesmith.runs.actors import load_actors
+from tunesmith.runs.load_function import load_environment, load_function
+from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.storage import save_json
+from tunesmith.tasks.load import load_tasks
+
+ATTEMPTS_FILE, TRAJECTORIES_FILE, REPORT_FILE = "attempts.jsonl", "trajectories.jsonl", "report.json"
+KEYS_WITHOUT_EFFECT = {"has_progress"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlywheelResult:
+    """Counts of a flywheel."""
+
+    path: Path
+    """The trajectories."""
+    num_questions: int
+    num_trajectories: int
+    num_correct: int
+    num_tokens: int
+    """Tokens that the stage's model sampled."""
+    operators: Mapping[str, Mapping[str, int]]
+    """Operator -> name of a count -> count."""
+
+
+async def run_batch(plans: Sequence[Plan], states: Mapping[str, QuestionState], crew: Crew) -> list[Record]:
+    """The attempts of a batch, in order."""
+    slots = asyncio.Semaphore(crew.config.rollout.max_concurrency)
+
+    async def make(order: int, plan: Plan) -> Record:
+        async with slots:
+            return await crew.make(plan, states[plan.question_id], order=order)
+
+    return list(await asyncio.gather(*(make(order, plan) for order, plan in enumerate(plans))))
+
+
+def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildModel) -> FlywheelResult:
+    """Run or resume a flywheel in `out_dir`.
+
+    Raises:
+        ConfigError: the folder has attempts of other settings or questions.
+        DataError: a row has no question.
+        RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
+    """
+    states = load_questions(config)
+    check_policy(config.model)
+    check_roles(config)
+    journal = Journal(
+        out_dir / ATTEMPTS_FILE, digest=compute_digest(config), questions=hash_questions(states), seed=config.seed
+    )
+    run_config = config.to_run_config()
+    judge = load_function(config.judge, knob="judge")
+    environment = load_environment(config.environment)
+    workflow = partial(tool_agent, environment=environment)
+    policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
+    crew = load_crew(config, actors, environment)
+    records: list[Record] = []
+    progress = Progress(config)
+
+    async def run() -> None:
+        for iteration in range(config.num_iterations + 1):
+            plans = [plan for state in states.values() for plan in plan_iteration(state, iteration, config)]
+            progress.begin(iteration, len(plans))
+            for start in range(0, len(plans), config.batch_size):
+                batch = plans[start : start + config.batch_size]
+                made = journal.take(batch)
+                if made is None:
+                    made = await sample_batch(batch, states, crew, actors)
+                    journal.add(made)
+                    progress.count(len(batch))
+                else:
+                    progress.skip(len(batch))
+                records.extend(find_fresh_records(made, states))
+
+    run_lockstep(run(), config.rollout)
+    policy.close()
+    return write_result(out_dir, states, records, config)
+
+
+async def sample_batch(
+    plans: Sequence[Plan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
+) -> list[Record]:
+    """One phase of the engines; an empty prefix cache makes it a function of the seed."""
+    for engine in (actors.engine, *actors.auxiliary_engines):
+        engine.resume(0)
+    made = await run_batch(plans, states, crew)
+    actors.engine.pause()
+    check_failures(made, crew.config.rollout.max_failure_rate)
+    return made
+
+
+def check_failures(records: Sequence[Record], max_failure_rate: float) -> None:
+    failures = Counter(each.reason for each in records if each.outcome == "failed")
+    if failures.total() > max_failure_rate * len(records):
+        causes = "\n  ".join(f"{count} x {reason}" for reason, count in failures.most_common(3))
+        raise RolloutError(
+            f"{failures.total()} of {len(records)} attempts failed, more than rollout.max_failure_rate="
+            f"{max_failure_rate:g} allows:\n  {causes}"
+        )
+
+
+def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
+    """The questions by their id, in the order of the data set."""
+    tasks = load_tasks(config.train_dataset, name="train")
+    for task in tasks:
+        if not task.row.get("question"):
+            raise DataError(f"row {task.index} of {config.train_dataset.path!r} has no 'question'")
+    return {task.task_id: QuestionState(question_id=task.task_id, row=task.row) for task in tasks}
+
+
+def compute_digest(config: FlywheelConfig) -> str:
+    """Hash of the settings that change what is made."""
+    values = config.model_dump(mode="json", exclude=KEYS_WITHOUT_EFFECT)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def hash_questions(states: Mapping[str, QuestionState]) -> str:
+    """Hash of the rows of all questions."""
+    rows = [[name, dict(state.row)] for name, state in states.items()]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=describe_value).encode()).hexdigest()
+
+
+def write_result(
+    out_dir: Path, states: Mapping[str, QuestionState], records: Sequence[Record], config: FlywheelConfig
+) -> FlywheelResult:
+    operators = count_outcomes(records, config)
+    path = out_dir / TRAJECTORIES_FILE
+    num_trajectories = write_rows(path, iter_rows(states))
+    save_json(out_dir / REPORT_FILE, operators)
+    return FlywheelResult(
+        path=path,
+        num_questions=len(states),
+        num_trajectories=num_trajectories,
+        num_correct=sum(counts["right"] for counts in operators.values()),
+        num_tokens=sum(each.tokens for each in records),
+        operators=operators,
+    )
+
+
+def iter_rows(states: Mapping[str, QuestionState]) -> Iterator[dict[str, Any]]:
+    """A row for each trajectory: the question's own fields, the provenance, correctness and the transcript."""
+    for state in states.values():
+        for record in state.kept.values():
+            assert record.transcript is not None
+            yield {
+                **state.row,
+                "question_id": state.question_id,
+                "trajectory_id": record.plan.trajectory_id,
+                "parent_id": record.plan.parent_id,
+                "operator": record.plan.operator,
+                "iteration": record.plan.iteration,
+                "step": record.step,
+                "reason": record.reason,
+                "correctness": record.correctness,
+                "transcript": record.transcript.to_json(),
+            }
+
+
+def count_outcomes(records: Sequence[Record], config: FlywheelConfig) -> dict[str, dict[str, int]]:
+    """Attempts, outcomes and right trajectories of each operator; first rollouts are on a line of their own."""
+    counts: dict[str, Counter[str]] = {}
+    for record in records:
+        name = "first rollout" if record.plan.iteration == 0 else record.plan.operator
+        tally = counts.setdefault(name, Counter())
+        tally["attempts"] += 1
+        tally[record.outcome] += 1
+        tally["right"] += record.outcome == "kept" and is_correct(record, config)
+    return {
+        name: {key: tally[key] for key in ("attempts", *OUTCOMES, "right")} for name, tally in sorted(counts.items())
+    }
+
+
+class Progress:
+    """A line for each batch, with estimates of the time that is left."""
+
+    def __init__(self, config: FlywheelConfig) -> None:
+        self._config = config
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._iteration = self._total = self._done = self._num_made = 0
+        self._started = time.monotonic()
+
+    def begin(self, iteration: int, total: int) -> None:
+        self._iteration, self._total, self._done = iteration, total, 0
+
+    def skip(self, count: int) -> None:
+        """Attempts of an earlier run, which took no time in this one."""
+        self._done += count
+
+    def count(self, count: int) -> None:
+        self._done += count
+        self._num_made += count
+        if not self._config.has_progress:
+            return
+        s_per_attempt = (time.monotonic() - self._started) / self._num_made
+        left = self._total - self._done
+        # how many attempts a later iteration makes is unknown before it: it is taken to be as long as this one
+        later = (self._config.num_iterations - self._iteration) * self._total
+        self._console.print(
+            f"flywheel iteration {self._iteration}/{self._config.num_iterations}  {self._done}/{self._total} attempts  "
+            f"eta of the iteration {format_duration(s_per_attempt * left)}, of all about "
+            f"{format_duration(s_per_attempt * (left + later))}",
+            markup=False,
+        )

@@ -1,0 +1,157 @@
+"""Filter of trajectories for rejection fine-tuning, as a stage: transcripts in, conversations for `sft` out.
+
+A trajectory is kept if it is right, well-formed and has no failed call; equal texts of a question are kept once, and a
+question keeps at most `max_per_question`. Conversations have results of tools as context, which is not trained. Every
+removed trajectory is counted under the first reason that applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.commands.sft.conversation_rows import Row
+from tunesmith.config import RftFilterSection
+from tunesmith.environments.conversations import build_conversation
+from tunesmith.environments.environment import Environment
+from tunesmith.environments.format import find_format_error
+from tunesmith.environments.transcript import Transcript
+from tunesmith.errors import DataError
+from tunesmith.et_agent.selection.diversity import TrajectoryRow, check_embedding_model, measure_diversity
+from tunesmith.et_agent.selection.rows import read_rows, write_rows
+from tunesmith.runs.load_function import load_environment
+from tunesmith.storage import save_json
+
+CONVERSATIONS_FILE, TRANSCRIPTS_FILE, REPORT_FILE = "train.jsonl", "transcripts.jsonl", "report.json"
+CONVERSATION_KEYS = ("messages", "tools")
+REASONS = ("wrong answer", "format error", "failed call", "equal to an earlier one", "above max_per_question")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RftResult:
+    """Result of the filter."""
+
+    num_kept: int
+    dropped: Mapping[str, int]
+    """Reason -> number of trajectories."""
+    before: Mapping[str, float | None]
+    """Diversity of all trajectories."""
+    after: Mapping[str, float | None]
+    """Diversity of the kept ones."""
+
+
+def run_rft_filter(config: RftFilterSection, *, out_dir: Path) -> RftResult:
+    """Write `train.jsonl` (conversations), `transcripts.jsonl` (the kept rows as they were) and `report.json`."""
+    check_embedding_model(config.embedding_model)
+    rows = [row for path in config.paths for row in read_trajectories(path)]
+    kept, dropped = filter_trajectories(rows, config)
+    if not kept:
+        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+        raise DataError(f"no trajectory of {', '.join(config.paths)} passed the filter: {counts}")
+    environment = None if config.environment is None else load_environment(config.environment)
+    write_rows(out_dir / CONVERSATIONS_FILE, build_rows(kept, environment, trains_forced=config.trains_forced))
+    write_rows(out_dir / TRANSCRIPTS_FILE, (each.row for each in kept))
+    before, after = (measure_diversity(each, embedding_model=config.embedding_model) for each in (rows, kept))
+    save_json(out_dir / REPORT_FILE, {"kept": len(kept), "dropped": dropped, "before": before, "after": after})
+    return RftResult(num_kept=len(kept), dropped=dropped, before=before, after=after)
+
+
+def read_trajectories(path: str) -> list[TrajectoryRow]:
+    """The rows of a file; DataError if one has no question, transcript or correctness."""
+    return [read_trajectory(row, where=f"row {index} of {path!r}") for index, row in enumerate(read_rows(path))]
+
+
+def read_trajectory(row: Row, *, where: str) -> TrajectoryRow:
+    for key in ("transcript", "correctness"):
+        if row.get(key) is None:
+            raise DataError(f"{where} has no {key!r}; its fields are {', '.join(map(str, row))}")
+    try:
+        transcript = Transcript.from_json(row["transcript"])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{where}: transcript is not one of tunesmith.environments: {error!r}") from error
+    correctness = row["correctness"]
+    if not isinstance(correctness, int | float) or not math.isfinite(correctness):
+        raise DataError(f"{where}: correctness must be a finite number, got {correctness!r}")
+    return TrajectoryRow(
+        # ids of different files may be equal: a flywheel numbers its questions from 0
+        question_id=(row.get("question_id"), row.get("question", transcript.question)),
+        transcript=transcript,
+        correctness=float(correctness),
+        row=row,
+    )
+
+
+def filter_trajectories(
+    rows: Sequence[TrajectoryRow], config: RftFilterSection
+) -> tuple[list[TrajectoryRow], dict[str, int]]:
+    """The kept trajectories in their order, and the number of removed ones by reason."""
+    dropped: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+    seen: set[tuple[Any, str]] = set()
+    passed: list[TrajectoryRow] = []
+    for row in rows:
+        reason = find_reason(row, config)
+        text = " ".join(row.transcript.text.split())
+        if reason is None and (row.question_id, text) in seen:
+            reason = "equal to an earlier one"
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        seen.add((row.question_id, text))
+        passed.append(row)
+    kept = limit_per_question(passed, config.max_per_question)
+    dropped["above max_per_question"] = len(passed) - len(kept)
+    return kept, dict(dropped)
+
+
+def find_reason(row: TrajectoryRow, config: RftFilterSection) -> str | None:
+    """Why a trajectory is removed, whatever the others are; None if it passes."""
+    if row.correctness < config.correct_at:
+        return "wrong answer"
+    if config.has_format_check and find_format_error(row.transcript) is not None:
+        return "format error"
+    if config.max_failed_calls is not None and row.transcript.failed_calls > config.max_failed_calls:
+        return "failed call"
+    return None
+
+
+def limit_per_question(rows: Sequence[TrajectoryRow], limit: int | None) -> list[TrajectoryRow]:
+    """At most `limit` trajectories of each question: one of each tool pattern, then a second of each, and so on, fewer
+    calls first; in the order of the rows."""
+    if limit is None:
+        return list(rows)
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        groups[row.question_id].append(place)
+    kept: set[int] = set()
+    for places in groups.values():
+        copies: Counter[tuple[str, ...]] = Counter()
+        ordered = []
+        for place in places:
+            pattern = rows[place].pattern
+            ordered.append((copies[pattern], len(pattern), place))
+            copies[pattern] += 1
+        kept.update(place for _, _, place in sorted(ordered)[:limit])
+    return [row for place, row in enumerate(rows) if place in kept]
+
+
+def build_rows(
+    rows: Sequence[TrajectoryRow], environment: Environment | None, *, trains_forced: bool
+) -> Iterator[dict[str, Any]]:
+    """A conversation for each trajectory, with the other fields of its row."""
+    for each in rows:
+        more = {key: value for key, value in each.row.items() if key not in (*CONVERSATION_KEYS, "transcript")}
+        if environment is None:
+            system, tools = str(each.row.get("system") or ""), each.row.get("tools") or ()
+        else:
+            system, tools = environment.system_prompt, [tool.schema for tool in environment.tools.values()]
+        try:
+            conversation = build_conversation(each.transcript, system=system, tools=tools, trains_forced=trains_forced)
+        except ValueError as error:
+            raise DataError(
+                f"a trajectory of the question {each.transcript.question!r} cannot be trained: {error}"
+            ) from error
+        yield {**more, **conversation}

@@ -1,1 +1,0 @@
-"""Convert conversations and preference pairs to samples."""

@@ -1,1 +1,0 @@
-"""The commands `tunesmith search build` and `tunesmith search serve`."""

@@ -1,0 +1,130 @@
+"""Extra models of an algorithm (reference, teacher, critic): checked before any weights are read, then loaded.
+
+The reference is a frozen copy of the starting model, the teacher another frozen model; the critic is trained. All are
+on the policy's device, in its dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.algorithms.advantages.multi_reward import NEEDED_REWARDS
+from tunesmith.algorithms.algorithm import Algorithm
+from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
+from tunesmith.errors import ConfigError, ModelError
+from tunesmith.model.forward.logits import verify_model
+from tunesmith.model.load import (
+    check_model,
+    check_residual_dtype,
+    check_vocabulary,
+    load_model,
+    load_section_tokenizer,
+    load_tokenizer,
+)
+from tunesmith.model.value_model import ValueModel, load_value_model
+from tunesmith.runs.sharded_models import load_sharded_model
+from tunesmith.trainer.sharding.sharded_model import find_sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraModels:
+    """Models of the trainer other than the policy; None if the algorithm does not need the model."""
+
+    reference: PreTrainedModel | None = None
+    teacher: PreTrainedModel | None = None
+    critic: ValueModel | None = None
+
+
+def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
+    """Raise ConfigError for an extra model that is missing, has no effect or does not fit the policy."""
+    for key, need, given in (("teacher", "teacher", section.teacher), ("expert", "experts", section.expert)):
+        if need in algorithm.needs and given is None:
+            raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
+        if need not in algorithm.needs and given is not None:
+            raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: remove it")
+    if "reward_parts" in algorithm.needs and section.advantage_args.get("rewards") is None:
+        raise ConfigError(f"algorithm_type={algorithm.name!r} needs {NEEDED_REWARDS}")
+    if "values" not in algorithm.needs and section.critic != CriticSection():
+        raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: remove it")
+    others = {
+        "algorithm.teacher.path": None if section.teacher is None else section.teacher.path,
+        "algorithm.critic.path": section.critic.path,
+    }
+    for knob, path in others.items():
+        if path is not None:
+            check_same_vocabulary(path, model, knob=knob)
+
+
+def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
+    """Refuse a model with another vocabulary than the policy's, or with a shorter context."""
+    own = load_section_tokenizer(model).get_vocab()
+    try:
+        config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
+        check_residual_dtype(model, config)
+        other = load_other_tokenizer(path, model).get_vocab()
+    except ModelError as error:
+        raise ModelError(f"{knob}: {error}") from error
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if differing:
+        raise ConfigError(
+            f"{knob}={path!r} and model.path={model.path!r} differ in vocabulary: {len(differing)} tokens differ, "
+            f"such as {differing[0]!r}; choose a model of the same family"
+        )
+    num_embeddings = config.get_text_config().vocab_size
+    if max(own.values()) >= num_embeddings:
+        raise ConfigError(
+            f"{knob}={path!r} has {num_embeddings} embeddings, but the tokenizer has ids up to {max(own.values())}"
+        )
+
+
+def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of another model; its chat template is not used."""
+    return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+
+
+def load_extra_models(
+    algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
+) -> ExtraModels:
+    """Load the extra models that the algorithm needs; reference and teacher are sharded if the policy is."""
+    teacher = critic = None
+    if section.teacher is not None:
+        teacher = load_frozen(section.teacher.path, model, policy=policy)
+        check_vocabulary(teacher, load_section_tokenizer(model))
+    if "values" in algorithm.needs:
+        critic = load_value_model(
+            section.critic.path or model.path,
+            dtype=policy.dtype,
+            device=policy.device,
+            trust_remote_code=model.trust_remote_code,
+            base_path=model.base_path if section.critic.path is None else None,
+            has_fp32_residual=model.residual_dtype == "float32",
+        )
+    reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
+    return ExtraModels(reference=reference, teacher=teacher, critic=critic)
+
+
+def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy of the starting model; with an adapter the policy itself, scored with the adapter disabled."""
+    if model.lora is not None:
+        return policy
+    return load_frozen(model.path, model, policy=policy, base_path=model.base_path)
+
+
+def load_frozen(
+    path: str, model: ModelSection, *, policy: PreTrainedModel, base_path: str | None = None
+) -> PreTrainedModel:
+    """A model that is not trained, where the policy is and as it is sharded."""
+    if (sharding := find_sharding(policy)) is not None:
+        return load_sharded_model(path, model, sharding.ranks, base_path=base_path, is_trained=False)
+    frozen = load_model(
+        path,
+        dtype=policy.dtype,
+        device=policy.device,
+        trust_remote_code=model.trust_remote_code,
+        base_path=base_path,
+        has_fp32_residual=model.residual_dtype == "float32",
+    ).requires_grad_(False)
+    verify_model(frozen)
+    return frozen

@@ -1,0 +1,327 @@
+"""Read run files into `RunConfig`, and write them back.
+
+Files are YAML read by OmegaConf: `${oc.env:VAR,default}`, `${other.key}` and `1e-6` work. Dotted overrides take
+precedence over the file. Errors name the dotted key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from tunesmith.config import (
+    EvalConfig,
+    ExportSection,
+    FlywheelConfig,
+    ParetoSection,
+    PassRateConfig,
+    PipelineConfig,
+    PreferenceConfig,
+    PrepareSection,
+    RftFilterSection,
+    RunConfig,
+    Section,
+    SftConfig,
+)
+from tunesmith.config.section import Needs
+from tunesmith.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
+STAGES: Mapping[str, type[Section]] = {
+    "tune": RunConfig,
+    "prepare": PrepareSection,
+    "sft": SftConfig,
+    "prefer": PreferenceConfig,
+    "eval": EvalConfig,
+    "export": ExportSection,
+    "run": PipelineConfig,
+    "pass_rate": PassRateConfig,
+    "pareto": ParetoSection,
+    "rft_filter": RftFilterSection,
+    "flywheel": FlywheelConfig,
+}
+"""The config class of each command's file, and of stages that have no command with a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One knob as `tunesmith config --options` lists it."""
+
+    key: str
+    """Dotted path; `<name>` stands for a name chosen by the user."""
+    type: str
+    default: str
+    needs: str
+    """The condition under which the knob has an effect; empty if it always has one."""
+    description: str
+
+
+def load_config(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Read a run file, or use `base` in its place, then apply nested `values`, then `a.b=value` overrides."""
+    return load_section(RunConfig, path, overrides, values=values, base=base)
+
+
+def load_section(
+    kind: type[AnySection],
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> AnySection:
+    """Like `load_config`, for any command's file."""
+    merged = OmegaConf.create() if path is None else load_yaml(Path(path))
+    for layer in (base, values):
+        if layer:
+            drop_overridden(merged, layer)
+            merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
+            assert isinstance(merged, DictConfig)
+    for override in overrides:
+        merged = apply_override(merged, override)
+    return build_section(kind, resolve(merged, path))
+
+
+def change_section(
+    section: AnySection, overrides: Sequence[str], *, values: Mapping[str, Any] | None = None
+) -> AnySection:
+    """The section with nested `values` and then `a.b=value` overrides applied; keys that were not set stay unset."""
+    if not overrides and not values:
+        return section
+    base = section.model_dump(mode="json", exclude_unset=True)
+    return load_section(type(section), None, overrides, values=values, base=base)
+
+
+def drop_overridden(merged: DictConfig, layer: Mapping[str, Any]) -> None:
+    """Remove from `merged` what `layer` replaces instead of merging with: training sets that it does not list, held-out
+    sets if it empties them, and the settings of another selector."""
+    if isinstance(layer.get("eval_datasets"), Mapping) and not layer["eval_datasets"]:
+        merged.pop("eval_datasets", None)
+    below, above = merged.get("train_datasets"), layer.get("train_datasets")
+    if isinstance(below, DictConfig) and isinstance(above, Mapping):
+        for name in set(below) - set(above):
+            del below[name]
+        for name in below:
+            drop_other_selector(below[name], above[name])
+    drop_other_selector(merged.get("train_dataset"), layer.get("train_dataset"))
+
+
+def drop_other_selector(below: Any, section: Any) -> None:
+    """Remove a data set's selector settings if a later layer chooses another selector."""
+    if not isinstance(below, DictConfig) or not isinstance(section, Mapping):
+        return
+    old, given = below.get("task_selector"), section.get("task_selector")
+    if not isinstance(old, DictConfig) or not isinstance(given, Mapping):
+        return
+    if given.get("selector_type") not in (None, old.get("selector_type")):
+        del below["task_selector"]
+
+
+def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The plain values of a file and overrides, with interpolations resolved; not validated."""
+    merged = load_yaml(Path(path))
+    for override in overrides:
+        merged = apply_override(merged, override)
+    return resolve(merged, path)
+
+
+def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
+    """Plain values with interpolations resolved."""
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or path}: {first_line(error)}") from error
+    assert isinstance(resolved, dict)
+    return resolved
+
+
+def load_yaml(path: Path) -> DictConfig:
+    """Read a YAML file that holds one mapping."""
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"config file {path} does not exist") from error
+    except IsADirectoryError as error:
+        raise ConfigError(describe_folder(path)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {first_line(error)}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error.full_key or 'a value'}: {first_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not a list")
+    return loaded
+
+
+def describe_folder(path: Path) -> str:
+    """That a folder is not a config file, and which files in it are."""
+    message = f"cannot read the config file {path}: it is a folder"
+    if (path / "config.yaml").is_file():
+        return f"{message}; its file is {path / 'config.yaml'}, which resumes a run with --resume"
+    files = ", ".join(sorted(str(each) for each in path.glob("*.y*ml"))[:5])
+    return f"{message}; it holds {files}" if files else message
+
+
+def apply_override(config: DictConfig, override: str) -> DictConfig:
+    """Set one dotted key to a YAML value. A mapping is merged into the existing one; `{}` empties it."""
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"override {override!r} must have the form key=value, for instance trainer.learning_rate=1e-5"
+        )
+    try:
+        given = OmegaConf.from_dotlist([override])
+        merged = OmegaConf.merge(config, given)
+        if OmegaConf.select(given, key.strip()) == {}:
+            OmegaConf.update(merged, key.strip(), {}, merge=False)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"override {override!r} cannot be applied: {first_line(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def build_config(values: Mapping[str, Any]) -> RunConfig:
+    """Validate plain values; all errors are joined into one `ConfigError`."""
+    return build_section(RunConfig, values)
+
+
+def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySection:
+    """Like `build_config`, for any command's config."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError("; ".join(describe_validation_error(each) for each in error.errors())) from error
+
+
+def describe_validation_error(error: ErrorDetails) -> str:
+    """One clause for a validation error: the dotted key, what is allowed and the value."""
+    kind, parts = error["type"], [str(part) for part in error["loc"]]
+    if kind == "unknown_key":
+        context = error["ctx"]
+        return f"{'.'.join([*parts, context['key']])} is not a known key: {context['hint']}"
+    key = ".".join(parts)
+    if kind == "missing":
+        return f"{key} is required"
+    if kind == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    if kind == "tuple_type":
+        return f"{key} must be a list, got {error['input']!r}"
+    if kind == "model_type":
+        return f"{key} must be a mapping of keys to values, got {error['input']!r}"
+    return f"{key} {error['msg'].replace('Input should', 'must', 1)}, got {error['input']!r}"
+
+
+def dump_config(config: Section) -> str:
+    """The whole config as YAML; `load_config` reads it back to an equal config."""
+    text: str = OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(config.model_dump(mode="json"))))
+    return text
+
+
+def escape_interpolations(value: Any) -> Any:
+    """Escape `${` in text as `\\${` and double the backslashes before it, so that OmegaConf reads it literally."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escape_interpolations(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [escape_interpolations(inner) for inner in value]
+    return value
+
+
+def config_schema(kind: type[Section] = RunConfig) -> dict[str, Any]:
+    """JSON schema of a run file, or of another command's file."""
+    return kind.model_json_schema()
+
+
+def describe_options(kind: type[Section] = RunConfig) -> list[Option]:
+    """Every knob of a run file in the order of `config/run.py`, or of another command's file."""
+    return list(iter_options(kind, prefix=""))
+
+
+def find_stage(name: str) -> type[Section]:
+    """The config class of a command's file."""
+    if name not in STAGES:
+        raise ConfigError(f"stage {name!r}: allowed are {', '.join(STAGES)}")
+    return STAGES[name]
+
+
+def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:
+    """The knobs of a section, nested sections expanded in place."""
+    for name, field in section.model_fields.items():
+        inner, is_mapping = find_section(field.annotation)
+        if inner is not None:
+            yield from iter_options(inner, prefix=f"{prefix}{name}.<name>." if is_mapping else f"{prefix}{name}.")
+        else:
+            yield Option(
+                key=prefix + name,
+                type=describe_type(field.annotation),
+                default=describe_default(field),
+                needs=", ".join(each.describe() for each in field.metadata if isinstance(each, Needs)),
+                description=field.description or "",
+            )
+
+
+def find_section(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section class of a field, None if it has none, and whether the field maps names to sections."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    if get_origin(annotation) is dict:
+        return find_section(get_args(annotation)[1])[0], True
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            inner, is_mapping = find_section(part)
+            if inner is not None:
+                return inner, is_mapping
+    return None, False
+
+
+def describe_type(annotation: Any) -> str:
+    """A type as shown in help texts."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Annotated:
+        return describe_type(parts[0])
+    if origin is Literal:
+        return "|".join(str(part) for part in parts)
+    if origin in (Union, UnionType):
+        return "|".join(describe_type(part) for part in parts)
+    if origin is tuple:
+        inner = [describe_type(part) for part in parts if part is not Ellipsis]
+        return f"list of {inner[0]}" if Ellipsis in parts else f"[{', '.join(inner)}]"
+    if origin is dict:
+        return f"mapping of {describe_type(parts[0])} to {describe_type(parts[1])}"
+    return "any" if annotation is Any else annotation.__name__
+
+
+def describe_default(field: FieldInfo) -> str:
+    """A default value as YAML."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        value = list(value)
+    text: str = yaml.safe_dump(value, default_flow_style=True)
+    return text.removesuffix("...\n").strip()
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

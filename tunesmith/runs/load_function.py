@@ -1,0 +1,258 @@
+"""Load workflows, judges, tools and other user functions from `module:function` or `file.py:function`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.config import EnvironmentSection, PythonToolSection, RunConfig, ToolSection
+from tunesmith.errors import ConfigError
+from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
+from tunesmith.runs.load_config import build_section
+from tunesmith.tools.tool import Tool
+from tunesmith.types import JudgeType, WorkflowType
+
+if TYPE_CHECKING:
+    from tunesmith.environments.environment import Environment
+
+LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
+"""Imported files with their modification time (ns) and size (bytes) at import."""
+
+FORMER_NAMES = {
+    "tunesmith.pipeline.prepare.world_expert": "tunesmith.et_agent.world.conversations",
+    "tunesmith.pipeline.prepare.pocket_base": "tunesmith.commands.prepare.pocket_base",
+    "tunesmith.pipeline.flywheel.scripted_roles": "tunesmith.et_agent.flywheel.scripted_roles",
+    "tunesmith.tasks.world": "tunesmith.et_agent.world",
+    "tunesmith.tasks.world.world": "tunesmith.et_agent.world.world",
+}
+"""Modules whose functions files of earlier versions name."""
+
+
+def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
+    """Import the function named by `module:function` or `path/to/file.py:function`."""
+    source, name = split_spec(spec, knob=knob)
+    function: Callable[..., Any] | None = getattr(load_module(source, knob=knob), name, None)
+    if not callable(function):
+        raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}")
+    return function
+
+
+def load_functions(
+    config: RunConfig, workflow: WorkflowType | None = None, judge: JudgeType | None = None
+) -> tuple[WorkflowType, JudgeType | None]:
+    """The given workflow and judge; those that are None are imported as the config names them. A workflow with a
+    parameter `environment` is bound to the environment of the config."""
+    if workflow is None and config.workflow is None:
+        raise ConfigError(
+            "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file), or pass "
+            "workflow_func"
+        )
+    if judge is None and config.judge is not None:
+        judge = load_function(config.judge, knob="judge")
+    if workflow is None:
+        assert config.workflow is not None
+        workflow = load_function(config.workflow, knob="workflow")
+    if ENVIRONMENT in list_parameters(workflow):
+        function: Callable[..., Any] = workflow
+        workflow = functools.partial(function, environment=load_environment(config.environment))
+    elif (knob := find_set_knob(config.environment)) is not None and not has_environment(workflow):
+        raise ConfigError(
+            f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
+            "add it, or remove the section environment"
+        )
+    takes = list_parameters(workflow) | (frozenset() if judge is None else list_parameters(judge))
+    if config.auxiliary_models and AUXILIARY_MODELS not in takes:
+        raise ConfigError(
+            f"auxiliary_models.{next(iter(config.auxiliary_models))} has no effect: neither the workflow nor the judge "
+            "has a parameter `auxiliary_models`; add it, or remove the section"
+        )
+    return workflow, judge
+
+
+def find_set_knob(section: EnvironmentSection) -> str | None:
+    """The first knob whose value is not its default."""
+    fields = type(section).model_fields.items()
+    return next((name for name, field in fields if getattr(section, name) != field.default), None)
+
+
+def has_environment(workflow: Callable[..., Any]) -> bool:
+    """Whether a `functools.partial` binds the workflow to an environment of its own."""
+    return isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords
+
+
+def load_environment(section: EnvironmentSection) -> Environment:
+    """The environment of a config, with its tools."""
+    # openai and math-verify are slow to import, and commands check their files with this module first
+    from tunesmith.environments.environment import Environment
+
+    return Environment(section, tools=[load_tool(each) for each in section.tools])
+
+
+def load_tool(section: ToolSection) -> Tool:
+    """A built-in tool, or the tool, async function, or builder of a tool that the section names."""
+    # deferred as in load_environment
+    from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
+
+    knob = f"environment.tools: {section.tool}"
+    if section.tool == "python":
+        try:
+            limit = {} if section.max_result_chars is None else {"max_result_chars": section.max_result_chars}
+            settings = build_section(PythonToolSection, limit | section.settings)
+        except ConfigError as error:
+            raise ConfigError(f"{knob}: settings: {error}") from error
+        tool = build_python_tool(settings, is_session=section.is_session)
+    elif section.tool == "calculator":
+        tool = build_calculator_tool()
+    elif section.tool == "search":
+        # numpy and httpx, which a check of a run file does not wait for
+        from tunesmith.tools.search.settings import SearchToolSection
+        from tunesmith.tools.search.tool import build_search_tool
+
+        try:
+            search = build_section(SearchToolSection, section.settings)
+            tool = build_search_tool(search, total_timeout_s=section.timeout_s)
+        except ConfigError as error:
+            raise ConfigError(f"{knob}: settings: {error}") from error
+        section = section.model_copy(update={"timeout_s": None})  # what exceeds a limit of a Tool is an observation
+    else:
+        source, name = split_spec(section.tool, knob=knob)
+        found = getattr(load_module(source, knob=knob), name, None)
+        tool = convert_tool(found, section.settings, knob=knob)
+    names = ("name", "max_calls", "timeout_s", "max_result_chars")
+    changes = {name: value for name in names if (value := getattr(section, name)) is not None}
+    return dataclasses.replace(tool, **changes)
+
+
+def convert_tool(found: Any, settings: Mapping[str, Any], *, knob: str) -> Tool:
+    """A tool from what a module has under a name; the settings are arguments of a function that builds one."""
+    if not callable(found) and not isinstance(found, Tool):
+        raise ConfigError(f"{knob} is neither a tool nor a function")
+    is_builder = not isinstance(found, Tool) and not inspect.iscoroutinefunction(found)
+    if settings and not is_builder:
+        raise ConfigError(f"{knob} has settings, which only a function that builds a tool takes")
+    try:
+        built = found(**settings) if is_builder else found
+        return built if isinstance(built, Tool) else Tool.from_function(built)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{knob}: {error}") from error
+
+
+def load_component(spec: str, *, knob: str) -> Callable[..., Any]:
+    """Like `load_function`; also accepts `module.name`."""
+    if ":" not in spec:
+        source, _, name = spec.rpartition(".")
+        spec = f"{source}:{name}"
+    return load_function(spec, knob=knob)
+
+
+def name_function(function: Callable[..., Any]) -> str:
+    """`module:name` of a function or object, under which a run's config records it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def check_function(spec: str, *, knob: str) -> None:
+    """Raise if the spec is malformed, or its file is missing or has a syntax error; no user code runs."""
+    source = split_spec(spec, knob=knob)[0]
+    if source.endswith(".py"):
+        path = find_file(source, knob=knob)
+        try:
+            ast.parse(path.read_bytes(), filename=str(path))
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{knob}={spec!r} cannot be imported: {describe_error(error, path)}") from error
+
+
+def split_spec(spec: str, *, knob: str) -> tuple[str, str]:
+    """Split a spec into module or file, and function name."""
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"{knob}={spec!r} must have the form module:function or file.py:function")
+    return FORMER_NAMES.get(source, source), name
+
+
+def find_file(source: str, *, knob: str) -> Path:
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(f"{knob}: no file {source!r}; give the path of the Python file that defines the function")
+    return path.resolve()
+
+
+def load_module(source: str, *, knob: str) -> ModuleType:
+    """Import a file or module; an error in its code becomes one sentence with file and line."""
+    path = find_file(source, knob=knob) if source.endswith(".py") else None
+    try:
+        return importlib.import_module(source) if path is None else import_file(path)
+    except ModuleNotFoundError as error:
+        if path is None and error.name is not None and f"{source}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{knob}: no module {error.name!r}; install it or give file.py:function") from error
+        raise explain_import(error, source, path, knob=knob) from error
+    except (Exception, SystemExit) as error:  # user code
+        raise explain_import(error, source, path, knob=knob) from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file once, until it changes on disk; its folder is put on `sys.path`."""
+    stamp = (path.stat().st_mtime_ns, path.stat().st_size)
+    if path not in LOADED and is_module_of(sys.modules.get(path.stem), path):
+        LOADED[path] = (stamp, sys.modules[path.stem])  # another file imported it by name
+    known = LOADED.get(path)
+    if known is not None and known[0] == stamp:
+        return known[1]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = choose_module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    LOADED[path] = (stamp, module)
+    return module
+
+
+def choose_module_name(path: Path) -> str:
+    """The file's stem if no other module has that name, so that neighboring files import the same module."""
+    found = sys.modules.get(path.stem)
+    if path.stem.isidentifier() and (found is None or is_module_of(found, path)):
+        return path.stem
+    return f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def is_module_of(module: ModuleType | None, path: Path) -> bool:
+    """Whether a module was loaded from that file."""
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
+
+
+def explain_import(error: BaseException, source: str, path: Path | None, *, knob: str) -> ConfigError:
+    return ConfigError(f"{knob}: {source} cannot be imported: {describe_error(error, path)}")
+
+
+def describe_error(error: BaseException, path: Path | None) -> str:
+    """File, line, type and message of an error raised while a module was imported."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if path is not None and frame.filename == str(path)] or [
+        frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    where = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
+    return f"{where}{type(error).__name__}: {message}" if message else f"{where}{type(error).__name__}"

@@ -1,0 +1,250 @@
+"""Load the policy and auxiliary models: weights, tokenizer, engine and endpoint.
+
+The engine and the trainer share one module. `check_policy` validates settings and files before any weights are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import openai
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.chat.renderer import Renderer
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.vllm.distant_engine import DistantEngine
+from tunesmith.engine.vllm.engine import VllmEngine, list_devices
+from tunesmith.engine.vllm.installation import check_installation
+from tunesmith.engine.vllm.parameters import check_parameters
+from tunesmith.engine.worker.model_runner import check_fp8_device
+from tunesmith.errors import ConfigError
+from tunesmith.model.forward.logits import verify_model
+from tunesmith.model.load import (
+    check_section,
+    check_vocabulary,
+    load_section_model,
+    load_section_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from tunesmith.rollout.chat_model import Endpoint
+from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
+from tunesmith.runs.sharded_models import load_sharded_model
+from tunesmith.shared_step import gather_weights
+from tunesmith.types import Distribution, Engine, Sampling
+
+BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
+"""Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A local model with its engine and its endpoint."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: LocalEngine | VllmEngine | DistantEngine
+    service: ModelService
+    sampling: Sampling
+    """Default sampling of rollouts; a request may override it."""
+
+    def close(self) -> None:
+        """End the engine's process, if it has one."""
+        if isinstance(self.engine, VllmEngine):
+            self.engine.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxiliaryModel:
+    """A model that workflow and judge may call and that is never trained; `engine` is None if a server runs it."""
+
+    source: ModelProvider
+    engine: Engine | None
+
+
+def check_policy(section: ModelSection) -> None:
+    """Validate a model's path, lengths, tokenizer and device without reading weights."""
+    check_section(section)
+
+
+def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
+    """Like `check_policy`, for a model that will be trained."""
+    check_policy(section)
+    device = resolve_device(section.device)
+    is_quantized = section.lora is not None and section.lora.quantization != "none"
+    is_wide = resolve_dtype(section.dtype, device) == torch.float32
+    if trainer.has_row_graphs and (device.type == "cpu" or is_quantized or is_wide):
+        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantized 16-bit weights: remove it")
+
+
+def check_engine(section: EngineSection, model: ModelSection) -> None:
+    """Raise if the device of the model cannot sample from the configured weights."""
+    if section.weight_format == "fp8":
+        check_fp8_device(resolve_device(model.device))
+    if section.kind == "vllm":
+        check_vllm(section, model)
+
+
+def check_vllm(section: EngineSection, model: ModelSection) -> None:
+    """Raise if vLLM is not installed in a version that the engine knows, or cannot run this model here."""
+    check_installation(section.vllm.python)
+    if model.lora is not None and model.lora.quantization != "none":
+        raise ConfigError(
+            f"engine.kind=vllm cannot merge an adapter into {model.lora.quantization} weights: set "
+            "model.lora.quantization=none, or engine.kind=tunesmith"
+        )
+    try:
+        check_parameters(build_sampling(model), eos_ids=())
+    except ValueError as error:
+        raise ConfigError(f"the model section: {error}") from None
+    device, num_gpus = resolve_device(model.device), torch.cuda.device_count()
+    if device.type == "cpu":
+        if section.vllm.has_seeds:
+            raise ConfigError("engine.vllm.has_seeds needs GPUs: vLLM's CPU build fails on requests with seeds")
+        if section.vllm.devices is not None or section.tensor_parallel_size > 1:
+            raise ConfigError(
+                "engine.tensor_parallel_size and engine.vllm.devices choose GPUs, and model.device is the CPU: leave "
+                "them out"
+            )
+        return
+    devices = [each.index for each in list_devices(device, section) or ()]
+    if max(devices) >= num_gpus:
+        raise ConfigError(
+            f"engine.kind=vllm would use GPUs {devices}, and this host has {num_gpus}: lower "
+            "engine.tensor_parallel_size, or list others in engine.vllm.devices"
+        )
+
+
+def load_policy(
+    section: ModelSection,
+    engine_section: EngineSection,
+    *,
+    build_model: BuildModel,
+    is_recorded: bool = True,
+    sharded_over: Ranks | None = None,
+    has_trainer: bool = True,
+) -> Policy:
+    """Load a model with its engine and endpoint; `sharded_over`: ranks that share the weights and one engine;
+    `has_trainer`: whether this process trains the model."""
+    tokenizer = load_section_tokenizer(section)
+    if sharded_over is None:
+        model = load_section_model(section)
+    else:
+        model = load_sharded_model(section.path, section, sharded_over, base_path=section.base_path)
+    check_vocabulary(model, tokenizer)
+    engine = build_engine(
+        model,
+        tokenizer,
+        engine_section,
+        max_model_len=section.max_model_len,
+        ranks=sharded_over,
+        has_trainer=has_trainer,
+    )
+    renderer = Renderer(
+        tokenizer,
+        tool_call_parser=section.tool_call_parser,
+        reasoning_parser=section.reasoning_parser,
+        enable_thinking=section.enable_thinking,
+        split_special_tokens=section.split_special_tokens,
+    )
+    sampling = build_sampling(section)
+    service = ModelService(
+        engine,
+        renderer,
+        model_name=section.path,
+        sampling=sampling,
+        build_model=lambda endpoint: build_model(endpoint, {}),
+        is_recorded=is_recorded,
+    )
+    return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
+
+
+def build_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: EngineSection,
+    *,
+    max_model_len: int,
+    ranks: Ranks | None,
+    has_trainer: bool,
+) -> LocalEngine | VllmEngine | DistantEngine:
+    """The engine of this process; of several `ranks` that share a model, only the first one has vLLM."""
+    if section.kind == "tunesmith":
+        return LocalEngine(model, tokenizer, section, max_model_len=max_model_len, has_trainer=has_trainer)
+    if ranks is None:
+        verify_model(model)  # as `LocalEngine` does: the trainer computes with it
+        return VllmEngine(model, tokenizer, section, max_model_len=max_model_len)
+    engine: VllmEngine | DistantEngine
+    if ranks.is_first:
+        gather = partial(gather_weights, ranks, model)
+        engine = VllmEngine(model, tokenizer, section, max_model_len=max_model_len, gather=gather)
+    else:
+        engine = DistantEngine(model, tokenizer, max_model_len=max_model_len)
+    ranks.broadcast_object()  # until vLLM has started, the memory of its GPUs does not change
+    return engine
+
+
+def build_sampling(section: ModelSection, *, temperature: float | None = None) -> Sampling:
+    """A model's default sampling; `temperature` overrides the model's."""
+    distribution = Distribution(
+        temperature=section.temperature if temperature is None else temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+    )
+    return Sampling(distribution=distribution, max_tokens=section.max_tokens)
+
+
+def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
+    if section.base_url is None:
+        try:
+            check_policy(_to_model_section(section))
+        except ConfigError as error:
+            raise ConfigError(f"auxiliary_models.{name}: {error}") from error
+    elif section.api_key_env is not None and section.api_key_env not in os.environ:
+        raise ConfigError(f"auxiliary_models.{name}.api_key_env: environment variable {section.api_key_env} is not set")
+
+
+def load_auxiliary(
+    section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
+) -> AuxiliaryModel:
+    """A second local model on `device`, or a client of an OpenAI-compatible server."""
+    if section.base_url is None:
+        local = _to_model_section(section).model_copy(update={"device": device})
+        policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
+        return AuxiliaryModel(source=policy.service, engine=policy.engine)
+    api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
+    endpoint = Endpoint(
+        base_url=section.base_url,
+        api_key=api_key,
+        model_name=section.path,
+        client=openai.AsyncOpenAI(base_url=section.base_url, api_key=api_key, max_retries=2),
+    )
+    options: dict[str, Any] = {
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "max_tokens": section.max_tokens,
+    }
+    if section.enable_thinking is not None:
+        options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
+    return AuxiliaryModel(source=ExternalModel(build_model(endpoint, options)), engine=None)
+
+
+def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
+    return ModelSection(
+        path=section.path,
+        max_model_len=section.max_model_len,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        max_tokens=section.max_tokens,
+        enable_thinking=section.enable_thinking,
+        tool_call_parser=section.tool_call_parser,
+        reasoning_parser=section.reasoning_parser,
+    )
