@@ -107,6 +107,10 @@ def compute_rec_advantages(
     at random. The random generator is seeded with the group's logprobs, so a repeated or resumed run drops the same
     ones.
     """
+    if not std_normalize and epsilon != 1e-6:
+        raise ConfigError(
+            f"epsilon={epsilon:g} has no effect without std_normalize: set it to true, or leave epsilon out"
+        )
     advantages: Advantages = []
     for group in groups:
         kept = _select_balanced(group) if drop == "balance" else [run.reward is not None for run in group]
