@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -49,6 +50,7 @@ from tunesmith.trainer.metrics import (
     count_row_tokens,
     read_totals,
 )
+from tunesmith.trainer.optimizer import compute_checksum
 from tunesmith.trainer.packing import pack_samples, split_minibatches
 from tunesmith.trainer.policy_versions import gather_facts, has_older_tokens
 from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
@@ -63,6 +65,7 @@ from tunesmith.trainer.scoring_pass import (
     score_logprobs,
 )
 from tunesmith.trainer.sharding.sharded_layers_adamw import build_optimizer
+from tunesmith.trainer.sharding.sharded_model import get_local
 from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.trainer.token_terms import can_weigh_in_loss_pass
 from tunesmith.types import Sample
@@ -204,6 +207,11 @@ class Trainer:
         if self._reference is not None:
             state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
+
+    def compute_checksum(self) -> int:
+        """A checksum of the trained weights, of this rank's part if they are sharded."""
+        trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return compute_checksum(get_local(each) if isinstance(each, DTensor) else each for each in trainable)
 
     def take_times(self) -> dict[str, float]:
         """Seconds since the last call in which this rank waited for others and communicated; {} on a single rank."""
