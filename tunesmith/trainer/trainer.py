@@ -184,7 +184,8 @@ class Trainer:
             if self._ranks.is_any(bool(rows)):
                 part = None if proximal is None else proximal.select(indices)
                 terms = None if step_terms is None else step_terms.select(indices)
-                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
+                number = len(updates)
+                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, number=number)
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
         self._host_work.finish()
@@ -305,13 +306,15 @@ class Trainer:
         learning_rate: float,
         policy_version: int | None,
         *,
-        is_first: bool,
+        number: int,
     ) -> Update:
+        """Update `number` of the step, from 0."""
+        is_first = number == 0
         self._optimizer.clear_gradients()
         has_checkpointing = self._settings.has_gradient_checkpointing
         with compiled_layers(*self._compiled):
             prepared = self._prepare(samples, rows, proximal, step_terms, policy_version, is_first=is_first)
-            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
+            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout(number):
                 totals = self._run(samples, rows, prepared)
         self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
@@ -390,9 +393,9 @@ class Trainer:
             after_row=self._host_work.advance,
         )
 
-    def _active_dropout(self) -> AbstractContextManager[None]:
-        """Context with the adapter's dropout active, seeded by the step."""
-        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps)).generate_state(1).tolist()
+    def _active_dropout(self, number: int) -> AbstractContextManager[None]:
+        """Context with the adapter's dropout active, seeded by the step and the update in it."""
+        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
     def _adapt_kl_coef(self, update: Update, samples: Sequence[Sample]) -> None:
