@@ -152,7 +152,7 @@ def test_dropout_depends_on_seed_and_step_only():
 
 
 def test_minibatches_of_a_step_drop_different_values():
-    """Two equal minibatches, between which the weights stay as they are; the first one drops what a single one drops."""
+    """Two equal minibatches with the same weights; the first one drops what a single one drops."""
     one = build_demonstrations()[-1]
     twice = [one, replace(one, group_index=9, trajectory_index=9)]
     losses = [
