@@ -231,3 +231,13 @@ def test_kl_cov_penalizes_what_later_updates_and_older_policies_moved():
     # with importance weights the ratio is against the policy at the start of the step, which has not moved
     step = build_trainer(build_trainable(dtype=torch.float32), AlgorithmSection(**KL_COV)).step(mixed, policy_version=4)
     assert step["train/kl_cov_frac"] == 0 and step["correction/mean_weight"] > 1
+
+
+def test_metrics_of_the_correction_are_means_over_the_tokens_of_a_step_with_one_update_or_several():
+    """Without a change of the weights; minibatches have unequal numbers of tokens."""
+    section = AlgorithmSection(**GRPO, correction={"mask": {"level": "token", "low": 0.9, "high": 1.1}})
+    one, _ = run_step(section, shift=-0.7, learning_rate=1e-30)
+    three, _ = run_step(section, shift=-0.7, learning_rate=1e-30, num_minibatches=3)
+    names = [name for name in one if name.startswith("correction/")]
+    assert names == ["correction/mean_weight", "correction/truncated_frac", "correction/masked_frac"]
+    assert {name: three[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-6)
