@@ -257,10 +257,9 @@ def parse_group(rows: Sequence[dict[str, Any]]) -> tuple[Trajectory, ...]:
     """The trajectories of a group from all of its rows; a branch follows its parent."""
     runs: dict[int, Trajectory] = {}
     for row in rows:
-        run, num_shared = parse_row(row), row.get("num_shared_turns") or 0
-        parent = runs.get(row.get("parent"))
-        if parent is not None:
-            run = replace(run, turn_owners=(parent.turn_owners + run.turn_owners)[:num_shared])
+        run = parse_row(row)
+        if run.parent in runs:
+            run = replace(run, turn_owners=(runs[run.parent].turn_owners + run.turn_owners)[: run.num_shared_turns])
         runs[run.run_index] = run
     return tuple(runs.values())
 
@@ -287,7 +286,7 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
         duration_s=row["duration_s"],
         parent=row.get("parent"),
         branch_at=row.get("branch_at"),
-        turn_owners=(row.get("parent"),) * (row.get("num_shared_turns") or 0),
+        turn_owners=tuple([row["parent"]] * row["num_shared_turns"] if row.get("num_shared_turns") else ()),
     )
 
 
