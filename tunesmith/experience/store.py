@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -111,7 +112,7 @@ def load_rollouts(path: Path) -> list[Group]:
     groups = []
     for _, group_rows in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
         rows = list(group_rows)
-        trajectories = tuple(parse_row(row) for row in rows)
+        trajectories = parse_group(rows)
         baseline_reward = rows[0].get("baseline_reward")
         groups.append(Group(task=trajectories[0].task, trajectories=trajectories, baseline_reward=baseline_reward))
     return groups
@@ -252,8 +253,19 @@ def build_turn(turn: Turn) -> dict[str, Any]:
     }
 
 
+def parse_group(rows: Sequence[dict[str, Any]]) -> tuple[Trajectory, ...]:
+    """The trajectories of a group from all of its rows; a branch follows its parent."""
+    runs: dict[int, Trajectory] = {}
+    for row in rows:
+        run = parse_row(row)
+        if run.parent in runs:
+            run = replace(run, turn_owners=(runs[run.parent].turn_owners + run.turn_owners)[: run.num_shared_turns])
+        runs[run.run_index] = run
+    return tuple(runs.values())
+
+
 def parse_row(row: dict[str, Any]) -> Trajectory:
-    """The inverse of `build_row`."""
+    """The inverse of `build_row`, except that all turns that a branch shares are its parent's."""
     failure = None
     if row["failure_where"] is not None:
         failure = Failure(
@@ -274,7 +286,7 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
         duration_s=row["duration_s"],
         parent=row.get("parent"),
         branch_at=row.get("branch_at"),
-        num_shared_turns=row.get("num_shared_turns") or 0,
+        turn_owners=tuple([row["parent"]] * row["num_shared_turns"] if row.get("num_shared_turns") else ()),
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
 from tunesmith.commands.doctor.record import RlRun
 from tunesmith.config import RunConfig
-from tunesmith.config.rollout.staleness import ON_POLICY_ONLY
 
 MAX_DROPPED_SHARE = 0.05
 """Dropped groups per trained one: slow groups are dropped more often, which biases what is trained; a few do not."""
@@ -44,7 +44,7 @@ def find_dropped_groups(run: RlRun) -> Outcome:
 def can_be_stale(config: RunConfig) -> bool:
     """Whether the run may keep rollouts in flight: what the run file's checks allow, on one rank."""
     return (
-        config.algorithm.algorithm_type not in ON_POLICY_ONLY
+        not ALGORITHMS[config.algorithm.algorithm_type].needs_current_weights
         and config.rollout.branching is None
         and config.serve is None
         and config.engine.kind == "tunesmith"
