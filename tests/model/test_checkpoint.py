@@ -31,11 +31,11 @@ from tunesmith.model.checkpoint import (
     find_checkpoints,
     find_last_checkpoint,
     load_checkpoint,
-    remove_leftovers,
     remove_old_checkpoints,
     save_checkpoint,
 )
 from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.storage import remove_leftovers
 
 SIZES = {
     "vocab_size": 32,

@@ -3,9 +3,9 @@
     PYTHONPATH=. python tests/runs/write_kept_folders.py
 
 Every command runs once, in a process of its own, with a model of 22 thousand parameters; training writes adapters, so
-that checkpoints are small. Files name the folder that they were written in, `FOLDER`, so the tests copy them back there.
-The folders in the repository were written by an earlier version and are not written again: when the layout
-of a folder changes, add the new one beside them.
+that checkpoints are small. Files name the folder that they were written in, `FOLDER`, so the tests copy them there.
+The folders in the repository were written by an earlier version and are not written again: when the layout of a folder
+changes, add the new one beside them.
 """
 
 from __future__ import annotations
@@ -97,10 +97,9 @@ def write_inputs() -> None:
     build_pocket_model(tokenizer, hidden_size=32, num_layers=1).to(torch.bfloat16).save_pretrained("model")
     Path("agent.py").write_text(FUNCTIONS)
     write_rows("tasks", [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(6)])
-    conversation = [
-        [{"role": "user", "content": f"What is {n} * 7?"}, {"role": "assistant", "content": str(7 * n)}] for n in range(6)
-    ]
-    write_rows("conversations", [{"messages": each} for each in conversation])
+    asked = [{"role": "user", "content": f"What is {n} * 7?"} for n in range(6)]
+    answered = [{"role": "assistant", "content": str(7 * n)} for n in range(6)]
+    write_rows("conversations", [{"messages": pair} for pair in zip(asked, answered, strict=True)])
     write_rows("pairs", [{"prompt": f"{n} * 7?", "chosen": str(7 * n), "rejected": "No."} for n in range(6)])
     problem = "Tom has {n} apples and buys 7. How many in the end?"
     solution = "We add what Tom has and buys: <<{n}+7={m}>>{m} apples.\n#### {m}"
@@ -114,7 +113,7 @@ def write_inputs() -> None:
         "train_dataset": {"path": "tasks.jsonl"},
         "algorithm": {"batch_size": 2, "group_size": 2},
     }
-    training = {"model": TRAINED, "num_epochs": 8, "max_tokens_per_batch": 64, "save_interval_steps": 2, "monitor": QUIET}
+    training = {"model": TRAINED, "max_tokens_per_batch": 64, "save_interval_steps": 2, "monitor": QUIET}
     write_settings(
         tune=run
         | {
@@ -126,8 +125,10 @@ def write_inputs() -> None:
             "trainer": {"learning_rate": 1e-3},
             "monitor": QUIET,
         },
-        sft=training | {"train_dataset": {"path": "conversations.jsonl"}, "trainer": {"learning_rate": 1e-3}},
-        prefer=training | {"train_dataset": {"path": "pairs.jsonl"}, "trainer": {"learning_rate": 1e-4}, "num_epochs": 1},
+        sft=training
+        | {"train_dataset": {"path": "conversations.jsonl"}, "trainer": {"learning_rate": 1e-3}, "num_epochs": 8},
+        prefer=training
+        | {"train_dataset": {"path": "pairs.jsonl"}, "trainer": {"learning_rate": 1e-4}, "num_epochs": 1},
         pass_rate=run,
         eval=AGENT
         | {
@@ -210,7 +211,8 @@ def main() -> None:
     run("eval", "eval.yaml", "--out", "eval", kill_at=8)
     work = Path("prepare.work")
     run_until(
-        lambda: any(each.stat().st_size for each in work.glob("*.part")), *("prepare", "prepare.yaml", "--out", "prepare")
+        lambda: any(each.stat().st_size for each in work.glob("*.part")),
+        *("prepare", "prepare.yaml", "--out", "prepare"),
     )
     run("prepare", "prepared.yaml", "--out", "prepared")
     run("export", "prefer", "--out", "export", "--set", "formats=[adapter]")

@@ -13,10 +13,10 @@ from typing import Any
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
-from tunesmith.model.checkpoint import DONE, check_complete, find_last_checkpoint
+from tunesmith.model.checkpoint import find_last_checkpoint
 from tunesmith.model.source.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 from tunesmith.model.source.resolve import find_exported
-from tunesmith.storage import CHECKPOINT, TEMPORARY, RunPaths
+from tunesmith.storage import CHECKPOINT, DONE, TEMPORARY, RunPaths, check_complete
 
 STAGE_MODEL = "model"
 """Folder of the result of supervised fine-tuning or preference training."""

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from tunesmith.commands.eval.comparison import Comparison, ModelResult, compare_
 from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
 from tunesmith.commands.eval.comparison_table import format_comparison
 from tunesmith.commands.eval.held_out import run_held_out
-from tunesmith.commands.eval.inputs import compute_digest
+from tunesmith.commands.eval.inputs import describe_rows, describe_weights
 from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
 from tunesmith.config import EvalConfig, RunConfig
@@ -35,7 +36,8 @@ from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
 from tunesmith.runs.trained_model import find_model_folder
-from tunesmith.storage import load_json, remove_tree, save_json, save_text
+from tunesmith.runs.workspace import Workspace, compute_digest
+from tunesmith.storage import load_json, remove_leftovers, save_json, save_text
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import JudgeType, Task, WorkflowType
 
@@ -76,6 +78,30 @@ def run_comparison(
         if out is None:
             raise ConfigError("a plot is written to the output folder: set --out")
     check_output_folder(out, models)
+    compare = partial(
+        compare_models, config, sets, models=models, workflow=workflow, judge=judge, build_model=build_model, out=out
+    )
+    if out is None:
+        return compare()
+    with Workspace(out) as workspace:
+        remove_leftovers(out)
+        comparison = compare()
+        save_comparison(out, comparison, has_plot=has_plot)
+        workspace.remove(out / PARTS)
+    return comparison
+
+
+def compare_models(
+    config: RunConfig,
+    sets: Mapping[str, Sequence[Task]],
+    *,
+    models: Mapping[str, str],
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    out: Path | None,
+) -> Comparison:
+    """Evaluate one model after the other, with partial files in `out`."""
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     num_evaluations = len(models) * len(sets)
     progress = ConsoleProgress(
@@ -108,10 +134,7 @@ def run_comparison(
                 )
     finally:
         progress.close()
-    comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
-    if out is not None:
-        save_comparison(out, comparison, has_plot=has_plot)
-    return comparison
+    return {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
 
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
@@ -232,10 +255,7 @@ def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
         return
     for set_comparison in load_json(out / JSON_FILE).values():
         compared = {label: result["path"] for label, result in set_comparison["models"].items()}
-        if compared != models:
-            raise ConfigError(
-                f"{out} holds a comparison of other models ({', '.join(compared)}); choose another folder, or remove it"
-            )
+        Workspace(out).check_same({"models": compared}, {"models": models})
 
 
 def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:
@@ -243,17 +263,16 @@ def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Seq
     if out is None:
         return None
     settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
-    return out / PARTS / f"{compute_digest(settings, config, tasks, name)[:16]}.json"
+    digest = compute_digest([settings, describe_weights(config.model.path), describe_rows(tasks), name])
+    return out / PARTS / f"{digest[:16]}.json"
 
 
 def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:
-    """Write the results, then remove the partial files."""
+    """Write the results."""
     save_text(out / TABLE_FILE, format_comparison(comparison))
     if has_plot:
         save_plot(out / PLOT_FILE, comparison)
     save_json(out / JSON_FILE, {name: each.to_json() for name, each in comparison.items()})
-    if (out / PARTS).exists():
-        remove_tree(out / PARTS)
 
 
 def release_memory() -> None:

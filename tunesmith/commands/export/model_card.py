@@ -19,12 +19,11 @@ from transformers import PretrainedConfig
 
 from tunesmith.config import ExportSection
 from tunesmith.hub import HUB_ID
-from tunesmith.model.checkpoint import DONE
 from tunesmith.model.source.adapter_files import AdapterFiles
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_config import load_values
 from tunesmith.runs.trained_model import ExportSource, choose_name
-from tunesmith.storage import CHECKPOINT, RunPaths, load_json, parse_checkpoint_step, save_text
+from tunesmith.storage import CHECKPOINT, DONE, RunPaths, load_json, parse_checkpoint_step, save_text
 from tunesmith.version import __version__
 
 Row = Sequence[object]
