@@ -178,7 +178,7 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
             raise KeyboardInterrupt
         return await original(config, actors, tasks, **options)
 
-    monkeypatch.setattr(pass_rate, "sample_groups", die_at_the_second_batch)
+    monkeypatch.setattr(pass_rate_module, "sample_groups", die_at_the_second_batch)
     with pytest.raises(KeyboardInterrupt):
         prepare(pass_rate=pass_rate)
     assert not (tmp_path / "out").exists()
