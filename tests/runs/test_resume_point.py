@@ -8,7 +8,7 @@ import pytest
 
 from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import TunerModelConfig
-from tunesmith.commands.sft.folder import resume_training
+from tunesmith.commands.sft.train import resume_training
 from tunesmith.config import SftConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.store import load_rollouts

@@ -11,8 +11,8 @@ import gc
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest
-from tunesmith.storage import load_json, remove_leftovers, save_json, save_text
+from tunesmith.storage import load_json, remove_tree, save_json, save_text
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import JudgeType, Task, WorkflowType
 
@@ -78,36 +78,12 @@ def run_comparison(
         if out is None:
             raise ConfigError("a plot is written to the output folder: set --out")
     check_output_folder(out, models)
-    compare = partial(
-        compare_models, config, sets, models=models, workflow=workflow, judge=judge, build_model=build_model, out=out
-    )
-    if out is None:
-        return compare()
-    with Workspace(out) as workspace:
-        remove_leftovers(out)
-        comparison = compare()
-        save_comparison(out, comparison, has_plot=has_plot)
-        workspace.remove(out / PARTS)
-    return comparison
-
-
-def compare_models(
-    config: RunConfig,
-    sets: Mapping[str, Sequence[Task]],
-    *,
-    models: Mapping[str, str],
-    workflow: WorkflowType,
-    judge: JudgeType | None,
-    build_model: BuildModel,
-    out: Path | None,
-) -> Comparison:
-    """Evaluate one model after the other, with partial files in `out`."""
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     num_evaluations = len(models) * len(sets)
     progress = ConsoleProgress(
         first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
     )
-    try:
+    with nullcontext() if out is None else Workspace(out), closing(progress):
         for number, (label, path) in enumerate(models.items()):
             model_config = with_model_path(config, path)
             partial_files = {name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()}
@@ -132,9 +108,10 @@ def compare_models(
                     seconds=set_scores.seconds,
                     outcome_key=config.experience.outcome_key,
                 )
-    finally:
-        progress.close()
-    return {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
+        comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
+        if out is not None:
+            save_comparison(out, comparison, has_plot=has_plot)
+    return comparison
 
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
@@ -268,11 +245,13 @@ def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Seq
 
 
 def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:
-    """Write the results."""
+    """Write the results, then remove the partial files."""
     save_text(out / TABLE_FILE, format_comparison(comparison))
     if has_plot:
         save_plot(out / PLOT_FILE, comparison)
     save_json(out / JSON_FILE, {name: each.to_json() for name, each in comparison.items()})
+    if (out / PARTS).exists():
+        remove_tree(out / PARTS)
 
 
 def release_memory() -> None:

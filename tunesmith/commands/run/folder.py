@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from tunesmith.commands.eval.compare import JSON_FILE
 from tunesmith.commands.run.plan import PlannedStage
-from tunesmith.commands.sft.folder import MUTABLE_KEYS as SFT_MUTABLE_KEYS
+from tunesmith.commands.sft.train import MUTABLE_KEYS as SFT_MUTABLE_KEYS
 from tunesmith.errors import StorageError
 from tunesmith.runs.run_folder import MUTABLE_KEYS as RL_MUTABLE_KEYS
 from tunesmith.runs.workspace import find_changes, is_mutable_key, name_aside
