@@ -69,13 +69,13 @@ def measure_pass_rates(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
     )
     tasks = rows[:max_tasks]
-    if out.exists():
-        raise ConfigError(f"{out} already exists; choose another file")
     check_policy(config.model)
     partial_file = out.with_name(f"{out.name}.part")
     batch_size = config.algorithm.batch_size
     inputs = describe_inputs(config, rows, num_runs=num_runs, tool_keys=tool_keys)
     with Workspace(out, is_whole=True) as workspace:
+        if out.exists():
+            raise ConfigError(f"{out} already exists; choose another file")
         journal = workspace.open_journal(partial_file, inputs)
         check_batches(journal, batch_size, num_values=4 if tool_keys else 2)
         num_done = sum(map(len, journal.rows))

@@ -222,7 +222,7 @@ def test_an_existing_export_is_reused_and_another_is_refused(source, tmp_path):
     written = (first.hf / "model.safetensors").stat().st_mtime_ns
     assert run_export(settings, out_dir=tmp_path / "out") == first
     assert (first.hf / "model.safetensors").stat().st_mtime_ns == written
-    with pytest.raises(ConfigError, match=r"out was made with other settings: license was None, is 'mit'\."):
+    with pytest.raises(ConfigError, match=r"out was made with other settings: license was 'unknown', is 'mit'\."):
         run_export(ExportSection(path=str(copy), license="mit"), out_dir=tmp_path / "out")
     os.utime(copy / "model.safetensors", ns=(1, 1))
     with pytest.raises(ConfigError, match=r"other settings: source\.files\.model\.safetensors was \["):

@@ -283,7 +283,7 @@ def test_changed_input_rows_are_detected(prepare, data):
     prepare(eval_data={"path": str(data)})
     train = (data / "train.jsonl").read_text()
     write(data / "train.jsonl", [make_row(7)])
-    with pytest.raises(ConfigError, match="other settings: the content of data changed. Restore them"):
+    with pytest.raises(ConfigError, match="settings: the content of data changed; the content of eval_data changed"):
         prepare(eval_data={"path": str(data)})
     (data / "train.jsonl").write_text(train)
     assert prepare(eval_data={"path": str(data)}).num_train == 2

@@ -24,12 +24,12 @@ from tunesmith.commands.sft.train import MUTABLE_KEYS as SFT_MUTABLE_KEYS
 from tunesmith.errors import StorageError
 from tunesmith.runs.run_folder import MUTABLE_KEYS as RL_MUTABLE_KEYS
 from tunesmith.runs.workspace import find_changes, is_mutable_key, name_aside
-from tunesmith.storage import check_complete, load_json, remove_tree, save_json, storage_errors
+from tunesmith.storage import DONE, check_complete, load_json, remove_tree, save_json, storage_errors
 
 CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.json"
 RADAR_PLOT = "radar.png"
 STATES = "stages"
-START, DONE = "START.json", "DONE.json"
+START = "START.json"
 MUTABLE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_MUTABLE_KEYS, "sft": SFT_MUTABLE_KEYS, "prefer": SFT_MUTABLE_KEYS}
 """Kinds whose runs can be resumed with changed settings, and the keys that may change."""
 
