@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.inputs import describe_rows, describe_weights
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.policy import BuildModel, check_policy
 from tunesmith.runs.result import Result
-from tunesmith.runs.workspace import Workspace, compute_digest
+from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import Journal, load_json_lines, save_text
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType

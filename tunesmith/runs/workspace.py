@@ -62,6 +62,7 @@ from tunesmith.storage import (
     save_text,
     storage_errors,
 )
+from tunesmith.types import Task
 
 CONTENTS = ("sources", "questions", "rows", "weights")
 """Inputs that are digests of content. One that is None on one side, such as a file that is gone, is not compared."""
@@ -219,6 +220,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def compute_digest(value: Any) -> str:
     """SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=describe_value).encode()).hexdigest()
+
+
+def describe_rows(tasks: Sequence[Task]) -> list[list[Any]]:
+    """What scores depend on in the rows of tasks; the code of workflow and judge is no part of it, only their names."""
+    return [[task.task_id, dict(task.row)] for task in tasks]
 
 
 def describe_value(value: Any) -> str:

@@ -22,12 +22,12 @@ from tunesmith.commands.eval.comparison import Comparison, ModelResult, compare_
 from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
 from tunesmith.commands.eval.comparison_table import format_comparison
 from tunesmith.commands.eval.held_out import run_held_out
-from tunesmith.commands.eval.inputs import describe_rows, describe_weights
 from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
+from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.groups import check_failures
@@ -36,7 +36,7 @@ from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
 from tunesmith.runs.trained_model import find_model_folder
-from tunesmith.runs.workspace import Workspace, compute_digest
+from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import JudgeType, Task, WorkflowType
