@@ -49,6 +49,7 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
+from tunesmith.http_server import check_port
 from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
@@ -56,7 +57,6 @@ from tunesmith.monitor.monitor import Monitor
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
-from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config

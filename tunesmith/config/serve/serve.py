@@ -23,7 +23,8 @@ class ServeSection(Section):
     it, and the model endpoints of the other ranks count up from it."""
     public_url: str | None = None
     """URL under which workers reach the server, for instance through a proxy; null uses the Host header of their
-    requests. On several ranks it contains `{rank}`, which is replaced by the number of a task's rank, from 0."""
+    requests, which without a key must name this machine. On several ranks it contains `{rank}`, which is replaced by
+    the number of a task's rank, from 0."""
     api_key_env: str | None = None
     """Environment variable with the API key that workers must send to take tasks and to report; null asks for none."""
     lost_after_s: Annotated[float, Needs("mode", "tasks")] = Field(default=120.0, gt=0)
