@@ -17,12 +17,14 @@ from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
-from tunesmith.model.checkpoint import RUN_STATE, check_complete
+from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
+from tunesmith.runs.workspace import name_aside
 from tunesmith.storage import (
     CHECKPOINT,
     RunPaths,
+    check_complete,
     load_json,
     parse_checkpoint_step,
     storage_errors,
@@ -109,8 +111,9 @@ def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = N
     has_metrics = any(record["step"] > after for record in load_metrics(paths.metrics))
     if not moved and not has_metrics:
         return None
-    archive = make_archive_folder(paths.root, now or datetime.now())
+    archive = name_aside(paths.root / ARCHIVE_PREFIX, now=now)
     with storage_errors(archive, "write"):
+        archive.mkdir()
         for path in moved:
             target = archive / path.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -143,20 +146,3 @@ def list_step_files(paths: RunPaths) -> tuple[StepFiles, ...]:
         StepFiles(paths.evaluation(0).parent, JSON_STEPS),
         StepFiles(paths.selection(0).parent, JSON_STEPS),
     )
-
-
-def make_archive_folder(root: Path, now: datetime) -> Path:
-    """Create a new archive folder, named by the time."""
-    name = f"{ARCHIVE_PREFIX}{now:%Y%m%d%H%M%S}"
-    number = 1
-    while True:
-        archive = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            with storage_errors(archive, "make"):
-                archive.mkdir()
-        except StorageError as error:
-            if not isinstance(error.__cause__, FileExistsError):
-                raise
-            number += 1
-        else:
-            return archive

@@ -13,11 +13,10 @@ from typing import Any
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
-from tunesmith.model.checkpoint import check_complete
 from tunesmith.model.source.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 from tunesmith.model.source.resolve import find_exported
 from tunesmith.runs.record import RunRecord, find_run_folder
-from tunesmith.storage import CHECKPOINT, DONE, TEMPORARY, RunPaths
+from tunesmith.storage import CHECKPOINT, DONE, TEMPORARY, RunPaths, check_complete
 
 GENERIC_NAMES = re.compile(r"model|merged|hf|global_step_\d+")
 """Folder names that do not identify a model."""
