@@ -221,7 +221,7 @@ COMMANDS: tuple[Command, ...] = (
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
-        mutable_keys="tunesmith.commands.sft.folder:MUTABLE_KEYS",
+        mutable_keys="tunesmith.commands.sft.train:MUTABLE_KEYS",
     ),
     Command(
         name="prefer",
@@ -243,7 +243,7 @@ COMMANDS: tuple[Command, ...] = (
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
-        mutable_keys="tunesmith.commands.sft.folder:MUTABLE_KEYS",
+        mutable_keys="tunesmith.commands.sft.train:MUTABLE_KEYS",
     ),
     Command(
         name="prepare",

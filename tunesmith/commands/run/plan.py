@@ -5,8 +5,6 @@ A reference is a string `stage:NAME` (the stage's model) or `stage:NAME/FILE` (a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from tunesmith.commands.table import STAGES, import_named
 from tunesmith.config import Section
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import build_section, describe_validation_error, load_values
+from tunesmith.runs.workspace import compute_digest
 
 KEYS_WITHOUT_EFFECT = ("monitor", "has_progress")
 """Top-level keys that do not change a stage's output, and so are not part of its digest."""
@@ -45,7 +44,7 @@ class PlannedStage:
     def digest(self) -> str:
         """Hash of the kind and of all settings that can change the output."""
         relevant = {key: value for key, value in self.values.items() if key not in KEYS_WITHOUT_EFFECT}
-        return hashlib.sha256(json.dumps([self.kind, relevant], sort_keys=True).encode()).hexdigest()
+        return compute_digest([self.kind, relevant])
 
     def resolve(self, find: Callable[[Reference], str]) -> Section:
         """The settings object, with each reference replaced by the path that `find` returns."""

@@ -26,7 +26,6 @@ from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
     count_checkpoint_bytes,
-    describe_interruption,
     restore,
     restore_models,
     save_error,
@@ -62,6 +61,7 @@ from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, build_sampling
 from tunesmith.runs.result import TrainingResult, require_path
+from tunesmith.runs.resume_point import describe_interruption
 from tunesmith.runs.run_folder import RunFolder, open_run_folder
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
@@ -187,7 +187,7 @@ def run_leader(
             training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
             result = run_lockstep(work_while_serving(training, server, actors, monitor.show_line), config.rollout)
         except (KeyboardInterrupt, SystemExit):
-            monitor.show_line(describe_interruption(config, folder))
+            monitor.show_line(describe_interruption(config, folder.paths.root))
             raise
         finally:
             policy.close()
@@ -271,7 +271,7 @@ async def train(
         evaluations = await evaluate(config, plan, parts, folder, monitor, control, step=0)
         control.raise_error()
     metrics: dict[str, float] = {}
-    updates = UpdateLog(monitor.show_line)
+    updates, checksum = UpdateLog(monitor.show_line, config.trainer), parts.trainer.compute_checksum()
     while step < plan.total_steps and control.stop is None:
         step += 1
         result = await run_saved_step(parts, folder, monitor, step=step)
@@ -289,7 +289,7 @@ async def train(
             await run_beside_rollouts(parts.in_flight, saving)
             await control.end_checkpoint(step)
         control.raise_error()
-    updates.close()
+    updates.close(has_new_weights=parts.trainer.compute_checksum() != checksum)
     if (ending := control.save_ending(step, first_step=first_step)) is not None:
         monitor.show_line(ending)
     checkpoint = folder.paths.checkpoint(step)
