@@ -1,4 +1,4 @@
-"""Parts of a step that every rank builds: the trainer, and how rollouts branch."""
+"""The trainer, which every rank that trains builds."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
-from tunesmith.rollout.branching.tree import Branching
 from tunesmith.runs.extra_models import load_extra_models
 from tunesmith.runs.policy import Policy
 from tunesmith.trainer.trainer import Trainer
-
-
-def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
-    if config.rollout.branching is None:
-        return None
-    vocab_size = policy.model.get_input_embeddings().num_embeddings
-    return Branching(section=config.rollout.branching, vocab_size=vocab_size)
 
 
 def build_trainer(
