@@ -14,7 +14,7 @@ LAYERS = [
     {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines", "tool_log"},
     {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
-    {"shared_step", "environments"},
+    {"environments"},
     {"loop"},
     {"runs"},
     {"commands", "compat", "viewer"},

@@ -280,7 +280,7 @@ class RankTrainer:
 
     def _receive(self, groups: StepGroups) -> None:
         """Complete the batch with the groups of other ranks."""
-        parts = self.ranks.gather_objects({})
+        parts: list[dict[int, Group]] | None = self.ranks.gather_objects({})
         assert parts is not None, "this is the first rank"
         whole = {number: group for part in parts for number, group in part.items()}
         groups.batch.complete(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
@@ -166,7 +166,7 @@ def is_stale(oldest: int | None, policy_version: int, max_staleness: int) -> boo
     return oldest is not None and policy_version - oldest > max_staleness
 
 
-async def cancel_all(tasks: Sequence[asyncio.Task[object]] | set[asyncio.Task[None]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     pending = [each for each in tasks if not each.done()]
     for each in pending:

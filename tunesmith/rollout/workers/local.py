@@ -204,8 +204,8 @@ class LocalWorker:
 
     def _resume_engines(self, policy_version: int) -> None:
         """An empty prefix cache makes what follows a function of its seed."""
-        for engine in self.actors.auxiliary_engines:
-            engine.resume(0)
+        for auxiliary in self.actors.auxiliary_engines:
+            auxiliary.resume(0)
         if policy_version != self._gathered_version:
             self._gathered_version = policy_version
             for link in self._shard_links:
