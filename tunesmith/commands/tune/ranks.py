@@ -18,7 +18,6 @@ from tunesmith.cluster.links import Links, connect_links
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
-from tunesmith.commands.tune.plan import Plan
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.step_windows import open_windows
@@ -30,6 +29,7 @@ from tunesmith.rollout.workers.local import GatherWeights, LocalWorker
 from tunesmith.rollout.workers.rank import RankWorker, ServedWorker
 from tunesmith.rollout.workers.worker import Worker
 from tunesmith.runs.policy import Policy, build_sampling
+from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.optimizer import find_trainable
 from tunesmith.trainer.rank_trainer import RankTrainer, SaveState, Update
 from tunesmith.trainer.sharding.sharded_model import iter_whole_weights
@@ -69,21 +69,23 @@ def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
 
 def build_dispatcher(
     config: RunConfig,
-    plan: Plan,
+    feed: TaskFeed,
     policy: Policy,
     actors: Actors,
     roles: RankRoles,
     links: Links,
     thread: WorkThread | NoThread,
+    *,
+    total_steps: int,
+    has_baselines: bool = False,
 ) -> Dispatcher:
-    """The dispatcher of a run, on the first rank."""
+    """The dispatcher of a run, on the first rank; `has_baselines`: whether the algorithm needs them."""
     branching, max_staleness = build_branching(config, policy), config.rollout.max_staleness
-    has_baselines = "baselines" in plan.algorithm.needs
-    dispatch_plan = DispatchPlan(
+    plan = DispatchPlan(
         seed=config.seed,
         group_size=config.algorithm.group_size,
         batch_size=config.algorithm.batch_size,
-        total_steps=plan.total_steps,
+        total_steps=total_steps,
         max_staleness=max_staleness,
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
         branching=branching,
@@ -99,7 +101,7 @@ def build_dispatcher(
             for rank in roles.samplers
         ]
         send_weights = partial(roles.send_weights, weights)
-        return Dispatcher(workers, plan.feed, dispatch_plan, send_weights=send_weights, thread=thread)
+        return Dispatcher(workers, feed, plan, send_weights=send_weights, thread=thread)
     others, has_phases = links.by_rank.items(), max_staleness > 0
     has_shards = config.cluster.has_sharded_weights and not roles.trainers.is_alone
     workers = [build_worker(config, policy, actors, roles, branching, links if has_shards else None)]
@@ -109,7 +111,7 @@ def build_dispatcher(
             RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows, branching=branching)
             for rank, link in others
         ]
-    return Dispatcher(workers, plan.feed, dispatch_plan, thread=thread)
+    return Dispatcher(workers, feed, plan, thread=thread)
 
 
 def build_worker(

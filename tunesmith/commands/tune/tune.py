@@ -261,7 +261,17 @@ def build_parts(
     trainer = build_trainer(config, plan.algorithm, plan.functions, policy, ranks, total_steps=plan.total_steps)
     return StepParts(
         tasks=plan.feed,
-        dispatcher=build_dispatcher(config, plan, policy, actors, roles, links, thread),
+        dispatcher=build_dispatcher(
+            config,
+            plan.feed,
+            policy,
+            actors,
+            roles,
+            links,
+            thread,
+            total_steps=plan.total_steps,
+            has_baselines="baselines" in plan.algorithm.needs,
+        ),
         operators=plan.operators,
         algorithm=plan.algorithm,
         trainer=build_rank_trainer(config, trainer, ranks, links, thread),
