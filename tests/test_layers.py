@@ -11,7 +11,19 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
-    {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines", "tool_log"},
+    {
+        "types",
+        "config",
+        "errors",
+        "storage",
+        "arguments",
+        "version",
+        "metric",
+        "hub",
+        "user_lines",
+        "tool_log",
+        "http_server",
+    },
     {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"environments"},

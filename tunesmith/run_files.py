@@ -102,7 +102,9 @@ def format_options(stage: str) -> str:
     """Every key of a command's file: one line with type and default, one with the description."""
     listed = describe_options(find_stage(stage))
     return "\n".join(
-        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}" for each in listed
+        f"{each.key}: {each.type} = {each.default}{f' (needs {each.needs})' if each.needs else ''}\n"
+        f"    {' '.join(each.description.split())}"
+        for each in listed
     )
 
 

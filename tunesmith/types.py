@@ -3,6 +3,8 @@
 `Task -> (workflow, judge) -> Trajectory -> Group -> advantages -> Sample`. All records are frozen and hold no tensors;
 the trainer creates those. A token is trained only if the policy sampled it (`is_sampled`). `None` means unknown, `0.0`
 is a measured zero. A failed trajectory has a `Failure` and no reward.
+
+The examples below are one rollout: a task "3 + 4 = ?", two rollouts of it, and the sample that is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ FailureWhere = Literal["workflow", "judge", "timeout", "engine"]
 
 
 class WorkflowOutput(BaseModel):
-    """Return value of a workflow. `reward` is ignored if the run has a judge."""
+    """Return value of a workflow. `reward` is ignored if the run has a judge.
+
+    >>> output = WorkflowOutput(response="7", metrics={"tool_calls": 1.0})
+    """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -32,7 +37,10 @@ class WorkflowOutput(BaseModel):
 
 
 class JudgeOutput(BaseModel):
-    """Return value of a judge. `reward` is required; None means no verdict: the rollout is not trained."""
+    """Return value of a judge. `reward` is required; None means no verdict: the rollout is not trained.
+
+    >>> verdict = JudgeOutput(reward=1.0, metrics={"accuracy": 1.0})
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -106,7 +114,10 @@ JudgeType = Judge | JudgeWithModels | JudgeWithLogger | JudgeWithModelsAndLogger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One row of a data set."""
+    """One row of a data set.
+
+    >>> task = Task(task_id="train/7", index=7, row={"question": "3 + 4 = ?", "answer": "7"})
+    """
 
     task_id: str
     """Unique in the run: `<data set name>/<row index>`."""
@@ -132,6 +143,8 @@ class Distribution:
     banned. After the temperature, top-k, top-p and min-p are applied in this order, the last two to the renormalized
     remainder. Tokens with equal logits are kept or dropped together. Penalties and bans depend on the prompt and on the
     tokens sampled so far, so the distribution of a token is determined by this record and the tokens of its turn.
+
+    >>> warm = Distribution(temperature=0.7, top_p=0.95)
     """
 
     temperature: float = 1.0
@@ -173,7 +186,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one completion is sampled and when it ends."""
+    """How one completion is sampled and when it ends.
+
+    >>> sampling = Sampling(distribution=warm, max_tokens=64, stop=("</answer>",), seed=1234)
+    """
 
     distribution: Distribution = Distribution()
     max_tokens: int
@@ -198,7 +214,10 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDetails:
-    """What a request asked for about sampled tokens besides their logprobs; None: not asked for."""
+    """What a request asked for about sampled tokens besides their logprobs; None: not asked for.
+
+    >>> details = TokenDetails(entropies=(0.31, 0.02))
+    """
 
     entropies: tuple[float, ...] | None = None
     top_logprobs: tuple[TopLogprobs, ...] | None = None
@@ -206,7 +225,12 @@ class TokenDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The tokens of one request. The end-of-sequence token, when sampled, is the last of `sampled_ids`."""
+    """The tokens of one request. The end-of-sequence token, when sampled, is the last of `sampled_ids`.
+
+    >>> completion = Completion(
+    ...     sampled_ids=(22, 2), logprobs=(-0.11, -0.01), policy_versions=(5, 5), stop_reason="eos", num_cached_tokens=3
+    ... )
+    """
 
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -283,7 +307,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One recorded model call."""
+    """One recorded model call.
+
+    >>> turn = Turn(
+    ...     prompt_ids=(1, 18, 10, 19, 28), sampled_ids=(22, 2), logprobs=(-0.11, -0.01), policy_versions=(5, 5),
+    ...     distribution=warm, stop_reason="eos",
+    ... )
+    """
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
@@ -305,7 +335,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a trajectory has no reward: the boundary at which it failed, and the cause."""
+    """Why a trajectory has no reward: the boundary at which it failed, and the cause.
+
+    >>> failure = Failure(where="workflow", message="KeyError: 'question'", line="agent.py:12 in solve")
+    """
 
     where: FailureWhere
     message: str
@@ -317,7 +350,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One run of the workflow on a task."""
+    """One run of the workflow on a task.
+
+    >>> right = Trajectory(task=task, run_index=0, turns=(turn,), reward=1.0, response_text="7")
+    >>> failed = Trajectory(task=task, run_index=1, turns=(), reward=None, failure=failure)
+    """
 
     task: Task
     run_index: int
@@ -341,7 +378,12 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The trajectories of one task in one step, ordered by `run_index`."""
+    """The trajectories of one task in one step, ordered by `run_index`.
+
+    >>> group = Group(task=task, trajectories=(right, failed))
+    >>> len(group.scored)
+    1
+    """
 
     task: Task
     trajectories: tuple[Trajectory, ...]
@@ -359,7 +401,10 @@ RunAdvantage = float | tuple[float, ...] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionSpan:
-    """Tokens `start` to `end - 1` of a sample, all sampled from one distribution."""
+    """Tokens `start` to `end - 1` of a sample, all sampled from one distribution.
+
+    >>> span = DistributionSpan(start=5, end=7, distribution=turn.distribution)
+    """
 
     start: int
     end: int
@@ -370,7 +415,17 @@ class DistributionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Turns of one trajectory, merged while each prompt extends the previous turn token for token."""
+    """Turns of one trajectory, merged while each prompt extends the previous turn token for token.
+
+    >>> sample = Sample(
+    ...     token_ids=(1, 18, 10, 19, 28, 22, 2),
+    ...     is_sampled=(False, False, False, False, False, True, True),
+    ...     logprobs=(0.0, 0.0, 0.0, 0.0, 0.0, -0.11, -0.01),
+    ...     advantages=(0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5),
+    ...     policy_versions=(None, None, None, None, None, 5, 5),
+    ...     distribution_spans=(span,), group_index=0, trajectory_index=0,
+    ... )
+    """
 
     token_ids: tuple[int, ...]
     is_sampled: tuple[bool, ...]

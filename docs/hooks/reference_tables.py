@@ -29,7 +29,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def render_knobs(stage: str, section: str) -> str:
-    """Key, type, default and description of each knob of a section, nested sections included."""
+    """Key, type, default, condition and description of each knob of a section, nested sections included."""
     from tunesmith.runs.load_config import Option, describe_options, find_stage
 
     def is_listed(option: Option) -> bool:
@@ -37,11 +37,17 @@ def render_knobs(stage: str, section: str) -> str:
         return section == "*" or (not dot if section == "." else first == section and bool(dot))
 
     rows = [
-        (f"`{each.key}`", f"`{each.type}`", f"`{each.default}`", " ".join(each.description.split()))
+        (
+            f"`{each.key}`",
+            f"`{each.type}`",
+            f"`{each.default}`",
+            f"`{each.needs}`" if each.needs else "",
+            " ".join(each.description.split()),
+        )
         for each in describe_options(find_stage(stage))
         if is_listed(each)
     ]
-    return render_table(("key", "type", "default", "meaning"), rows)
+    return render_table(("key", "type", "default", "needs", "meaning"), rows)
 
 
 def render_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -41,6 +41,9 @@ def test_an_accepted_key_has_no_effect(key, value):
 
 REFUSED = [
     ("mode", "bench", r"mode='bench'.*tunesmith eval"),
+    ("mode", "serve", r"mode='serve'.*`tunesmith serve` with serve\.mode=online"),
+    ("mode", ["serve"], r"mode=\['serve'\] is not supported: use both or colocate"),
+    ("explorer.db_url", "sqlite:///a.db", r"db_url='sqlite:///a\.db'.*serve\.mode=online"),
     ("group", "g", r"group='g'.*put the group into name"),
     ("stages", [{"stage_name": "a"}], r"stages=.*one file per stage"),
     ("cluster.node_num", 4, r"cluster\.node_num=4 needs cluster\.gpu_per_node"),

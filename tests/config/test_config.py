@@ -17,8 +17,9 @@ from tunesmith.config import (
     SftTrainerSection,
     TrainerSection,
 )
+from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import find_section, load_config
 
 
 def iter_sections(section: type[Section] = Section):
@@ -57,8 +58,14 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
             {"model": {"path": "m", "lora": {}}, "engine": {"weight_format": "fp8"}},
             "weight_format=fp8 copies whole weights, not adapters",
         ),
-        (AuxiliaryModelSection, {"path": "m", "api_key_env": "KEY"}, "api_key_env has no effect without base_url"),
-        (AuxiliaryModelSection, {"path": "m", "base_url": "u", "tool_call_parser": "none"}, "tool_call_parser has no"),
+        (AuxiliaryModelSection, {"path": "m", "api_key_env": "KEY"}, "api_key_env=KEY has no effect without base_url"),
+        (
+            AuxiliaryModelSection,
+            {"path": "m", "base_url": "u", "tool_call_parser": "none"},
+            "tool_call_parser=none has no",
+        ),
+        (AlgorithmSection, {"kl_estimator": "k3"}, "kl_estimator=k3 has no effect with kl_coef=0: set kl_coef above 0"),
+        (AlgorithmSection, {"kl_adaptive": {"target": 0.1}}, "kl_adaptive has no effect with kl_coef=0"),
         (CriticSection, {"clip_range": 0.1}, "clip_range=0.1 has no effect with num_epochs=1"),
         (SftTrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
         (TrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
@@ -78,6 +85,29 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
 def test_a_knob_without_effect_is_refused(section, values, message):
     with pytest.raises(ValidationError, match=message):
         section.model_validate(values)
+
+
+def test_a_condition_names_the_knob_its_value_and_the_way_out():
+    with pytest.raises(ValidationError) as raised:
+        TrainerSection(schedule="constant", min_lr_ratio=0.1)
+    message = "min_lr_ratio=0.1 has no effect with schedule=constant: set schedule=cosine, or leave out min_lr_ratio"
+    assert message in str(raised.value)
+
+
+def test_a_knob_that_is_null_or_at_its_default_needs_nothing():
+    assert CriticSection(clip_range=None).clip_range is None
+    assert TrainerSection(min_lr_ratio=0.0).schedule == "constant"
+
+
+@pytest.mark.parametrize("section", list(iter_sections()), ids=lambda section: section.__name__)
+def test_conditions_name_knobs_of_their_section(section):
+    for name, field in section.model_fields.items():
+        for condition in field.metadata:
+            if isinstance(condition, Needs):
+                assert condition.knob.split(".")[0] in set(section.model_fields) - {name}
+            if isinstance(condition, Unused):
+                held, _ = find_section(field.annotation)
+                assert set(condition.knobs) <= set(held.model_fields)
 
 
 @pytest.mark.parametrize(("bound", "value"), [("cap", 3.0), ("floor", 0.5)])

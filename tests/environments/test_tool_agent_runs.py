@@ -132,7 +132,7 @@ async def test_the_limit_of_the_python_tool_is_that_of_its_section(values, secti
 
 
 def test_an_opening_that_would_be_ignored_is_refused(values):
-    with pytest.raises(ConfigError, match="opening='<think>' has no effect with protocol=native"):
+    with pytest.raises(ConfigError, match="opening=<think> has no effect with protocol=native"):
         build_config(values | {"environment": {"protocol": "native", "opening": "<think>"}})
 
 

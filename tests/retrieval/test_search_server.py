@@ -290,6 +290,10 @@ def test_the_commands_build_and_serve(tmp_path, index):
         url = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
         with urllib.request.urlopen(f"{url}/health", timeout=30) as response:
             assert json.load(response)["status"] == "healthy"
+        asked = {"json": {"query": "snow"}}
+        assert httpx.post(f"{url}/search", **asked).status_code == 200
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+            assert httpx.post(f"{url}/search", headers=headers, **asked).status_code == 403
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(30) in (0, 130, -signal.SIGINT)

@@ -228,7 +228,7 @@ def test_archiving_may_be_interrupted_anywhere(tmp_path, committed, monkeypatch)
 def test_a_chosen_step_must_exist(tmp_path, committed):
     with pytest.raises(ConfigError, match=r"no checkpoint of that step; it has 2, 4, 6; 0 restarts from the beginning"):
         resume(tmp_path, save_interval_steps=2, resume_from_step=3)
-    with pytest.raises(ValueError, match="resume_from_step=2 has no effect without continue_from_checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_step=2 has no effect with continue_from_checkpoint=false"):
         build_config(tmp_path, resume_from_step=2)
 
 

@@ -29,7 +29,7 @@ from tunesmith.types import Engine, Sampling
             {"algorithm": {"kl_coef": 0.1, "reference_refresh_steps": 2}},
             "does not work with algorithm.reference_refresh_steps",
         ),
-        ({"cluster": {"has_sharded_gradients": True}}, "cluster.has_sharded_gradients has no effect with"),
+        ({"cluster": {"has_sharded_gradients": True}}, "has_sharded_gradients=true has no effect with"),
     ],
 )
 def test_what_does_not_work_with_sharded_weights_is_refused(settings, message):

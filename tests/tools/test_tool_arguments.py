@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from tunesmith.tools.arguments import find_wrong_argument
+from tunesmith.tools.arguments import ArgumentChecker
 from tunesmith.tools.tool import Tool
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +52,9 @@ TOOL = Tool.from_function(book)
         ({"counts": {"a": "b"}}, "the argument 'counts'['a'] must be of type integer"),
         ({"pair": [1, 2]}, "the argument 'pair'[1] must be of type string"),
         ({"pair": [1]}, "the argument 'pair' must have at least 2 items"),
-        ({"kind": "b"}, "the argument 'kind' must be a value that its schema has"),
+        ({"kind": "b"}, "the argument 'kind' must be one of a, 3 or be of type null"),
+        ({"top": 3.0}, "the argument 'top' must be of type integer or null"),
+        ({"top": True}, "the argument 'top' must be of type integer or null"),
     ],
 )
 async def test_wrong_value_is_a_result_and_the_function_is_not_called(arguments, sentence):
@@ -76,12 +78,14 @@ async def test_values_that_the_schema_allows_are_passed(arguments):
 
 def test_schema_of_the_caller_may_close_objects_and_fix_values():
     schema = {"type": "object", "properties": {"x": {"const": 1}, "y": {"additionalProperties": False}}}
-    assert find_wrong_argument({"x": 1, "y": {}}, schema) is None
-    assert find_wrong_argument({"x": 2}, schema) == "the argument 'x' must be one of 1"
-    assert find_wrong_argument({"y": {"z": 1}}, schema) == "the argument 'y'['z'] is not allowed"
+    assert ArgumentChecker(schema).find_wrong({"x": 1, "y": {}}) is None
+    assert ArgumentChecker(schema).find_wrong({"x": 2}) == "the argument 'x' must be 1"
+    assert ArgumentChecker(schema).find_wrong({"y": {"z": 1}}) == (
+        "the argument 'y': Additional properties are not allowed ('z' was unexpected)"
+    )
 
 
-def test_value_that_is_nested_too_deeply_is_named():
+def test_value_that_is_nested_too_deeply_is_an_error_of_the_model():
     schema = {
         "type": "object",
         "properties": {"x": {"$ref": "#/$defs/L"}},
@@ -90,7 +94,7 @@ def test_value_that_is_nested_too_deeply_is_named():
     value: list = []
     for _ in range(100_000):
         value = [value]
-    assert find_wrong_argument({"x": value}, schema) == "the argument 'x' is nested too deeply"
+    assert ArgumentChecker(schema).find_wrong({"x": value}) == "the arguments are nested too deeply"
 
 
 def test_limits_and_null_as_openapi_3_0_writes_them():
@@ -99,5 +103,53 @@ def test_limits_and_null_as_openapi_3_0_writes_them():
         "y": {"type": "array", "items": {"type": "integer", "nullable": True}},
     }
     schema = {"type": "object", "properties": properties}
-    assert find_wrong_argument({"x": 5, "y": [1, None]}, schema) is None
-    assert find_wrong_argument({"x": -1}, schema) == "the argument 'x' must be at least 0"
+    assert ArgumentChecker(schema).find_wrong({"x": 5, "y": [1, None]}) is None
+    assert ArgumentChecker(schema).find_wrong({"x": -1}) == "the argument 'x' must be at least 0"
+    schema["properties"]["x"] |= {"exclusiveMinimum": True}
+    assert ArgumentChecker(schema).find_wrong({"x": 0}) == "the argument 'x' must be more than 0"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "sentence"),
+    [
+        ({"x": {"pattern": "^[0-9]+$"}}, {"x": "a"}, "the argument 'x': 'a' does not match '^[0-9]+$'"),
+        ({"x": {"uniqueItems": True}}, {"x": [1, 1]}, "the argument 'x': [1, 1] has non-unique elements"),
+        ({"x": {"multipleOf": 0.5}}, {"x": float("inf")}, "the arguments have a number that cannot be checked: "),
+        ({"x": {"multipleOf": 0.5}}, {"x": 10**400}, "the arguments have a number that cannot be checked: "),
+        ({"x": {"items": {"not": {}}}}, {"x": ["a" * 10**6]}, "the argument 'x'[0]: 'aaa"),
+        ({"x": {}}, {"y" * 10**6: 1}, f"there is no argument '{'y' * 60}'; the arguments are x"),
+    ],
+)
+def test_other_keywords_are_checked_too(schema, arguments, sentence):
+    wrong = ArgumentChecker({"type": "object", "properties": schema}).find_wrong(arguments)
+    assert wrong.startswith(sentence) and len(wrong) < 400
+
+
+def test_keywords_that_hold_for_all_arguments_are_checked():
+    schema = {"type": "object", "properties": {"url": {}, "query": {}}, "minProperties": 1}
+    assert ArgumentChecker(schema).find_wrong({"url": "a"}) is None
+    assert ArgumentChecker(schema).find_wrong({}).startswith("the arguments: {} ")
+
+
+def test_the_dialect_of_a_schema_is_the_one_that_it_names():
+    pair = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}]}
+    schema = {"type": "object", "properties": {"x": pair}, "$schema": "http://json-schema.org/draft-07/schema#"}
+    assert ArgumentChecker(schema).find_wrong({"x": [1, "a"]}) is None
+    assert ArgumentChecker(schema).find_wrong({"x": [1, 2]}) == "the argument 'x'[1] must be of type string"
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "strng"}, "properties/x/type: 'strng' is not valid"),
+        ({"minimum": "3"}, "properties/x/minimum: '3' is not of type 'number'"),
+        ({"pattern": "("}, "properties/x/pattern: '\\(' is not a 'regex'"),
+        ({"$ref": "#/$defs/None"}, r"\$ref '#/\$defs/None' names no part"),
+        ({"anyOf": [{"items": {"$ref": "#/$defs/B"}}]}, r"\$ref '#/\$defs/B' names no part"),
+        ({"$ref": "https://example.com/schema"}, r"\$ref 'https://example.com/schema' names no part"),
+    ],
+)
+def test_an_invalid_schema_is_refused_when_the_tool_is_declared(schema, reason):
+    parameters = {"type": "object", "properties": {"x": schema}}
+    with pytest.raises(ValueError, match=f"the parameters of tool 'book' are no valid JSON schema: {reason}"):
+        Tool(name="book", description="Book.", parameters=parameters, run=book)

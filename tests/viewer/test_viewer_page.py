@@ -12,10 +12,11 @@ import uvicorn
 from chromium import Chromium, find_chromium
 from viewer_runs import HOSTILE, write_comparison, write_run, write_step
 
+from tunesmith.http_server import build_config, open_listener
 from tunesmith.storage import RunPaths
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
-from tunesmith.viewer.server import build_app, open_socket
+from tunesmith.viewer.server import build_app
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
 
@@ -25,13 +26,13 @@ def served(tmp_path_factory):
     """The address of a server, and the folder of its first run, to which tests add steps."""
     root = write_run(tmp_path_factory.mktemp("live") / "live")
     runs = open_runs([root, write_comparison(root.parent / "eval")])
-    listener = open_socket(0)
-    server = uvicorn.Server(uvicorn.Config(build_app(runs), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/", root
-    server.should_exit = True
-    thread.join(10)
+    with open_listener("127.0.0.1", 0, knob="--port") as listener:
+        server = uvicorn.Server(build_config(build_app(runs), listener, has_key=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/", root
+        server.should_exit = True
+        thread.join(10)
 
 
 @pytest.fixture(scope="module")

@@ -213,10 +213,6 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.norm_length={section.norm_length} has no effect on {algorithm.name!r} with loss_aggregation="
             f"{algorithm.aggregation}: leave it out, or set loss_aggregation=seq-mean-token-sum-norm"
         )
-    if section.kl_coef == 0 and section.kl_estimator != AlgorithmSection().kl_estimator:
-        raise ConfigError(f"algorithm.kl_estimator={section.kl_estimator!r} has no effect with kl_coef=0: set kl_coef")
-    if section.kl_adaptive is not None and section.kl_coef == 0:
-        raise ConfigError("algorithm.kl_adaptive has no effect with kl_coef=0: set kl_coef to the initial coefficient")
     if section.reference_refresh_steps is not None and "reference" not in algorithm.needs:
         raise ConfigError(
             f"algorithm.reference_refresh_steps={section.reference_refresh_steps} has no effect on {algorithm.name!r} "

@@ -91,10 +91,12 @@ def refuse_mode(draft: Draft, key: str, value: Any) -> None:
         "bench": "evaluate models on held-out tasks with `tunesmith eval`",
         "explore": "`tunesmith tune` saves rollouts in rollouts/; `tunesmith eval` samples without training",
         "train": "`tunesmith tune` samples and trains; `tunesmith sft` and `tunesmith prefer` train on files",
-        "serve": "Tunesmith has no proxy that collects feedback",
+        "serve": "`tunesmith serve` with serve.mode=online serves the model, collects feedback and trains on it in one "
+        "process; write a run file for it with total_steps and without tasks (docs/serve.md)",
     }
-    if str(value).casefold() not in ("both", "colocate"):
-        raise ConfigError(f"{key}={value!r} is not supported: {nearest.get(value, 'use both or colocate')}")
+    mode = str(value).casefold()
+    if mode not in ("both", "colocate"):
+        raise ConfigError(f"{key}={value!r} is not supported: {nearest.get(mode, 'use both or colocate')}")
 
 
 def read_save_interval(draft: Draft, key: str, value: Any) -> None:
@@ -184,7 +186,10 @@ ONE_DEVICE = (
     "a rank samples and trains on one device, with the whole weights; to use N GPUs, set cluster.num_workers=N "
     "(--gpus N), and on several hosts cluster.launcher=ray"
 )
-PROXY = "it is for Trinity-RFT's serve mode; Tunesmith has no proxy that collects feedback"
+PROXY = (
+    "it is for Trinity-RFT's serve mode; nearest is `tunesmith serve` with serve.mode=online, which listens on "
+    "serve.host and serve.port and keeps conversations in memory"
+)
 NO_TIMELINE = "`ray timeline` writes one of a run with cluster.launcher=ray"
 NO_DATA_JUICER = "Tunesmith has no Data-Juicer service; nearest is train_dataset.operators"
 SEQUENTIAL_STYLES = ("fixed", "explorer_driven", "dynamic_by_explorer")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 
 class MaskSection(Section):
@@ -60,6 +60,9 @@ class AdaptiveKlSection(Section):
     trajectories of an update."""
 
 
+WITH_KL = Needs("kl_coef", above=0)
+
+
 class AlgorithmSection(Section):
     """Advantages, loss, KL and batch size."""
 
@@ -92,9 +95,9 @@ class AlgorithmSection(Section):
     kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the KL to the starting model; raise it if the policy drifts too far. Above 0 a frozen copy of the
     model is loaded, except with `model.lora`, where the base weights are the reference."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = "k2"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3", "abs", "corrected_k3"], WITH_KL] = "k2"
     """Estimator of the KL (Schulman, 2020); corrected_k3 weights k3 by the ratio of policy to sampler."""
-    kl_adaptive: AdaptiveKlSection | None = None
+    kl_adaptive: Annotated[AdaptiveKlSection | None, WITH_KL] = None
     """Adapt the KL coefficient, starting from `kl_coef`, to reach a target KL; null keeps it constant."""
     reference_refresh_steps: int | None = Field(default=None, ge=1)
     """Steps after which the reference of the KL becomes the current policy, again and again; null keeps the starting

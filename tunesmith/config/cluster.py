@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 DEFAULT_RESTARTS = 3
 """Restarts under Ray if `cluster.max_restarts` is null."""
+
+
+RAY = Needs("launcher", "ray")
+SHARDED = Needs("has_sharded_weights", False, reason="they shard the gradients too")
 
 
 class ClusterSection(Section):
@@ -21,15 +25,15 @@ class ClusterSection(Section):
     launcher: Literal["torchrun", "ray"] = "torchrun"
     """What starts the ranks. `ray` (the extra `ray`) runs one worker for each rank in a Ray cluster, on any of its
     hosts, and needs `num_workers`; use it for several hosts, or for restarts."""
-    max_restarts: int | None = Field(default=None, ge=0)
-    """With `launcher: ray`, how often the run may be restarted from its last checkpoint after a worker or a host has
+    max_restarts: Annotated[int | None, RAY] = Field(default=None, ge=0)
+    """How often the run may be restarted from its last checkpoint after a worker or a host has
     died; null is 3."""
-    ray_namespace: str | None = Field(default=None, min_length=1)
-    """With `launcher: ray`, the namespace of the run's actors; null is an anonymous one."""
+    ray_namespace: Annotated[str | None, RAY] = Field(default=None, min_length=1)
+    """Namespace of the run's actors; null is an anonymous one."""
     timeout_s: float = Field(default=3600.0, gt=0, le=1e9)
     """Seconds that a rank waits for the others before the run stops. Raise it if rollouts of one rank may take that
     much longer than those of another."""
-    has_sharded_gradients: bool | None = None
+    has_sharded_gradients: Annotated[bool | None, SHARDED] = None
     """On several ranks, sum gradients while the backward pass makes them, so that no GPU holds those of all weights in
     float32, at the price of more communication. null does it where they would take more than a tenth of the GPU's
     memory."""
@@ -50,9 +54,6 @@ class ClusterSection(Section):
                     "cluster.launcher=ray needs cluster.num_workers, the number of workers (one per GPU): set it"
                 )
             return self
-        for name in ("max_restarts", "ray_namespace"):
-            if (value := getattr(self, name)) is not None:
-                raise ValueError(f"cluster.{name}={value!r} has an effect only with cluster.launcher=ray: set both")
         return self
 
     @property
@@ -66,11 +67,6 @@ def check_sharded_weights(cluster: ClusterSection, others: Mapping[str, bool]) -
     so."""
     if not cluster.has_sharded_weights:
         return
-    if cluster.has_sharded_gradients is not None:
-        raise ValueError(
-            "cluster.has_sharded_gradients has no effect with cluster.has_sharded_weights, which shards them too: "
-            "leave it out"
-        )
     for setting, is_so in others.items():
         if is_so:
             raise ValueError(f"cluster.has_sharded_weights does not work with {setting}: remove one of them")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,7 @@ from tunesmith.config.run import (
     RolloutSection,
     RunConfig,
 )
-from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, refuse_knobs
+from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, Unused
 
 
 class EvalConfig(Section):
@@ -52,7 +52,7 @@ class EvalConfig(Section):
     """Also write the table as comparison.png; needs the extra `plot`."""
     engine: EngineSection = EngineSection()
     """The sampler."""
-    rollout: RolloutSection = RolloutSection()
+    rollout: Annotated[RolloutSection, Unused(ROLLOUT_KNOBS, "an evaluation trains nothing")] = RolloutSection()
     """Execution of workflows."""
     seed: int = Field(default=42, ge=0)
     """Seed of sampling and of the bootstrap intervals."""
@@ -64,7 +64,6 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalConfig:
-        refuse_knobs(self.rollout, ROLLOUT_KNOBS, where="rollout", reason="an evaluation trains nothing")
         self.to_run_config()
         return self
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 
 class OperatorSection(Section):
@@ -18,27 +18,28 @@ class OperatorSection(Section):
     """Arguments of the operator that differ from its defaults."""
 
 
+REPLAYED = Needs("num_groups", above=0)
+
+
 class ReplaySection(Section):
     """Replay of groups from earlier steps."""
 
     num_groups: int = Field(default=0, ge=0)
     """Replayed groups per step, 0 for none; raise it if rollouts take longer than training. Their losses are multiplied
     by truncated importance weights unless `algorithm.correction` is set otherwise."""
-    capacity: int = Field(default=1024, ge=1)
+    capacity: Annotated[int, REPLAYED] = Field(default=1024, ge=1)
     """Groups kept in the buffer; the one with the lowest priority is evicted first."""
-    max_staleness: int = Field(default=4, ge=1)
+    max_staleness: Annotated[int, REPLAYED] = Field(default=4, ge=1)
     """Maximum age of a group in policy versions; older groups are evicted. Lower it to stay closer to on-policy."""
-    max_uses: int = Field(default=3, ge=1)
+    max_uses: Annotated[int, REPLAYED] = Field(default=3, ge=1)
     """Maximum number of times a group is replayed."""
-    decay: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    decay: Annotated[float, REPLAYED] = Field(default=2.0, ge=0, allow_inf_nan=False)
     """Amount by which each replay lowers a group's priority, which starts at its policy version."""
-    sigma: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    sigma: Annotated[float, REPLAYED] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Standard deviation of noise added to priorities; raise it to replay older groups too."""
 
     @model_validator(mode="after")
     def _check_use(self) -> ReplaySection:
-        if self.num_groups == 0 and self != ReplaySection.model_construct():
-            raise ValueError("has no effect with num_groups=0: set num_groups, or remove the other keys")
         if self.capacity < self.num_groups:
             raise ValueError(f"capacity={self.capacity} is less than num_groups={self.num_groups}")
         return self

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Annotated
 
-from tunesmith.config.section import LearningRate, Section
+from pydantic import Field
+
+from tunesmith.config.section import LearningRate, Needs, Section
 
 
 class CriticSection(Section):
@@ -18,18 +20,11 @@ class CriticSection(Section):
     """Initial steps that train only the critic; raise it if an untrained critic degrades a good policy."""
     num_epochs: int = Field(default=1, ge=1)
     """Critic updates per policy update, on the same tokens."""
-    clip_range: float | None = Field(default=0.2, gt=0)
-    """Value clipping: maximum change of a value from the one before the critic's first update on its tokens. It only
-    acts from the second of `num_epochs` on. null disables clipping."""
+    clip_range: Annotated[float | None, Needs("num_epochs", above=1)] = Field(default=0.2, gt=0)
+    """Value clipping: maximum change of a value from the one before the critic's first update on its tokens. null
+    disables clipping."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm of the critic; larger gradients are scaled down."""
-
-    @model_validator(mode="after")
-    def _check_clip_range(self) -> CriticSection:
-        default = CriticSection.model_fields["clip_range"].default
-        if self.num_epochs == 1 and self.clip_range not in (None, default):
-            raise ValueError(f"clip_range={self.clip_range} has no effect with num_epochs=1: raise num_epochs")
-        return self
 
 
 class TeacherSection(Section):

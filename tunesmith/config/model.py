@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section, Temperature
+from tunesmith.config.section import Needs, Section, Temperature
 
 ToolCallParser = Literal[
     "auto", "hermes", "qwen3_coder", "glm", "mistral", "deepseek", "llama3_json", "harmony", "none"
@@ -95,6 +95,9 @@ class ModelSection(ServedModelSection):
     """Train an adapter: a new one, or the one in `path`. null trains all weights."""
 
 
+LOCAL_ONLY = Needs("base_url", None, reason="the server parses its model's output")
+
+
 class AuxiliaryModelSection(Section):
     """A model that workflow and judge may call and that is never trained: local, or at an OpenAI-compatible URL."""
 
@@ -102,7 +105,7 @@ class AuxiliaryModelSection(Section):
     """Folder, hub id or `.gguf` file of a local model; with `base_url`, the model name on that server."""
     base_url: str | None = None
     """URL of an OpenAI-compatible server; null loads the model locally."""
-    api_key_env: str | None = None
+    api_key_env: Annotated[str | None, Needs("base_url", reason="the model is loaded locally")] = None
     """Environment variable with the server's API key; null sends a placeholder."""
     max_model_len: int = Field(default=4096, ge=2)
     """Maximum context length of a local model, in tokens; ignored for a server."""
@@ -114,18 +117,13 @@ class AuxiliaryModelSection(Section):
     """Default maximum number of tokens per call."""
     enable_thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; null keeps the template's default."""
-    tool_call_parser: ToolCallParser = "auto"
-    """Format of tool calls, as for the trained model; local models only."""
-    reasoning_parser: ReasoningParser = "auto"
-    """Format of reasoning, as for the trained model; local models only."""
+    tool_call_parser: Annotated[ToolCallParser, LOCAL_ONLY] = "auto"
+    """Format of tool calls, as for the trained model."""
+    reasoning_parser: Annotated[ReasoningParser, LOCAL_ONLY] = "auto"
+    """Format of reasoning, as for the trained model."""
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
-        if self.base_url is None and self.api_key_env is not None:
-            raise ValueError("api_key_env has no effect without base_url: the model is loaded locally")
-        for key in ("tool_call_parser", "reasoning_parser"):
-            if self.base_url is not None and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with base_url: the server parses its model's output")
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url={self.base_url!r} is not a URL: it must begin with http:// or https://")
         return self

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.model import refuse_dropout
 from tunesmith.config.section import LearningRate
-from tunesmith.config.sft import OfflineConfig, SftTrainerSection
+from tunesmith.config.sft import NOTHING_SAMPLED, OfflineConfig, SftTrainerSection
 
 
 class PreferenceTrainerSection(SftTrainerSection):
@@ -32,7 +32,7 @@ class PreferenceConfig(OfflineConfig):
     from the starting model; for dpo also `loss_type` (sigmoid, ipo, hinge, robust) and `label_smoothing`, the share of
     pairs assumed to be swapped; for kto `desirable_weight` and `undesirable_weight`, to balance unequal numbers of
     labels; for orpo `odds_coef`; for simpo `beta` and the margin `gamma`."""
-    trainer: PreferenceTrainerSection = PreferenceTrainerSection()
+    trainer: Annotated[PreferenceTrainerSection, NOTHING_SAMPLED] = PreferenceTrainerSection()
     """Optimizer, memory and speed."""
 
     @model_validator(mode="after")

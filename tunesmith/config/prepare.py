@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.model import ModelSection
 from tunesmith.config.run import RolloutSection
-from tunesmith.config.section import NumThreads, Section, Temperature
+from tunesmith.config.section import Needs, NumThreads, Section, Temperature
 
 FIELD_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
@@ -117,7 +117,7 @@ class PrepareSection(Section):
     """Maximum number of rows of each set, the first ones, for a trial; null uses all."""
     style: Literal["all", "last"] = "all"
     """Calculations of a solution that become calculator calls: all, or only the last."""
-    contamination: ContaminationSection = ContaminationSection()
+    contamination: Annotated[ContaminationSection, Needs("eval_data")] = ContaminationSection()
     """Contamination check between training and evaluation questions."""
     paraphrase: ParaphraseSection | None = None
     """Paraphrasing of training questions; null adds none."""
@@ -130,9 +130,3 @@ class PrepareSection(Section):
     num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels. On small virtual machines 2 are slower than 1; on machines with many cores try
     more."""
-
-    @model_validator(mode="after")
-    def _check_gate(self) -> PrepareSection:
-        if self.eval_data is None and "contamination" in self.model_fields_set:
-            raise ValueError("contamination has no effect without eval_data: set eval_data, or remove contamination")
-        return self

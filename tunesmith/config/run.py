@@ -20,7 +20,7 @@ from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout.branching import BranchingSection, check_branching
 from tunesmith.config.rollout.staleness import StalenessKnobs, check_staleness_knobs
-from tunesmith.config.section import TASK_KNOBS, LearningRate, NumThreads, Section, Temperature, refuse_knobs
+from tunesmith.config.section import TASK_KNOBS, LearningRate, Needs, NumThreads, Section, Temperature, Unused
 from tunesmith.config.serve.serve import ServeSection, check_serve
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -102,7 +102,7 @@ class TrainerSection(Section):
     """Warm-up as a share of all steps, rounded up; set either this or `warmup_steps`."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate schedule after the warm-up."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    min_lr_ratio: Annotated[float, Needs("schedule", "cosine")] = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay; norms and biases are exempt."""
@@ -141,8 +141,6 @@ class TrainerSection(Section):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: set only one of them"
             )
-        if self.schedule == "constant" and self.min_lr_ratio > 0:
-            raise ValueError(f"min_lr_ratio={self.min_lr_ratio} has no effect with schedule=constant: set it to cosine")
         return self
 
     @model_validator(mode="after")
@@ -201,6 +199,9 @@ class MonitorSection(Section):
     `rollout/*/mean`."""
 
 
+EvalDatasets = Annotated[dict[str, DatasetSection], Unused(TASK_KNOBS, "evaluations run every task unchanged")]
+
+
 class RunConfig(Section):
     """A reinforcement-learning run: model, tasks, agent, algorithm and output folder."""
 
@@ -222,7 +223,7 @@ class RunConfig(Section):
     more."""
     continue_from_checkpoint: bool = False
     """Resume the run of this name from its last checkpoint; without a checkpoint, start from the beginning."""
-    resume_from_step: int | None = Field(default=None, ge=0)
+    resume_from_step: Annotated[int | None, Needs("continue_from_checkpoint", True)] = Field(default=None, ge=0)
     """Step to resume from, 0 for the beginning; null uses the newest checkpoint. Set it if the newest checkpoint is
     damaged or unwanted; files of later steps are moved to `old-<time>/` in the run folder."""
     total_epochs: int = Field(default=1, ge=1)
@@ -247,11 +248,11 @@ class RunConfig(Section):
     `environment`."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
-    train_dataset: DatasetSection | None = None
+    train_dataset: Annotated[DatasetSection | None, Unused(("weight",), "there is one set to draw from")] = None
     """Training tasks."""
     train_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
     """Several training sets by name, instead of `train_dataset`; their tasks are mixed."""
-    eval_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
+    eval_datasets: EvalDatasets = Field(default_factory=dict)
     """Held-out task sets; the name becomes part of their metrics' names."""
     algorithm: AlgorithmSection = AlgorithmSection()
     experience: ExperienceSection = ExperienceSection()
@@ -296,32 +297,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_resuming(self) -> RunConfig:
-        if self.resume_from_step is not None and not self.continue_from_checkpoint:
-            raise ValueError(
-                f"resume_from_step={self.resume_from_step} has no effect without continue_from_checkpoint=true "
-                "(--resume-from sets both)"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_training_sets(self) -> RunConfig:
         if self.train_dataset is not None and self.train_datasets:
             raise ValueError("train_dataset and train_datasets are both given: put every set in train_datasets")
-        if self.train_dataset is not None and self.train_dataset.weight is not None:
-            raise ValueError("train_dataset.weight has no effect on a single set; list several in train_datasets")
         return self
 
     @model_validator(mode="after")
     def _check_dropout(self) -> RunConfig:
         refuse_dropout(self.model.lora, "reinforcement learning must train the function that it samples from")
-        return self
-
-    @model_validator(mode="after")
-    def _check_evaluation_sets(self) -> RunConfig:
-        for name, dataset in self.eval_datasets.items():
-            where = f"eval_datasets.{name}"
-            refuse_knobs(dataset, TASK_KNOBS, where=where, reason="evaluations run every task unchanged")
         return self
 
     @model_validator(mode="after")

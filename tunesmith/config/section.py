@@ -1,10 +1,23 @@
-"""Base class and field types shared by all config sections."""
+"""Base class and field types shared by all config sections, and the conditions under which knobs have an effect.
+
+A knob that only acts together with another one of its section says so where it is declared, and setting it otherwise
+is an error that names the knob, its value and the reason:
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    min_lr_ratio: Annotated[float, Needs("schedule", "cosine")] = 0.0
+
+    min_lr_ratio=0.1 has no effect with schedule=constant: set schedule=cosine, or leave out min_lr_ratio
+
+`Unused` on a field that holds a section names the knobs of that section which have no effect in this place. A knob at
+its default, or null, which turns its feature off, is never an error.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -25,6 +38,62 @@ LearningRate = Annotated[float, Field(gt=0, le=1)]
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
 MAX_INTEGER = 2**63 - 1
 """Largest integer of torch and numpy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The knob has an effect only if `knob` of the same section has the value `value`, is above `above`, or, with
+    neither, is set."""
+
+    knob: str
+    """Name, or a path into a section (`roles.judge`)."""
+    value: Any = ...
+    above: float | None = None
+    reason: str = ""
+    """Why, if the names of the two knobs do not say it."""
+
+    def is_met(self, section: Section) -> bool:
+        found = self.find(section)
+        if self.above is not None:
+            return bool(found > self.above)
+        return found not in (None, (), {}) if self.value is ... else bool(found == self.value)
+
+    def find(self, section: Section) -> Any:
+        """The value of the needed knob."""
+        value: Any = section
+        for name in self.knob.split("."):
+            value = getattr(value, name)
+        return value
+
+    def describe(self) -> str:
+        """The condition as it stands in tables of knobs."""
+        if self.above is not None:
+            return f"{self.knob} above {self.above:g}"
+        if self.value is ...:
+            return self.knob
+        return f"no {self.knob}" if self.value is None else f"{self.knob}={format_value(self.value)}"
+
+    def explain(self, section: Section) -> str:
+        """Why the knob has no effect, and what to change."""
+        found = self.find(section)
+        without = f"without {self.knob}" if found in (None, (), {}) else f"with {self.knob}={format_value(found)}"
+        advice = f"leave out {self.knob}" if self.value is None else f"set {self.describe()}"
+        return f"has no effect {without}{f' ({self.reason})' if self.reason else ''}: {advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Knobs of the section in the field, or of each section in it, that have no effect in this place."""
+
+    knobs: tuple[str, ...]
+    reason: str
+
+
+def format_value(value: Any) -> str:
+    """A value as a file has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and value == round(value) else str(value)
 
 
 class Section(BaseModel):
@@ -51,15 +120,42 @@ class Section(BaseModel):
             raise ValueError(f"must be at most {MAX_INTEGER}, got {value}")
         return value
 
+    @model_validator(mode="after")
+    def _check_effects(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            for condition in field.metadata:
+                if isinstance(condition, Needs) and self.is_changed(name) and not condition.is_met(self):
+                    raise ValueError(f"{self.show(name)} {condition.explain(self)}, or leave out {name}")
+                if isinstance(condition, Unused):
+                    for where, section in list_sections(name, getattr(self, name)):
+                        section.refuse_knobs(condition, where=where)
+        return self
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a knob is neither at its default nor null."""
+        value = getattr(self, name)
+        return value is not None and bool(value != type(self).model_fields[name].get_default(call_default_factory=True))
+
+    def show(self, name: str) -> str:
+        """A knob with its value, or its name alone if the value is a section, a list or a mapping."""
+        value = getattr(self, name)
+        return name if isinstance(value, (Section, tuple, dict)) else f"{name}={format_value(value)}"
+
+    def refuse_knobs(self, unused: Unused, *, where: str) -> None:
+        """Raise a ValueError if one of the unused knobs is changed; `where` is the name of this section."""
+        for name in unused.knobs:
+            if self.is_changed(name):
+                raise ValueError(f"{where}.{self.show(name)} has no effect: {unused.reason}; leave out {name}")
+
+
+def list_sections(name: str, value: Section | Mapping[str, Section] | None) -> list[tuple[str, Section]]:
+    """The sections that a field holds, with their names."""
+    if value is None:
+        return []
+    return [(name, value)] if isinstance(value, Section) else [(f"{name}.{key}", each) for key, each in value.items()]
+
 
 TASK_KNOBS = ("task_selector", "weight", "operators")
 """Knobs of a data set that choose or change tasks of training."""
 ROLLOUT_KNOBS = ("max_staleness", "branching")
 """Knobs of `rollout` that only training has."""
-
-
-def refuse_knobs(section: Section, knobs: Sequence[str], *, where: str, reason: str) -> None:
-    """Raise a ValueError if one of the knobs has another value than its default."""
-    for key in knobs:
-        if getattr(section, key) != type(section).model_fields[key].default:
-            raise ValueError(f"{where}.{key} has no effect: {reason}")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.callbacks import PatienceSection
 from tunesmith.config.model import ModelSection
 from tunesmith.config.run import MonitorSection, TrainerSection
-from tunesmith.config.section import LearningRate, NumThreads, Section
+from tunesmith.config.section import LearningRate, NumThreads, Section, Unused
 
-RL_KEYS = ("num_minibatches", "mismatch_warn", "mismatch_stop")
+NOTHING_SAMPLED = Unused(("num_minibatches", "mismatch_warn", "mismatch_stop"), "nothing is sampled")
 """Knobs of the trainer that only apply to sampled tokens."""
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_call_parser", "reasoning_parser")
+SAMPLING_KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_call_parser", "reasoning_parser")
 """Knobs of the model that only apply to sampling and to parsing sampled text."""
 
 
@@ -43,18 +43,11 @@ class SftTrainerSection(TrainerSection):
     schedule: Literal["constant", "cosine"] = "cosine"
     """Learning rate schedule after the warm-up."""
 
-    @model_validator(mode="after")
-    def _refuse_rl_knobs(self) -> SftTrainerSection:
-        for key in RL_KEYS:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect without sampling: remove it")
-        return self
-
 
 class OfflineConfig(Section):
     """Training on given rows, without sampling: model, data, batches, schedule and checkpoints."""
 
-    model: ModelSection
+    model: Annotated[ModelSection, Unused(SAMPLING_KNOBS, "nothing is sampled")]
     """Model to train; with `model.lora`, only an adapter on it. Knobs of sampling are errors."""
     train_dataset: ConversationDataSection
     """Training rows."""
@@ -92,17 +85,10 @@ class OfflineConfig(Section):
     early_stopping: PatienceSection | None = None
     """End once the evaluation loss no longer falls; null trains all steps. The learning rate schedule is that of all
     steps."""
-    trainer: SftTrainerSection = SftTrainerSection()
+    trainer: Annotated[SftTrainerSection, NOTHING_SAMPLED] = SftTrainerSection()
     """Optimizer, memory and speed."""
     monitor: MonitorSection = MonitorSection()
     """Trackers and console output."""
-
-    @model_validator(mode="after")
-    def _refuse_sampling(self) -> OfflineConfig:
-        for key in SAMPLING_KEYS:
-            if getattr(self.model, key) != ModelSection.model_fields[key].default:
-                raise ValueError(f"model.{key} has no effect without sampling: remove it")
-        return self
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> OfflineConfig:

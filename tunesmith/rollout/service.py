@@ -18,12 +18,12 @@ import httpx
 from starlette.types import ASGIApp
 
 from tunesmith.chat.renderer import Renderer
+from tunesmith.http_server import serve_app
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.openai_server.app import build_app
 from tunesmith.rollout.openai_server.asgi_transport import InProcessTransport, SharedClient
 from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
-from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.openai_server.sync_transport import build_async_client, build_sync_client
 from tunesmith.rollout.recording.recorder import Recorder, Session
 from tunesmith.rollout.recording.replay import RolloutRecord
@@ -180,7 +180,7 @@ class ModelService:
     ) -> AsyncIterator[str]:
         """Also serve the endpoint over HTTP; models opened meanwhile have its URL as `base_url`."""
         app = build_app(self.endpoint, max_body_bytes=max_body_bytes)
-        async with serve_app(app, host=host, port=port) as url:
+        async with serve_app(app, has_key=True, host=host, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"
             self._is_served = True
             try:

@@ -34,6 +34,7 @@ from tunesmith.config import (
     Section,
     SftConfig,
 )
+from tunesmith.config.section import Needs
 from tunesmith.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -61,6 +62,8 @@ class Option:
     """Dotted path; `<name>` stands for a name chosen by the user."""
     type: str
     default: str
+    needs: str
+    """The condition under which the knob has an effect; empty if it always has one."""
     description: str
 
 
@@ -271,6 +274,7 @@ def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:
                 key=prefix + name,
                 type=describe_type(field.annotation),
                 default=describe_default(field),
+                needs=", ".join(each.describe() for each in field.metadata if isinstance(each, Needs)),
                 description=field.description or "",
             )
 

@@ -1,151 +1,152 @@
 """Checks a model's arguments against the JSON schema of a tool.
 
-What a schema says about types and values is checked, inside lists and objects too, so that a function is called with
-what its type hints allow: an error that the model made is a result that it reads, not a failure of the rollout.
-Keywords that are not listed here, such as `pattern` and `format`, are left to the function.
+An error that the model made is a sentence that it reads, not a failure of the rollout. A schema is read in the dialect
+that its `$schema` names, by default 2020-12; `nullable`, and limits that `true` makes exclusive, mean what they do in
+OpenAPI 3.0. 3.0 is no integer: a function with an `int` parameter would receive a float. `format` is not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
-    "null": type(None),
-}  # fmt: skip
-LIMITS: Mapping[str, str] = {
-    "minimum": "at least",
-    "maximum": "at most",
-    "exclusiveMinimum": "more than",
-    "exclusiveMaximum": "less than",
+from jsonschema import Draft4Validator, Draft202012Validator
+from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.validators import extend, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012, specification_with
+
+EXCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+CLAUSES: Mapping[str, str] = {
+    "const": "be {}",
+    "minimum": "be at least {}",
+    "maximum": "be at most {}",
+    "exclusiveMinimum": "be more than {}",
+    "exclusiveMaximum": "be less than {}",
+    "minLength": "have at least {} characters",
+    "maxLength": "have at most {} characters",
+    "minItems": "have at least {} items",
+    "maxItems": "have at most {} items",
 }
-SIZES: Mapping[str, tuple[type, str, str]] = {
-    "minLength": (str, "at least", "characters"),
-    "maxLength": (str, "at most", "characters"),
-    "minItems": (list, "at least", "items"),
-    "maxItems": (list, "at most", "items"),
-}
-"""Keyword -> type that it limits, comparison, unit."""
+"""What a value must do, by keyword; others have the library's message."""
+MAX_MESSAGE_CHARS = 300
+Check = Callable[[Any, Any, Any, Any], Iterable[ValidationError] | None]
 
 
-def find_wrong_argument(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments: one that is missing, unknown, or of another JSON type or value."""
-    properties = parameters.get("properties", {})
-    for name in parameters.get("required", ()):
-        if name not in arguments:
-            return f"the argument {name!r} is missing; the arguments are {', '.join(properties)}"
-    for name, value in arguments.items():
-        if name not in properties:
-            return f"there is no argument {name[:60]!r}; the arguments are {', '.join(properties)}"
+class ArgumentChecker:
+    """The schema of a tool's arguments, ready to check calls; ValueError if it is not a valid schema."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        standard = validator_for(parameters, default=Draft202012Validator)
+        check_schema(parameters, standard)
+        adapted = extend(
+            standard, validators=adapt_checks(standard.VALIDATORS), type_checker=Draft4Validator.TYPE_CHECKER
+        )
+        self._validator = adapted(parameters, registry=Registry())
+        self._names = tuple(parameters.get("properties", ()))
+        self._required = tuple(parameters.get("required", ()))
+
+    def find_wrong(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments: one that is missing, unknown, or of another type or value."""
+        for name in self._required:
+            if name not in arguments:
+                return f"the argument {name!r} is missing; the arguments are {', '.join(self._names)}"
+        for name in arguments:
+            if name not in self._names:
+                return f"there is no argument {name[:60]!r}; the arguments are {', '.join(self._names)}"
         try:
-            wrong = find_wrong_value(value, properties[name], repr(name), parameters)
+            error = next(self._validator.iter_errors(arguments), None)
+            return None if error is None else describe(best_match([error]))
         except RecursionError:
-            wrong = f"{name!r} is nested too deeply"
-        if wrong is not None:
-            return f"the argument {wrong}"
-    return None
+            return "the arguments are nested too deeply"
+        except (ArithmeticError, ValueError) as error:  # multipleOf of an infinite number, or of NaN
+            return f"the arguments have a number that cannot be checked: {error}"
 
 
-def find_wrong_value(value: Any, schema: Any, name: str, root: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value, beginning with its name; `root` has the definitions that `$ref` names."""
-    if not isinstance(schema, Mapping):
-        return None if schema is not False else f"{name} is not allowed"
-    if "$ref" in schema:
-        return find_wrong_value(value, find_definition(schema["$ref"], root), name, root)
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
-            found = [find_wrong_value(value, each, name, root) for each in schema[keyword]]
-            if None not in found:
-                return choose_message(value, found, schema[keyword], name, root)
-    for each in schema.get("allOf", ()):
-        if (wrong := find_wrong_value(value, each, name, root)) is not None:
-            return wrong
-    if value is None and schema.get("nullable") is True:  # as OpenAPI 3.0 writes it
-        return None
-    kinds = list_types(schema, root)
-    if kinds and not any(has_type(value, each) for each in kinds):
-        return f"{name} must be of type {' or '.join(kinds)}"
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if allowed and value not in allowed:
-        return f"{name} must be one of {', '.join(map(str, allowed))}"
-    return find_limit(value, schema, name) or find_wrong_part(value, schema, name, root)
+def check_schema(parameters: Mapping[str, Any], standard: Any) -> None:
+    """Raise ValueError for keywords with wrong values, and for references to nothing."""
+    for error in standard(standard.META_SCHEMA, format_checker=standard.FORMAT_CHECKER).iter_errors(parameters):
+        keyword = error.absolute_path[-1] if error.absolute_path else ""
+        if not (keyword in EXCLUSIVE and isinstance(error.instance, bool)):
+            place = "/".join(map(str, error.absolute_path))
+            raise ValueError(f"{place or 'the schema'}: {error.message[:MAX_MESSAGE_CHARS]}")
+    specification = specification_with(standard.META_SCHEMA.get("$schema", ""), default=DRAFT202012)
+    root = specification.create_resource(parameters)
+    waiting, seen = [(Registry().resolver_with_root(root), root)], set()
+    while waiting:
+        resolver, resource = waiting.pop()
+        if id(resource.contents) in seen or not isinstance(resource.contents, Mapping):
+            continue
+        seen.add(id(resource.contents))
+        waiting += [(resolver.in_subresource(each), each) for each in resource.subresources()]
+        if "$ref" in resource.contents:
+            try:
+                found = resolver.lookup(resource.contents["$ref"])
+            except Unresolvable as error:
+                raise ValueError(f"$ref {resource.contents['$ref']!r} names no part of the schema") from error
+            waiting.append((found.resolver, specification.create_resource(found.contents)))
 
 
-def find_limit(value: Any, schema: Mapping[str, Any], name: str) -> str | None:
-    """The limit of a number or of a length that a value breaks."""
-    if is_number(value):
-        limits = {keyword: schema[keyword] for keyword in LIMITS if is_number(schema.get(keyword))}
-        is_kept = {
-            "minimum": value >= limits.get("minimum", value),
-            "maximum": value <= limits.get("maximum", value),
-            "exclusiveMinimum": "exclusiveMinimum" not in limits or value > limits["exclusiveMinimum"],
-            "exclusiveMaximum": "exclusiveMaximum" not in limits or value < limits["exclusiveMaximum"],
-        }
-        for keyword, limit in limits.items():
-            if not is_kept[keyword]:
-                return f"{name} must be {LIMITS[keyword]} {limit}"
-    for keyword, (kind, comparison, unit) in SIZES.items():
-        size = schema.get(keyword)
-        if isinstance(value, kind) and isinstance(size, int):
-            length = len(value)  # type: ignore[arg-type]
-            if length < size if keyword.startswith("min") else length > size:
-                return f"{name} must have {comparison} {size} {unit}"
-    return None
+def adapt_checks(standard: Mapping[str, Check]) -> dict[str, Check]:
+    """The checks of keywords that mean more in OpenAPI 3.0."""
+
+    def allow_null(keyword: str) -> Check:
+        def check(validator: Any, expected: Any, value: Any, schema: Any) -> Iterable[ValidationError] | None:
+            is_allowed = value is None and schema.get("nullable") is True
+            return None if is_allowed else standard[keyword](validator, expected, value, schema)
+
+        return check
+
+    def read_boolean(keyword: str) -> Check:
+        def check(validator: Any, limit: Any, value: Any, schema: Any) -> Iterable[ValidationError] | None:
+            if isinstance(limit, bool):
+                limit = schema.get(EXCLUSIVE[keyword]) if limit else None
+            return None if limit is None else standard[keyword](validator, limit, value, schema)
+
+        return check
+
+    adapted = {keyword: allow_null(keyword) for keyword in ("type", "enum")}
+    return adapted | {keyword: read_boolean(keyword) for keyword in EXCLUSIVE if keyword in standard}
 
 
-def find_wrong_part(value: Any, schema: Mapping[str, Any], name: str, root: Mapping[str, Any]) -> str | None:
-    """What is wrong inside of a list or an object."""
-    parts: list[tuple[Any, Any, str]] = []
-    if isinstance(value, list):
-        first: Sequence[Any] = schema.get("prefixItems", ())
-        schemas = [*first[: len(value)], *[schema.get("items", True)] * (len(value) - len(first))]
-        parts = [(each, schemas[place], f"{name}[{place}]") for place, each in enumerate(value)]
-    elif isinstance(value, dict):
-        for key in schema.get("required", ()):
-            if key not in value:
-                return f"{name} has no {key!r}"
-        others, known = schema.get("additionalProperties", True), schema.get("properties", {})
-        parts = [(each, known.get(key, others), f"{name}[{key[:60]!r}]") for key, each in value.items()]
-    return next((wrong for part in parts if (wrong := find_wrong_value(*part, root)) is not None), None)
+def describe(error: ValidationError) -> str:
+    """A sentence that names the argument, as in "the argument 'order'['parts'][0] must be of type string"."""
+    first, *rest = error.absolute_path or ("",)
+    name = f"the argument {first!r}" + "".join(f"[{shorten(each)}]" for each in rest) if first else "the arguments"
+    if error.validator == "required":
+        missing = next(each for each in error.validator_value if each not in error.instance)
+        return f"{name} has no {missing!r}"
+    clauses = list_clauses(list_alternatives(error))
+    return f"{name} must {' or '.join(clauses)}" if clauses else f"{name}: {error.message[:MAX_MESSAGE_CHARS]}"
 
 
-def find_definition(reference: str, root: Mapping[str, Any]) -> Any:
-    """The schema at a path such as `#/$defs/Order`; anything is allowed where there is none."""
-    found: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key, True) if isinstance(found, Mapping) else True
-    return found
+def shorten(key: Any) -> str:
+    return repr(key[:60] if isinstance(key, str) else key)
 
 
-def choose_message(
-    value: Any, found: Sequence[str | None], schemas: Sequence[Any], name: str, root: Mapping[str, Any]
-) -> str:
-    """What the one alternative of the value's type says, or the types among which the value may choose."""
-    types = [list_types(each, root) for each in schemas]
-    fitting = [wrong for wrong, kinds in zip(found, types, strict=True) if any(has_type(value, each) for each in kinds)]
-    if len(fitting) == 1 and fitting[0] is not None:
-        return fitting[0]
-    kinds = dict.fromkeys(kind for each in types for kind in each)
-    return (
-        f"{name} must be of type {' or '.join(kinds)}" if all(types) else f"{name} must be a value that its schema has"
-    )
+def list_alternatives(error: ValidationError) -> list[ValidationError]:
+    """What is wrong in each alternative of a value; the error itself if there are none, or it is inside the value."""
+    if error.validator not in ("anyOf", "oneOf") or any(each.path for each in error.context):
+        return [error]
+    return [leaf for each in error.context for leaf in list_alternatives(each)]
 
 
-def list_types(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """The types that a schema names."""
-    if isinstance(schema, Mapping) and "$ref" in schema:
-        schema = find_definition(schema["$ref"], root)
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return [kind] if isinstance(kind, str) else list(kind or ())
-
-
-def has_type(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, JSON_TYPES.get(kind, object))
-
-
-def is_number(value: Any) -> bool:
-    """False for booleans, which `exclusiveMinimum` has in OpenAPI 3.0."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def list_clauses(errors: Iterable[ValidationError]) -> list[str]:
+    """What the value must do, an alternative for each error; none if one of them cannot be said in this form."""
+    clauses: list[str] = []
+    types: dict[str, None] = {}
+    for error in errors:
+        wanted = error.validator_value
+        if error.validator == "type":
+            types |= dict.fromkeys([wanted] if isinstance(wanted, str) else wanted)
+        elif error.validator == "enum":
+            clauses.append(f"be one of {', '.join(map(str, wanted))}")
+        elif error.validator in CLAUSES:
+            limit = (
+                error.schema[EXCLUSIVE[error.validator]] if wanted is True and error.validator != "const" else wanted
+            )
+            clauses.append(CLAUSES[error.validator].format(limit))
+        else:
+            return []
+    return [*clauses, *([f"be of type {' or '.join(types)}"] if types else [])]

@@ -22,7 +22,7 @@ from typing import Any, Literal, overload
 import pydantic
 
 from tunesmith.tool_log import record_call
-from tunesmith.tools.arguments import find_wrong_argument
+from tunesmith.tools.arguments import ArgumentChecker
 
 Run = Callable[..., Awaitable["str | ToolResult"]]
 """The function of a tool: keyword arguments in, the text for the model out."""
@@ -76,6 +76,8 @@ class Tool:
     """`timeout_s` counts from when the function calls what `get_start` returns, not from the call: it waits before."""
     open_session: OpenSession | None = field(default=None, repr=False)
     """Opens the state of one rollout: an async context manager whose value is called in place of `run`."""
+    checker: ArgumentChecker = field(init=False, repr=False, compare=False)
+    """Of `parameters`."""
 
     def __post_init__(self) -> None:
         if not TOOL_NAME.fullmatch(self.name) or self.name in RESERVED_NAMES:
@@ -87,6 +89,10 @@ class Tool:
             raise ValueError(f"the parameters of tool {self.name!r} must be a JSON schema with type: object")
         if self.text_argument is not None and self.text_argument not in self.parameters.get("properties", {}):
             raise ValueError(f"text_argument={self.text_argument!r} is no parameter of tool {self.name!r}")
+        try:
+            object.__setattr__(self, "checker", ArgumentChecker(dict(self.parameters)))
+        except ValueError as error:
+            raise ValueError(f"the parameters of tool {self.name!r} are no valid JSON schema: {error}") from error
 
     @classmethod
     def from_function(cls, function: Run, **settings: Any) -> Tool:
@@ -129,7 +135,7 @@ class Tool:
 
     async def _call(self, arguments: Mapping[str, Any], run: Run | None) -> ToolResult:
         started = time.perf_counter()
-        wrong = find_wrong_argument(arguments, self.parameters)
+        wrong = self.checker.find_wrong(arguments)
         if wrong is not None:
             return ToolResult(text=f"Error: {wrong}.", ok=False, failure="arguments")
         given: str | ToolResult

@@ -22,7 +22,7 @@ from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.sharding.sharded_layers_adamw import build_optimizer
+from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 
 

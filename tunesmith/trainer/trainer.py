@@ -62,7 +62,7 @@ from tunesmith.trainer.scoring_pass import (
     scatter_to_samples,
     score_logprobs,
 )
-from tunesmith.trainer.sharding.sharded_layers_adamw import build_optimizer
+from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.trainer.token_terms import can_weigh_in_loss_pass
 from tunesmith.types import Sample

@@ -283,7 +283,7 @@ def test_a_comparison_of_other_models_is_not_overwritten(workplace):
         (["eval.yaml", "--set", "judge=agent.py:jugde"], "jugde"),
         (["eval.yaml", "--set", "model.max_tokns=3"], "max_tokens"),
         (["run.yaml", "--set", "eval_datasets.a.path=none.jsonl"], "none.jsonl"),
-        (["eval.yaml", "--set", "eval_datasets.a.weight=2"], "eval_datasets.a.weight has no effect"),
+        (["eval.yaml", "--set", "eval_datasets.a.weight=2"], "eval_datasets.a.weight=2 has no effect"),
         (["run.yaml", "--plot"], "plot"),
     ],
 )

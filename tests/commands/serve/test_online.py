@@ -109,7 +109,7 @@ def test_conversations_with_feedback_train_the_model_that_keeps_serving(run_file
         ("algorithm.algorithm_type=remax", "choose one that needs no baseline rollouts"),
         ("total_steps=null", "does not work with this total_steps"),
         ("train_dataset.path=.", "does not work with this train_dataset"),
-        ("serve.max_attempts=2", "max_attempts has no effect with mode=online"),
+        ("serve.max_attempts=2", "max_attempts=2 has no effect with mode=online"),
     ],
 )
 def test_what_live_traffic_cannot_train_is_refused_before_the_model_loads(run_file, override, message):

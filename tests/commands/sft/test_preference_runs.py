@@ -312,7 +312,7 @@ def test_a_pipeline_has_a_stage_for_preferences(folder, tmp_path):
         ("simpo", {"terms_args": {"label_smoothing": 0.1}}, "unknown argument 'label_smoothing'"),
         ("orpo", {"model": {"lora": {"dropout": 0.1}}}, "dropout.*logprobs of different forward passes"),
         ("kto", {"max_rows_per_batch": 1}, "max_rows_per_batch=1: kto pairs"),
-        ("dpo", {"trainer": {"num_minibatches": 2}}, "num_minibatches has no effect"),
+        ("dpo", {"trainer": {"num_minibatches": 2}}, "num_minibatches=2 has no effect"),
     ],
 )
 def test_invalid_settings_are_refused(run, tmp_path, name, settings, message):

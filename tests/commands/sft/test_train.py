@@ -354,9 +354,12 @@ def test_invalid_input_is_found_before_training(folder, data, tmp_path):
 def test_invalid_settings_are_refused():
     for settings, match in (
         ({"trainer": {}}, "trainer.learning_rate must be set to train all weights"),
-        ({"trainer": {"learning_rate": 1e-3, "num_minibatches": 2}}, "num_minibatches has no effect without sampling"),
-        ({"model": {"path": "m", "temperature": 0.5}}, "model.temperature has no effect without sampling"),
-        ({"model": {"path": "m", "max_tokens": 9}}, "model.max_tokens has no effect without sampling"),
+        (
+            {"trainer": {"learning_rate": 1e-3, "num_minibatches": 2}},
+            "num_minibatches=2 has no effect: nothing is",
+        ),
+        ({"model": {"path": "m", "temperature": 0.5}}, "model.temperature=0.5 has no effect: nothing is sampled"),
+        ({"model": {"path": "m", "max_tokens": 9}}, "model.max_tokens=9 has no effect: nothing is sampled"),
         ({"eval_fraction": 0.1, "eval_dataset": {"path": "e"}}, "both given"),
         ({"epochs": 2}, "did you mean 'num_epochs'"),
     ):

@@ -220,11 +220,15 @@ def test_groups_with_zero_advantage_are_replaced_within_the_budget(run):
         (
             ("eval_datasets.t.path=d", "eval_datasets.t.weight=2"),
             ConfigError,
-            r"eval_datasets\.t\.weight has no effect",
+            r"eval_datasets\.t\.weight=2 has no effect",
         ),
         (("eval_datasets.t.path=d", "eval_datasets.t.operators=[{name: x}]"), ConfigError, "operators has no effect"),
         (("experience.refill_budget=1.4",), ConfigError, "no task beyond a batch of 2: raise it to 1.5"),
-        (("experience.replay.capacity=9",), ConfigError, "experience.replay: has no effect with num_groups=0"),
+        (
+            ("experience.replay.capacity=9",),
+            ConfigError,
+            "capacity=9 has no effect with num_groups=0",
+        ),
         (("experience.replay={num_groups: 2, capacity: 1}",), ConfigError, "capacity=1 is less than num_groups=2"),
         (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3.0 has no effect.*experience\.replay"),
         (
@@ -233,7 +237,7 @@ def test_groups_with_zero_advantage_are_replaced_within_the_budget(run):
             "cap=3.0 has no effect on 'opmd'",
         ),
         (("train_dataset.operators=x",), ConfigError, r"train_dataset\.operators must be a list, got 'x'"),
-        (("train_dataset.weight=2",), ConfigError, r"train_dataset\.weight has no effect"),
+        (("train_dataset.weight=2",), ConfigError, r"train_dataset\.weight=2 has no effect"),
         (("train_datasets.b.path=d",), ConfigError, "train_dataset and train_datasets are both given"),
     ],
 )

@@ -84,11 +84,11 @@ def test_branching_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size has no effect with kind=tunesmith"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 has no effect with kind=tunesmith"),
         ({"vllm": {"has_eager": True}}, "vllm has no effect with kind=tunesmith"),
-        ({"kind": "vllm", "page_size": 8}, "page_size has no effect with kind=vllm"),
-        ({"kind": "vllm", "weight_format": "fp8"}, "weight_format has no effect with kind=vllm"),
-        ({"kind": "vllm", "kv_cache_tokens": 100}, "kv_cache_tokens has no effect with kind=vllm"),
+        ({"kind": "vllm", "page_size": 8}, "page_size=8 has no effect with kind=vllm"),
+        ({"kind": "vllm", "weight_format": "fp8"}, "weight_format=fp8 has no effect with kind=vllm"),
+        ({"kind": "vllm", "kv_cache_tokens": 100}, "kv_cache_tokens=100 has no effect with kind=vllm"),
         ({"kind": "vllm", "vllm": {"devices": [0, 1]}}, "vllm.devices lists 2 GPUs, and tensor_parallel_size=1"),
     ],
 )

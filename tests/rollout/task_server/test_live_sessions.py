@@ -23,10 +23,9 @@ class Served:
     def __init__(self, sessions, service, client):
         self.sessions, self.service, self.client = sessions, service, client
 
-    async def call(self, session_id="s", **options):
-        return await self.client.post(
-            "/v1/chat/completions", json=BODY, headers={"X-Session-Id": session_id}, **options
-        )
+    async def call(self, session_id="s", headers=(), **options):
+        sent = {"X-Session-Id": session_id} | dict(headers)
+        return await self.client.post("/v1/chat/completions", json=BODY, headers=sent, **options)
 
     async def reward(self, session_id="s", **fields):
         return await self.client.post(f"/sessions/{session_id}/reward", json={"reward": 1} | fields)
@@ -149,6 +148,24 @@ async def test_every_request_asks_for_the_key():
         assert (await served.call()).status_code == 200
         assert (await served.client.post("/sessions/s/reward", json={"reward": 1}, headers=wrong)).status_code == 401
         assert (await served.reward()).status_code == 200
+
+
+async def test_anthropics_clients_send_the_key_as_x_api_key():
+    async with serve(api_key="right") as served:
+        for key, status in (("right", 200), ("wrong", 401)):
+            headers = {"X-API-Key": key, "X-Session-Id": "s"}
+            body = BODY | {"max_tokens": 4}
+            assert (await served.client.post("/v1/messages", json=body, headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://localhost:3000"}])
+async def test_a_web_page_opens_no_session_and_forges_no_feedback(headers):
+    async with serve() as served:
+        assert (await served.call("page", headers)).status_code == 403
+        assert served.sessions.num_open == 0
+        assert (await served.call()).status_code == 200
+        forged = await served.client.post("/sessions/s/reward", json={"reward": 1}, headers=headers)
+        assert forged.status_code == 403 and served.sessions.num_scored == 0
 
 
 async def test_after_the_run_calls_are_refused():

@@ -324,6 +324,47 @@ async def test_the_queue_asks_for_its_key_and_the_model_for_the_attempts():
         assert (await rollout).reward == 1.0
 
 
+FOREIGN = [
+    pytest.param({"Host": "evil.example:8765"}, id="a name of the page that resolves to this machine"),
+    pytest.param({"Host": "0.0.0.0:8765"}, id="an address that browsers take for this machine"),
+    pytest.param({"Origin": "https://evil.example"}, id="a script of a page"),
+    pytest.param({"Origin": "null"}, id="a script of a file or a sandboxed frame"),
+    pytest.param({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, id="an image of a page"),
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+async def test_a_web_page_takes_no_task_and_reports_nothing(headers):
+    async with serve() as served:
+        rollout = served.start()
+        await until(lambda: served.queue.num_waiting == 1)
+        refused = await served.client.get("/tasks/next", headers=headers)
+        assert refused.status_code == 403 and "key" in read_message(refused)
+        assert served.queue.num_waiting == 1
+        taken = await served.take()
+        forged = await served.client.post(f"/trajectories/{taken['attempt_id']}/reward", json={}, headers=headers)
+        assert forged.status_code == 403
+        await served.call(taken)
+        assert (await served.report(taken, reward=0.5)).status_code == 200
+        assert (await rollout).reward == 0.5
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+async def test_with_a_key_the_key_decides(headers):
+    async with serve(api_key="secret") as served:
+        for key, status in (("wrong", 401), ("secret", 204)):
+            asked = headers | {"Authorization": f"Bearer {key}"}
+            reply = await served.client.get("/tasks/next", params={"wait_s": 0}, headers=asked)
+            assert reply.status_code == status
+
+
+async def test_the_public_name_of_the_server_is_accepted_as_its_host():
+    async with serve(public_url="https://train.example.com/{rank}") as served:
+        for host, status in (("train.example.com", 204), ("evil.example.com", 403)):
+            reply = await served.client.get("/tasks/next", params={"wait_s": 0}, headers={"Host": host})
+            assert reply.status_code == status
+
+
 async def test_requests_that_fit_nothing_are_refused_with_a_sentence():
     async with serve() as served:
         found = [

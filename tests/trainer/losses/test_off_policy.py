@@ -187,7 +187,6 @@ def test_adaptive_kl_coef_is_updated_and_resumed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kl_adaptive": {"target": 0.1}}, "kl_adaptive has no effect with kl_coef=0"),
         ({"correction": {"importance": "none", "cap": 3}}, "cap=3.0 has no effect on .* with importance='none'"),
         ({"algorithm_type": "opmd", "correction": {"cap": 3}}, "cap=3.0 has no effect on 'opmd' with .*'auto'"),
         ({"algorithm_type": "sft", "correction": {"cap": 3}}, "cap=3.0 has no effect on 'sft'"),

@@ -13,8 +13,8 @@ from tunesmith.commands.tune.server import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
+from tunesmith.http_server import check_port
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
-from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue

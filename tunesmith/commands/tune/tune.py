@@ -51,6 +51,7 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
+from tunesmith.http_server import check_port
 from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
@@ -58,7 +59,6 @@ from tunesmith.monitor.monitor import Monitor
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.runs.actors import load_actors

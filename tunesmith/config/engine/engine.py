@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
-OWN_KNOBS = ("page_size", "kv_cache_tokens", "has_packed_weights", "cuda_decode", "weight_format")
-"""Knobs of the engine in this process that vLLM has no counterpart of."""
-VLLM_KNOBS = ("kind", "tensor_parallel_size", "vllm")
+OWN = Needs("kind", "tunesmith")
+VLLM = Needs("kind", "vllm")
 
 
 class VllmSection(Section):
@@ -44,18 +43,18 @@ class EngineSection(Section):
     kind: Literal["tunesmith", "vllm"] = "tunesmith"
     """Engine that samples. tunesmith: this process, from the weights that the trainer updates; vllm: vLLM in a process
     of its own, for models that one GPU cannot sample from; it receives the weights after every step (extra `vllm`)."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """With `kind: vllm`, the number of GPUs that share the weights which vLLM samples from."""
-    vllm: VllmSection = VllmSection()
-    """The vLLM process, with `kind: vllm`."""
-    page_size: int = Field(default=16, ge=1, le=65536)
+    tensor_parallel_size: Annotated[int, VLLM] = Field(default=1, ge=1)
+    """Number of GPUs that share the weights from which vLLM samples."""
+    vllm: Annotated[VllmSection, VLLM] = VllmSection()
+    """The vLLM process."""
+    page_size: Annotated[int, OWN] = Field(default=16, ge=1, le=65536)
     """Tokens per KV-cache block."""
     max_num_seqs: int = Field(default=256, ge=1, le=65536)
     """Maximum number of requests decoded at once; the others wait."""
     max_batched_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per forward; longer prompts are prefilled in chunks. null uses 4096 on a CPU and 16384 on a
     GPU."""
-    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    kv_cache_tokens: Annotated[int | None, OWN] = Field(default=None, ge=1)
     """Capacity of the KV cache in tokens; null derives it from `kv_cache_gib`."""
     kv_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Size of the KV cache in GiB, if `kv_cache_tokens` is not set. null uses 2 on a CPU, and on a GPU the memory that
@@ -64,15 +63,15 @@ class EngineSection(Section):
     """Maximum number of queued requests; further callers wait until the queue has space."""
     has_prefix_cache: bool = True
     """Reuse keys and values of shared prompt prefixes."""
-    has_packed_weights: bool = True
+    has_packed_weights: Annotated[bool, OWN] = True
     """On a CPU in float32, sample from a second copy of the weights in a faster layout. Disable it to save memory."""
-    cuda_decode: Literal["graphs", "compiled", "eager"] = "compiled"
+    cuda_decode: Annotated[Literal["graphs", "compiled", "eager"], OWN] = "compiled"
     """Decoding on a GPU. compiled: fused layers replayed as CUDA graphs; graphs: CUDA graphs without fusion; eager:
     neither, for debugging."""
     decode_block: int = Field(default=16, ge=1, le=64)
     """On a GPU, decode steps per host synchronization; lower it if most answers are very short. With `kind: vllm`,
     tokens of a request that vLLM passes on at a time."""
-    weight_format: Literal["model", "fp8"] = "model"
+    weight_format: Annotated[Literal["model", "fp8"], OWN] = "model"
     """Weights that rollouts sample from. fp8: on a GPU, a copy of the decoder's linear weights in 8 bits, made again
     after every step: faster for models of several billion parameters, at the price of a mismatch between sampler and
     trainer, which `algorithm.correction` corrects."""
@@ -85,14 +84,6 @@ class EngineSection(Section):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if self.kind == "tunesmith":
-            unused = {knob: self._is_set(knob) for knob in VLLM_KNOBS[1:]}
-            advice = "set kind=vllm, or leave it out"
-        else:
-            unused = {knob: self._is_set(knob) for knob in OWN_KNOBS}
-            advice = "leave it out, or set kind=tunesmith"
-        if knobs := [knob for knob, is_set in unused.items() if is_set]:
-            raise ValueError(f"{knobs[0]} has no effect with kind={self.kind}: {advice}")
         num_devices = len(self.vllm.devices or ())
         if num_devices not in (0, self.tensor_parallel_size):
             raise ValueError(
@@ -107,9 +98,6 @@ class EngineSection(Section):
             raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
         return self
 
-    def _is_set(self, knob: str) -> bool:
-        return bool(getattr(self, knob) != type(self).model_fields[knob].default)
-
     @property
     def has_separate_sampler(self) -> bool:
         """Whether rollouts sample from other weights, or by another implementation, than the trainer's."""
@@ -117,5 +105,5 @@ class EngineSection(Section):
 
     def for_auxiliary(self) -> EngineSection:
         """The engine of an untrained model: in this process, on the model's own weights."""
-        own = {knob: type(self).model_fields[knob].default for knob in VLLM_KNOBS}
+        own = {knob: type(self).model_fields[knob].default for knob in ("kind", "tensor_parallel_size", "vllm")}
         return self.model_copy(update=own | {"weight_format": "model"})

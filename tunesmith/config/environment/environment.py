@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 BUILT_IN_TOOLS = ("python", "calculator", "search")
 """Tools that are named without a module."""
@@ -60,8 +60,8 @@ class EnvironmentSection(Section):
     fine-tuned on the format."""
     system_prompt: str | None = None
     """Text in place of the system prompt; `{tools}` in it becomes the list of tools."""
-    opening: str = ""
-    """With tags: text that every assistant turn begins with, such as `<think>`; it is never trained."""
+    opening: Annotated[str, Needs("protocol", "tags")] = ""
+    """Text that every assistant turn begins with, such as `<think>`; it is never trained."""
     max_calls: int = Field(default=6, ge=0)
     """Tool calls per rollout, of all tools together. A further call is answered with a notice, the next one ends the
     rollout."""
@@ -70,12 +70,6 @@ class EnvironmentSection(Section):
     max_result_chars: int = Field(default=4000, ge=200)
     """Characters of a result that the model reads; the middle of a longer one is left out. The tools python and search
     have limits of their own, see `tools.max_result_chars`."""
-
-    @model_validator(mode="after")
-    def _check_opening(self) -> Self:
-        if self.opening and self.protocol == "native":
-            raise ValueError(f"opening={self.opening!r} has no effect with protocol=native: remove it, or use tags")
-        return self
 
     @field_validator("tools")
     @classmethod

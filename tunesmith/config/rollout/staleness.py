@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 ON_POLICY_ONLY = frozenset({"opo", "remax", "on_policy_distill", "jsd"})
 """Algorithms defined for tokens of the current weights only: the baselines of `opo` and `remax` are those of the
@@ -20,8 +20,8 @@ class StalenessKnobs(Section):
     """Maximum number of steps between the weights that sample a token and those that train on it. Above 0 a step trains
     on the first complete groups, and rollouts that have not ended continue under the new weights; raise it (1 to 4) if
     steps wait for a few slow rollouts. 0 waits for all rollouts of a step."""
-    stale_cache: Literal["recompute", "keep"] = "recompute"
-    """Keys and values of unfinished replies after an update, with `max_staleness` above 0. recompute: those of the new
+    stale_cache: Annotated[Literal["recompute", "keep"], Needs("max_staleness", above=0)] = "recompute"
+    """Keys and values of unfinished replies after an update. recompute: those of the new
     weights; keep: the old ones, which saves the prefill, and the rest of the reply has the policy version that they
     had."""
 
@@ -34,11 +34,6 @@ def check_staleness_knobs(
     `replay_staleness`: the maximum age of replayed groups, None without replay.
     """
     if knobs.max_staleness == 0:
-        if knobs.stale_cache != StalenessKnobs.model_fields["stale_cache"].default:
-            raise ValueError(
-                f"rollout.stale_cache={knobs.stale_cache} has no effect with rollout.max_staleness=0: raise it, or "
-                "leave out stale_cache"
-            )
         return
     reasons = {
         f"algorithm.algorithm_type={algorithm!r}": (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 
 class ServeSection(Section):
@@ -23,29 +23,22 @@ class ServeSection(Section):
     it, and the model endpoints of the other ranks count up from it."""
     public_url: str | None = None
     """URL under which workers reach the server, for instance through a proxy; null uses the Host header of their
-    requests. On several ranks it contains `{rank}`, which is replaced by the number of a task's rank, from 0."""
+    requests, which without a key must name this machine. On several ranks it contains `{rank}`, which is replaced by
+    the number of a task's rank, from 0."""
     api_key_env: str | None = None
     """Environment variable with the API key that workers must send to take tasks and to report; null asks for none."""
-    lost_after_s: float = Field(default=120.0, gt=0)
+    lost_after_s: Annotated[float, Needs("mode", "tasks")] = Field(default=120.0, gt=0)
     """Seconds without a model call or heartbeat of an attempt after which its worker is lost, and another worker
     receives the task. Raise it if workers run slow tools and send no heartbeats."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: Annotated[int, Needs("mode", "tasks")] = Field(default=3, ge=1)
     """Attempts of a rollout; if the worker of the last one is lost too, the rollout has failed."""
-    feedback_timeout_s: float = Field(default=3600.0, gt=0)
-    """online: seconds after its last model call after which a conversation without feedback is dropped."""
-    max_sessions: int = Field(default=1024, ge=1)
-    """online: maximum number of conversations that wait for feedback, and of those that wait for training; beyond it
+    feedback_timeout_s: Annotated[float, Needs("mode", "online")] = Field(default=3600.0, gt=0)
+    """Seconds after its last model call after which a conversation without feedback is dropped."""
+    max_sessions: Annotated[int, Needs("mode", "online")] = Field(default=1024, ge=1)
+    """Maximum number of conversations that wait for feedback, and of those that wait for training; beyond it
     the oldest is dropped."""
     max_requests: int = Field(default=1024, ge=1)
     """Maximum number of HTTP requests at once, waiting workers included; more get status 503."""
-
-    @model_validator(mode="after")
-    def _check_mode(self) -> Self:
-        unused = ("feedback_timeout_s", "max_sessions") if self.mode == "tasks" else ("lost_after_s", "max_attempts")
-        for key in unused:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with mode={self.mode}: remove it")
-        return self
 
     @model_validator(mode="after")
     def _check_host(self) -> Self:

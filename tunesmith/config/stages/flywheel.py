@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.run import DatasetSection, MonitorSection, RolloutSection, RunConfig
-from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, NumThreads, Section, refuse_knobs
+from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, Needs, NumThreads, Section, Unused
 
 OperatorName = Literal[
     "rollout", "rewrite_redundant", "refine_thoughts", "repair_flaw", "hint_after_flaw", "hint_at_end", "reflect"
@@ -52,13 +52,13 @@ class FlywheelConfig(Section):
     """Who continues, reviews, rewrites and judges trajectories."""
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of the agent."""
-    train_dataset: DatasetSection
+    train_dataset: Annotated[DatasetSection, Unused(TASK_KNOBS, "a flywheel takes every question")]
     """The questions: rows with `question` and what the judge needs."""
     judge: str = "tunesmith.judges.composite:squad_judge"
     """Judge of answers, as `module:function` or `file.py:function`; its reward is a trajectory's correctness."""
     correct_at: float = Field(default=0.75, gt=0)
     """Correctness from which a trajectory is right."""
-    num_votes: int = Field(default=3, ge=1)
+    num_votes: Annotated[int, Needs("roles.judge", reason="the model that votes")] = Field(default=3, ge=1)
     """Votes of `roles.judge` for each answer, always all of them. A tie has no verdict, so an odd number is better."""
     num_iterations: int = Field(default=3, ge=0)
     """Iterations of operators after the first rollouts; 0 only rolls out."""
@@ -83,7 +83,7 @@ class FlywheelConfig(Section):
     """Attempts that run at once and are saved together; a killed stage repeats at most one batch."""
     engine: EngineSection = EngineSection()
     """The sampler."""
-    rollout: RolloutSection = RolloutSection()
+    rollout: Annotated[RolloutSection, Unused(ROLLOUT_KNOBS, "a flywheel trains nothing")] = RolloutSection()
     """Limits of one attempt: time, concurrency, share of failures."""
     seed: int = Field(default=42, ge=0)
     """Seed of sampling and of hints; on a CPU, equal seeds give equal trajectories."""
@@ -98,14 +98,6 @@ class FlywheelConfig(Section):
             if value not in (None, OWN_MODEL, *self.auxiliary_models) and ":" not in value:
                 known = ", ".join((OWN_MODEL, *self.auxiliary_models))
                 raise ValueError(f"roles.{name}={value!r} is neither a model ({known}) nor module:function")
-        return self
-
-    @model_validator(mode="after")
-    def _check_unused(self) -> Self:
-        refuse_knobs(self.train_dataset, TASK_KNOBS, where="train_dataset", reason="a flywheel takes every question")
-        refuse_knobs(self.rollout, ROLLOUT_KNOBS, where="rollout", reason="a flywheel trains nothing")
-        if self.roles.judge is None and self.num_votes != type(self).model_fields["num_votes"].default:
-            raise ValueError(f"num_votes={self.num_votes} has no effect without roles.judge, the model that votes")
         return self
 
     @model_validator(mode="after")

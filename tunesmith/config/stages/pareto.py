@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import Needs, Section
 
 
 class ParetoSection(Section):
@@ -25,7 +27,7 @@ class ParetoSection(Section):
     stratify_by: str | None = None
     """Field with the source of a question. If set, fronts are found within each source, and the sources share the
     selection in proportion to their questions with mixed outcomes; null finds fronts over all questions."""
-    shares: dict[str, float] | None = None
+    shares: Annotated[dict[str, float] | None, Needs("stratify_by")] = None
     """Relative share of each source in the selection, instead of proportional ones; sources without one are left
     out."""
     seed: int = Field(default=42, ge=0)
@@ -33,8 +35,6 @@ class ParetoSection(Section):
 
     @model_validator(mode="after")
     def _check_shares(self) -> ParetoSection:
-        if self.shares is not None and self.stratify_by is None:
-            raise ValueError("shares has no effect without stratify_by: set the field with the source of a question")
         if self.shares is not None and not (self.shares and all(share > 0 for share in self.shares.values())):
             raise ValueError(f"shares={self.shares} must give every source that it names a share above 0")
         return self

@@ -141,13 +141,7 @@ class ContiguousBatch:
         self._device = device
         self._layouts: dict[int | None, _Layout] = {}
 
-    def attend(
-        self,
-        query_THD: Tensor,
-        keys_KPZD: Tensor,
-        values_KPZD: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, query_THD: Tensor, keys_KPZD: Tensor, values_KPZD: Tensor, options: AttentionOptions) -> Tensor:
         """Attention output [T, H, D] of the batch's tokens, given their queries [T, H, D]."""
         num_kv_heads, head_size, num_rows = keys_KPZD.shape[0], keys_KPZD.shape[-1], len(self._spans)
         num_groups = query_THD.shape[1] // num_kv_heads

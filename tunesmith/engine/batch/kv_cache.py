@@ -108,14 +108,7 @@ class PagedAttentionPlan:
         self._batches += [_GatheredBatch(batch, cache, device) for batch in split_by_context(few)]
         self._chunks = [_Chunk(span, cache) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES]
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer = get_layer_index(module)
         keys_KPZD, values_KPZD = self.cache.keys[layer], self.cache.values[layer]
         slots = self._get_slot_mapping(key.shape[1], keys_KPZD.shape[1])
@@ -212,13 +205,7 @@ class _GatheredBatch:
         self._gathers: dict[int, Tensor] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
-    def attend(
-        self,
-        query_THD: Tensor,
-        keys_KPZD: Tensor,
-        values_KPZD: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, query_THD: Tensor, keys_KPZD: Tensor, values_KPZD: Tensor, options: AttentionOptions) -> Tensor:
         """Attention output [T, H, D] of the batch's tokens, given their queries [T, H, D]."""
         num_rows, num_kv_heads, head_size = len(self._counts), keys_KPZD.shape[0], query_THD.shape[-1]
         num_groups = query_THD.shape[1] // num_kv_heads

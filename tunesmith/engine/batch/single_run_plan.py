@@ -36,14 +36,7 @@ class SingleRunPlan:
         """The first token of each request in the cache, and the length of its context."""
         self._new_slots_T = torch.tensor([first + length - 1 for first, length in self._slots])
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer, (_, num_kv_heads, num_requests, head_size) = get_layer_index(module), key.shape
         keys_1KSD = self._cache.keys[layer].view(1, num_kv_heads, -1, head_size)
         values_1KSD = self._cache.values[layer].view(1, num_kv_heads, -1, head_size)

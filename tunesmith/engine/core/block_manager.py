@@ -33,6 +33,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._deferred_by: dict[int, object] = {}
         self._all_free = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        # dicts as ordered sets: any block can be removed in constant time, and the last one taken
         self._free = self._all_free.copy()  # `popitem` takes the last one
         self._is_free = bytearray(b"\1") * num_blocks
         self._cached: dict[int, None] = {}  # in order of release; a dict removes in O(1)
@@ -123,6 +124,7 @@ class BlockPool:
 
     def publish_deferred(self, block: int, block_hash: bytes, owner: object) -> None:
         """Publish a deferred block, unless it was evicted since; free it if another block has the same hash."""
+        # another request may have evicted and refilled the block, which then no longer has the content of this hash
         if self._deferred_by.get(block) is not owner:
             return
         del self._deferred_by[block]

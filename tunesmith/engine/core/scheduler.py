@@ -121,6 +121,7 @@ class Scheduler:
             num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt, is_in_first_forward=is_in_first_forward
         )
         self._continue_running(step)
+        # a request that is admitted now would take the blocks that a preemption has just freed
         if self.waiting and not step.num_preemptions:
             self._admit_waiting(step)
         return step
@@ -180,6 +181,7 @@ class Scheduler:
             self.add(request)
 
     def _begin_version(self, policy_version: int) -> None:
+        # hashes start from a version's salt; those of the old version must match nothing under the new weights
         for request in (*self.running, *self.waiting, *self.held):
             request.block_hashes.clear()
         self._deferred.clear()
@@ -212,6 +214,7 @@ class Scheduler:
         while (blocks := self._allocate(request, request.blocks, num_missing)) is None:
             if not step.may_preempt:
                 return False
+            # `running` is sorted by priority: the last request gives way
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
                 self.remove(request)
@@ -227,6 +230,8 @@ class Scheduler:
     def _admit_waiting(self, step: SchedulerOutput) -> None:
         """Start waiting requests by priority while tokens, slots and blocks last; when one lacks blocks, all wait."""
         self._publish_deferred()
+        # Requests of a group arrive together and share their prompt. The first one computes it in this step, and the
+        # others hold its blocks before these are in the prefix cache.
         ready = {block_hash: block for chunk in step.chunks for block_hash, block in self._list_new_blocks(chunk, step)}
         admitted: set[int] = set()
         for request in self.waiting:
@@ -237,6 +242,7 @@ class Scheduler:
                 step.unschedulable.append(request)
                 continue
             self._hash_blocks(request.token_ids, request.block_hashes)
+            # even if all blocks are cached, the last token is computed: the next one is sampled from its hidden state
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
             found = self.pool.find(block_hashes)
             found += map(ready.__getitem__, takewhile(ready.__contains__, block_hashes[len(found) :]))
@@ -289,6 +295,7 @@ class Scheduler:
             self._deferred.append(
                 _DeferredBlocks(request.token_ids, request.block_hashes, request.num_published, blocks)
             )
+            # most released blocks are never looked up, so they are hashed only once a waiting request might match them
             self.pool.defer_publish(blocks, self._deferred[-1])
         self.pool.release(request.blocks)
         self._free_slots.append(request.slot)

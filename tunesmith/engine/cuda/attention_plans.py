@@ -39,14 +39,7 @@ class DecodeLayerPlan(_LayerPlan):
         self.block_table = block_table_RP
         self.positions = positions_R
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return ops.paged_decode(
             query, key, value, self.keys, self.values, self.block_table, self.positions,
             options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
@@ -71,14 +64,7 @@ class PrefillLayerPlan(_LayerPlan):
         self.spans = spans_3R
         self.tiles = tiles_2I
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return ops.paged_prefill(
             query, key, value, self.keys, self.values, self.slot_mapping, self.block_table, self.spans, self.tiles,
             options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,

@@ -28,7 +28,7 @@ from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
-from tunesmith.engine.cuda.graph_capture import capture_graph, choose_capture_size
+from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
 from tunesmith.engine.cuda.hidden_graphs import HiddenGraphs
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
@@ -37,6 +37,7 @@ from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
 from tunesmith.engine.cuda.prefill_graphs import PrefillGraphs
 from tunesmith.model.forward.attention import run_body
+from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
 
 MAX_BURST_STEPS = 64
@@ -83,8 +84,8 @@ class DecodeGraphs:
         device = model.device
         self._model, self._cache, self._fused, self._fp8 = model, cache, fused, fp8
         self._num_slots = max_num_seqs
-        num_columns = count_columns(max_model_len, cache.block_size)
-        self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=len(cache.keys[0]) - 1)
+        num_columns, scratch_block = count_columns(max_model_len, cache.block_size), len(cache.keys[0]) - 1
+        self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=scratch_block)
         self._inputs = _StepInputs.allocate(max_num_seqs, device=device)
         self._block_table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
         self._log = torch.zeros((NUM_BUFFERS, NUM_LOGS, LOG_LINES, max_num_seqs), dtype=torch.int32, device=device)
@@ -104,16 +105,22 @@ class DecodeGraphs:
         )
         config = model.config.get_text_config()
         num_groups = config.num_attention_heads // min(cache.keys[0].shape[1], config.num_attention_heads)
-        self._tile_tokens = get_tile_tokens(num_groups)
+        self._context = GraphContext(
+            model=model,
+            cache=cache,
+            num_slots=max_num_seqs,
+            num_columns=num_columns,
+            scratch_block=scratch_block,
+            tile_tokens=get_tile_tokens(num_groups),
+            installed=self.installed,
+        )
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
-        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: GraphStore[None] = GraphStore(model)
         """By number of rows, whether some row is truncated, and whether some row asks for entropies."""
-        self._pool = torch.cuda.graph_pool_handle()
         self._hidden_graphs: HiddenGraphs | None = None
         """For requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
-        self._data_pointers = self._get_data_pointers()
 
     @torch.inference_mode()
     def launch(self, rows: BurstInput, *, num_steps: int) -> CudaBurstHandle:
@@ -140,60 +147,40 @@ class DecodeGraphs:
 
     def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         if self._hidden_graphs is None:
-            self._hidden_graphs = HiddenGraphs(
-                self._model,
-                self._cache,
-                num_slots=self._num_slots,
-                num_columns=self._block_table.shape[1],
-                scratch_block=self.input_batch.scratch_block,
-                installed=self.installed,
-            )
+            self._hidden_graphs = HiddenGraphs(self._context)
         return self._hidden_graphs.compute(spans, token_ids)
 
     def prefill(self, spans: Sequence[Span], token_ids: NDArray[np.int64], last_tokens: Sequence[int]) -> Tensor | None:
         if self._prefill_graphs is None:
-            self._prefill_graphs = PrefillGraphs(
-                self._model,
-                self._cache,
-                num_slots=self._num_slots,
-                num_columns=self._block_table.shape[1],
-                scratch_block=self.input_batch.scratch_block,
-                tile_tokens=self._tile_tokens,
-                installed=self.installed,
-            )
+            self._prefill_graphs = PrefillGraphs(self._context)
         if not self._prefill_graphs.can_compute(len(token_ids), len(spans)):
             return None
         return self._prefill_graphs.compute(spans, token_ids, last_tokens)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
-        return build_prefill_plan(self._cache, spans, tile_tokens=self._tile_tokens, device=self._model.device)
+        return build_prefill_plan(self._cache, spans, tile_tokens=self._context.tile_tokens, device=self._model.device)
 
     def installed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._fused is None else self._fused.installed()
 
     def refresh(self) -> None:
         """Quantize FP8 weights again; drop the graphs if parameters have moved. In-place updates keep graphs valid."""
-        if self._get_data_pointers() != self._data_pointers:
-            self._graphs.clear()
-            for graphs in (self._hidden_graphs, self._prefill_graphs):
-                if graphs is not None:
-                    graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+        if self._graphs.has_moved():
             if self._fused is not None:
-                merge_weights(self._model)
+                merge_weights(self._model)  # which moves them once more
             if self._fp8 is not None:
                 self._fp8.rebuild()
-            self._data_pointers = self._get_data_pointers()
+            self._graphs.clear()
+            self._hidden_graphs = self._prefill_graphs = None
         elif self._fp8 is not None:
             self._fp8.refresh()
-
-    def _get_data_pointers(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
 
     def _copy_inputs(self, staging: _StagingBuffers, size: int) -> None:
         self._inputs.copy_(staging.inputs)
         self._block_table[:size].copy_(staging.block_table[:size], non_blocking=True)
         sources, ids = self._inputs.sources_S, self._sampling.ids_R
+        # Rows move up when others end. A row takes its last token from the place where the burst before, which the host
+        # may not have read yet, has left it.
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
     def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
@@ -208,15 +195,14 @@ class DecodeGraphs:
             )
             first += len(hidden_NC)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool) -> torch.cuda.CUDAGraph:
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
         key = (size, has_truncation, has_entropies)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
-        return self._graphs[key]
+        return self._graphs.find(key) or self._capture(*key)
 
-    def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
+        # warm-up and capture sample for padding rows, over the last tokens that the next launch needs
         saved_ids = self._sampling.ids_R.clone()
         self._staging[self._buffer].pad(0, size)
         self._copy_inputs(self._staging[self._buffer], size)
@@ -230,7 +216,7 @@ class DecodeGraphs:
             )
 
         with self.installed():
-            graph = capture_graph(run_step, self._pool)
+            graph = self._graphs.capture((size, has_truncation, has_entropies), run_step)
         self._sampling.ids_R.copy_(saved_ids)
         return graph
 

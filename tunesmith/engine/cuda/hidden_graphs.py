@@ -9,38 +9,24 @@ Axes: S slots (the maximum number of rows), R rows of a step, P columns of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import build_decode_plan
-from tunesmith.engine.cuda.graph_capture import capture_graph, choose_capture_size
+from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
 from tunesmith.model.forward.attention import run_body
+from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
 
 class HiddenGraphs:
     """Graphs by batch size, captured on first use."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: KVCache,
-        *,
-        num_slots: int,
-        num_columns: int,
-        scratch_block: int,
-        installed: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Padding rows write to `scratch_block`; `installed` runs the layers as bursts do."""
-        self._model, self._cache, self._installed = model, cache, installed
-        self._num_slots, self._scratch_block = num_slots, scratch_block
-        device = model.device
+    def __init__(self, context: GraphContext) -> None:
+        self._context = context
+        num_slots, num_columns, device = context.num_slots, context.num_columns, context.model.device
         self._integers_2S = torch.zeros((2, num_slots), dtype=torch.long, device=device)
         """Token ids and positions."""
         self._block_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, device=device)
@@ -48,32 +34,23 @@ class HiddenGraphs:
         self._host_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
         """Recorded after the last copy from the host buffers."""
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        """With the tensor [R, C] that each graph writes."""
-        self._pool: Any = torch.cuda.graph_pool_handle()
-
-    def clear(self) -> None:
-        """Drop the graphs: parameters have moved."""
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: GraphStore[Tensor] = GraphStore(context.model)
+        """Each writes hidden states [R, C]."""
 
     def compute(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
-        size = choose_capture_size(len(spans), self._num_slots)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
+        size = choose_capture_size(len(spans), self._context.num_slots)
+        graph = self._graphs.find(size) or self._capture(size)
         self._copied.synchronize()
         self._fill(spans, token_ids, size)
         self._copy(size)
         self._copied.record()
-        graph, hidden_RC = self._graphs[size]
-        graph.replay()
-        return hidden_RC[: len(spans)]
+        return graph.replay()[: len(spans)]
 
     def _fill(self, spans: Sequence[Span], token_ids: Sequence[int], size: int) -> None:
         integers, table = self._host_integers_2S.numpy(), self._host_table_SP.numpy()
         integers[:, :size] = 0
-        table[:size] = self._scratch_block
+        table[:size] = self._context.scratch_block
         integers[0, : len(spans)] = token_ids
         integers[1, : len(spans)] = [span.start for span in spans]
         for row, span in enumerate(spans):
@@ -83,18 +60,13 @@ class HiddenGraphs:
         self._integers_2S.copy_(self._host_integers_2S, non_blocking=True)
         self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int) -> CapturedGraph[Tensor]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         self._fill((), (), size)
         self._copy(size)
         ids_R, positions_R = self._integers_2S[:, :size]
-        plan = build_decode_plan(self._cache, self._block_table_SP[:size], positions_R)
-        outputs: list[Tensor] = []
-
-        def run_step() -> None:
-            outputs[:] = [run_body(self._model, ids_R[None], positions_R[None], plan)[0]]
-
-        with self._installed():
-            graph = capture_graph(run_step, self._pool)
-        return graph, outputs[0]
+        context = self._context
+        plan = build_decode_plan(context.cache, self._block_table_SP[:size], positions_R)
+        with context.installed():
+            return self._graphs.capture(size, lambda: run_body(context.model, ids_R[None], positions_R[None], plan)[0])

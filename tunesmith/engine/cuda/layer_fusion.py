@@ -73,6 +73,8 @@ class FusedLayers:
                 module.__dict__.pop("forward", None)
 
     def _run_planned(self, layer: nn.Module, index: int, *arguments: Any, **options: Any) -> Any:
+        # one plan object a layer: the traced function then has the layer's cache as an input instead of a constant, and
+        # one graph serves all layers
         options["attention_plan"] = options["attention_plan"].layers[index]
         return self._run_traced(layer, *arguments, **options)
 

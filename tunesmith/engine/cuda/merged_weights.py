@@ -56,6 +56,7 @@ def _merge(parameters: Sequence[Tensor | None]) -> None:
     merged = torch.cat(tensors)
     for parameter, part in zip(parameters, merged.split([len(tensor) for tensor in tensors]), strict=True):
         assert parameter is not None
+        # a view: the optimizer's updates in place are those of the merged tensor, and nothing is stored twice
         parameter.data = part
 
 

@@ -42,6 +42,7 @@ class AsyncStepper(SyncStepper):
         """Launch the next burst, then read the last one; when blocks are short, read first and schedule again."""
         self._output_processor.counts["steps"] += 1
         previous, self._inflight = self._inflight, None
+        # The device still computes `previous`: what is scheduled here must be right whatever its tokens turn out to be.
         launched = self._launch(previous)
         if previous is not None:
             self._read(previous, is_last=launched is None)
@@ -67,12 +68,14 @@ class AsyncStepper(SyncStepper):
             return None
         new_rows = collect_rows(new, num_prefilled=len(prefilled))
         rows = rows.append(new_rows) if new else rows
+        # more steps than the longest remaining reply would only compute tokens that are discarded
         num_steps = min(self._burst_length, int((rows.max_num_tokens_R - rows.num_tokens_R).max()))
         if not self._reserve(new, new_rows, num_steps):
             num_steps = 0 if prefilled or previous is not None else 1  # one step fits into the blocks they hold
         burst_input = _build_input(sources, new, rows, hidden)
         requests = [state.request for state in states]
         handle = self._runner.launch_burst(requests, burst_input, num_new=len(new), num_steps=num_steps)
+        # after the launch: the device works on the burst while the host samples for these
         self._step_others(num_steps - 1)
         return InflightBurst(
             handle=handle,
@@ -197,6 +200,7 @@ class AsyncStepper(SyncStepper):
                 num_kept, stop_reason = num_to_eos, "eos"
             else:
                 stop_reason = find_length_limit(request, num_kept)
+        # what a row decodes after its end is not part of the reply and may be anything
         if not all(map(math.isfinite, logprobs[:num_kept])):
             self._fail(state)
             return

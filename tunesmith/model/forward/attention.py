@@ -46,14 +46,7 @@ class AttentionOptions:
 class AttentionPlan(Protocol):
     """Attention among the tokens of one flat row, for every layer."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D], contiguous.
 
         `get_layer_index(module)` is the layer.
@@ -141,14 +134,7 @@ class CausalPlan:
         self.distance_TT = distance[:, None] - distance[None, :]
         self.mask_TT = (sequence[:, None] == sequence[None, :]) & (self.distance_TT >= 0)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         mask_TT = self.mask_TT
         if options.sliding_window is not None:
             mask_TT = mask_TT & (self.distance_TT < options.sliding_window)

@@ -10,7 +10,6 @@ With `return_score` the answer is a list of two: the documents, and their scores
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 from collections.abc import AsyncIterator, Sequence
 
@@ -19,11 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tunesmith.http_server import BodyTooLargeError, has_key, read_body
 from tunesmith.retrieval.index.ranking import Ranking
 from tunesmith.retrieval.index.search import SearchIndex
 from tunesmith.retrieval.server.batcher import Batcher, TooManySearchesError
 from tunesmith.retrieval.server.cache import RankingCache
-from tunesmith.retrieval.server.request import RequestRefusedError, parse_request, read_body
+from tunesmith.retrieval.server.request import RequestRefusedError, parse_request
 from tunesmith.retrieval.settings import ServerSettings
 
 RETRY_AFTER_S = 1
@@ -117,8 +117,13 @@ class _Handlers:
         return await self._find(request, is_batch=True)
 
     async def _find(self, request: Request, *, is_batch: bool) -> Response:
-        self._check_key(request)
-        body = await read_body(request, self.settings.max_body_bytes)
+        if not has_key(request.scope, self.settings.api_key):
+            raise RequestRefusedError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        try:
+            body = await read_body(request.scope, request.receive, self.settings.max_body_bytes)
+        except BodyTooLargeError as error:
+            limit = f"{self.settings.max_body_bytes} bytes (max_body_bytes of the server)"
+            raise RequestRefusedError(413, f"the body has more than {limit}") from error
         asked = parse_request(body, self.settings, is_batch=is_batch)
         rankings = await self.batcher.find([(self.index.normalize(query), asked.top_n) for query in asked.queries])
         lists = [self._render(ranking) for ranking in rankings]
@@ -128,14 +133,6 @@ class _Handlers:
             content = _join([content, json.dumps(scores if is_batch else scores[0]).encode()])
         headers = {INDEX_HEADER: self.index.info.index_hash}
         return Response(content, media_type="application/json", headers=headers)
-
-    def _check_key(self, request: Request) -> None:
-        if self.settings.api_key is None:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self.settings.api_key.encode()):
-            raise RequestRefusedError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     def _render(self, ranking: Ranking) -> bytes:
         """The passages of a ranking as a JSON list; they are stored in the form in which they are sent."""

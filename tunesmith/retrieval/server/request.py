@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
-
 from tunesmith.retrieval.settings import ServerSettings
 
 DEFAULT_TOP_N = 10
@@ -29,17 +27,6 @@ class SearchRequest:
     queries: tuple[str, ...]
     top_n: int
     has_scores: bool
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request; one that is too long is not read to its end."""
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise RequestRefusedError(413, f"the body has more than {max_bytes} bytes (max_body_bytes of the server)")
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def parse_request(body: bytes, settings: ServerSettings, *, is_batch: bool) -> SearchRequest:

@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 import pydantic_core
 from starlette.applications import Starlette
 from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tunesmith.http_server import BodyTooLargeError, read_body, read_key, wait_disconnect
 from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
 from tunesmith.rollout.openai_server.messages_api.endpoint import MessagesApi
@@ -113,16 +114,25 @@ class SessionRoute(ABC):
         """`handle` admits or answers a request; `build_error_body`: the API's form of errors."""
         self._endpoint = endpoint
         self._handle = handle
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = math.inf if max_body_bytes is None else max_body_bytes
         self._build_error_body = build_error_body or _build_error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            session = self._endpoint.find_session(scope.get("path_params", {}).get("key") or _read_key(scope))
-            fields = _parse_json(await _read_body(scope, receive, self._max_body_bytes))
+            session = self._endpoint.find_session(scope.get("path_params", {}).get("key") or read_key(scope))
+            fields = _parse_json(await self._read_body(scope, receive))
             await self._respond(await self._handle(session, fields), receive, send)
         except ApiError as error:
             await _send_json(send, error.status, self._build_error_body(error))
+        except ClientDisconnect:
+            pass
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        try:
+            return await read_body(scope, receive, self._max_body_bytes)
+        except BodyTooLargeError as error:
+            limit = f"rollout.max_body_mib={self._max_body_bytes / 2**20:g}"
+            raise ApiError(413, f"the request is larger than {limit}: shorten it, or raise the limit") from error
 
     @abstractmethod
     async def _respond(self, handled: Any, receive: Receive, send: Send) -> None:
@@ -153,48 +163,6 @@ def _build_error_body(error: ApiError) -> dict[str, Any]:
     return build_error(str(error), status=error.status, param=error.param, code=error.code)
 
 
-def _read_key(scope: Scope) -> str | None:
-    """The bearer token, or Anthropic's x-api-key."""
-    scheme, _, key = _read_header(scope, b"authorization").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return _read_header(scope, b"x-api-key").strip() or None
-
-
-def _read_header(scope: Scope, name: bytes) -> str:
-    """The first header with this name, or empty text."""
-    return next((value.decode("latin-1") for each, value in scope["headers"] if each == name), "")
-
-
-async def _read_body(scope: Scope, receive: Receive, max_bytes: int | None) -> bytes:
-    """The request body; refused as soon as its declared or actual length exceeds the limit."""
-    limit = math.inf if max_bytes is None else max_bytes
-    _check_body_size(_read_content_length(scope), limit)
-    parts: list[bytes] = []
-    num_bytes = 0
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        _check_body_size(num_bytes, limit)
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _read_content_length(scope: Scope) -> int:
-    """The Content-Length header; 0 if there is none."""
-    return max(
-        (int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()), default=0
-    )
-
-
-def _check_body_size(num_bytes: int, limit: float) -> None:
-    if num_bytes > limit:
-        raise ApiError(
-            413, f"the request is larger than rollout.max_body_mib={limit / 2**20:g}: shorten it, or raise the limit"
-        )
-
-
 def _parse_json(body: bytes) -> Any:
     """The JSON value; the standard library, which is slower, decides about what the fast parser refuses."""
     with contextlib.suppress(ValueError):
@@ -216,7 +184,7 @@ async def _run_while_connected(receive: Receive, response: Awaitable[Answer]) ->
         is_disconnected = True
         task.cancel()
 
-    disconnect = asyncio.Task(_wait_disconnect(receive), loop=asyncio.get_running_loop(), **EAGER_START)
+    disconnect = asyncio.Task(wait_disconnect(receive), loop=asyncio.get_running_loop(), **EAGER_START)
     disconnect.add_done_callback(cancel)
     try:
         return await response
@@ -229,11 +197,6 @@ async def _run_while_connected(receive: Receive, response: Awaitable[Answer]) ->
         disconnect.cancel()
         if is_disconnected:
             task.uncancel()
-
-
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_json(send: Send, status: int, body: Mapping[str, Any]) -> None:

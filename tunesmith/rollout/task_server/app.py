@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
+from tunesmith.http_server import wait_disconnect
 from tunesmith.rollout.failures import WorkerError
 from tunesmith.rollout.openai_server.response import build_error
 from tunesmith.rollout.task_server.queue import Attempt, QueueError, TaskQueue
@@ -39,7 +40,6 @@ from tunesmith.rollout.task_server.request import (
     RewardReport,
     check_key,
     read_fields,
-    wait_disconnect,
 )
 from tunesmith.types import WorkflowOutput
 
@@ -135,7 +135,7 @@ class _Handlers:
         return JSONResponse({"status": "ok", "num_waiting": self._queue.num_waiting, "num_open": self._queue.num_open})
 
     async def next_task(self, request: Request) -> Response:
-        check_key(request.headers, self._limits.api_key)
+        check_key(request.scope, self._limits.api_key)
         asked = await read_fields(request, NextTask, max_bytes=self._limits.max_body_bytes)
         attempt = await _run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
         return Response(status_code=204) if attempt is None else JSONResponse(self._describe(attempt, request))
@@ -164,7 +164,7 @@ class _Handlers:
             url = None if self._routes is None else self._routes.find(str(request.path_params["attempt_id"]))
             if self._routes is None or url is None:
                 return await handle(request)
-            check_key(request.headers, self._limits.api_key)
+            check_key(request.scope, self._limits.api_key)
             return await self._routes.pass_on(request, url, max_bytes=self._limits.max_body_bytes)
 
         return answer
@@ -192,7 +192,7 @@ class _Handlers:
 
     def _find_attempt(self, request: Request) -> str:
         """The id of an open attempt; refused before its body is read."""
-        check_key(request.headers, self._limits.api_key)
+        check_key(request.scope, self._limits.api_key)
         attempt_id = str(request.path_params["attempt_id"])
         self._queue.find_open(attempt_id, is_report=True)
         return attempt_id

@@ -33,7 +33,7 @@ def build_live_app(sessions: LiveSessions, model_app: ASGIApp, limits: ServerLim
         return JSONResponse({"status": "ok", "num_open": sessions.num_open, "num_scored": sessions.num_scored})
 
     async def reward(request: Request) -> Response:
-        check_key(request.headers, limits.api_key)
+        check_key(request.scope, limits.api_key)
         session_id = str(request.path_params["session_id"])
         sessions.check_open(session_id)
         report = await read_fields(request, RewardReport, max_bytes=limits.max_body_bytes)
@@ -63,7 +63,7 @@ class _LiveModel:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        check_key(headers, self._limits.api_key)
+        check_key(scope, self._limits.api_key)
         rest = scope["path"].split("/v1/", 1)[-1]
         if scope["method"] != "POST":
             await self._pass(f"/v1/{rest}", scope, receive, send)

@@ -21,9 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tunesmith.http_server import wait_disconnect
 from tunesmith.rollout.failures import WorkerLostError
 from tunesmith.rollout.task_server.queue import NUM_REMEMBERED, Attempt, QueueError, TaskQueue
-from tunesmith.rollout.task_server.request import check_key, read_body, read_fields, wait_disconnect
+from tunesmith.rollout.task_server.request import check_key, read_body, read_fields
 
 OFFER_PATH = "/ranks/attempts"
 
@@ -95,7 +96,8 @@ class RankRoutes:
     async def pass_on(self, request: Request, url: str, *, max_bytes: int) -> Response:
         """Send a report to the attempt's rank, and return its answer."""
         body = await read_body(request, max_bytes=max_bytes)
-        headers = {name: request.headers[name] for name in ("authorization", "content-type") if name in request.headers}
+        names = ("authorization", "x-api-key", "content-type")
+        headers = {name: request.headers[name] for name in names if name in request.headers}
         target = httpx.URL(url).copy_with(path=request.url.path, query=request.url.query.encode() or None)
         try:
             answer = await self.client.request(request.method, target, content=body, headers=headers)
@@ -113,7 +115,7 @@ class OfferRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        check_key(request.headers, self._routes.key)
+        check_key(scope, self._routes.key)
         offer = await read_fields(request, RankOffer, max_bytes=sys.maxsize)
         self._routes.add(offer.attempt_id, offer.url)
         attempt = Attempt(

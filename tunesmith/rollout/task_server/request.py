@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Scope
 
+from tunesmith import http_server
 from tunesmith.rollout.task_server.queue import QueueError
 from tunesmith.types import MAX_METRIC, MAX_REWARD
 
@@ -61,13 +60,11 @@ async def read_fields(request: Request, kind: type[Body], *, max_bytes: int) -> 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """The body of a request; raises QueueError if it is too large."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            limit = f"{max_bytes / 2**20:g}"
-            raise QueueError(413, f"the request is larger than rollout.max_body_mib={limit}: shorten it")
-    return bytes(body)
+    try:
+        return await http_server.read_body(request.scope, request.receive, max_bytes)
+    except http_server.BodyTooLargeError as error:
+        limit = f"rollout.max_body_mib={max_bytes / 2**20:g}"
+        raise QueueError(413, f"the request is larger than {limit}: shorten it") from error
 
 
 def _describe(error: Any) -> str:
@@ -76,17 +73,7 @@ def _describe(error: Any) -> str:
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def check_key(headers: Headers, api_key: str | None) -> None:
-    """Raise QueueError unless the bearer token is the key; None asks for no key."""
-    if api_key is None:
-        return
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else ""
-    if not hmac.compare_digest(given.encode(), api_key.encode()):
+def check_key(scope: Scope, api_key: str | None) -> None:
+    """Raise QueueError unless the request has the key; None asks for no key."""
+    if not http_server.has_key(scope, api_key):
         raise QueueError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
-
-
-async def wait_disconnect(receive: Receive) -> None:
-    """Return when the client is gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

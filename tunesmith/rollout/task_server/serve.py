@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.http_server import serve_app
 from tunesmith.rollout.openai_server.app import build_app
-from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.task_server.app import ServerLimits, answer_unknown, build_task_app
 from tunesmith.rollout.task_server.live import LiveSessions
@@ -45,7 +45,9 @@ async def serve_tasks(
         routes = RankRoutes(key=secrets.token_urlsafe(), client=client) if is_leading else None
         model_app = build_model_app(service, limits)
         app = build_task_app(queue, model_app, limits, routes=routes, has_tasks=ranks.is_first)
-        async with serve_app(app, host=host, port=port, knob=KNOB) as url:
+        public_url = None if limits.public_url is None else limits.public_url.replace("{rank}", str(ranks.rank))
+        has_key = limits.api_key is not None
+        async with serve_app(app, has_key=has_key, host=host, port=port, knob=KNOB, public_url=public_url) as url:
             first = ranks.broadcast_object(None if routes is None else (url, routes.key))
             if not ranks.is_first:
                 client.base_url, client.headers["authorization"] = httpx.URL(first[0]), f"Bearer {first[1]}"
@@ -71,7 +73,10 @@ async def serve_live(
     assert ranks.is_alone
     sessions.bind(service)
     app = build_live_app(sessions, build_model_app(service, limits), limits)
-    async with serve_app(app, host=host, port=port, knob=KNOB) as url, sessions.watch():
+    server = serve_app(
+        app, has_key=limits.api_key is not None, host=host, port=port, knob=KNOB, public_url=limits.public_url
+    )
+    async with server as url, sessions.watch():
         try:
             yield url
         finally:

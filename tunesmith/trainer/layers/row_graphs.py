@@ -22,6 +22,7 @@ from tunesmith.config import TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.distribution import has_truncation
+from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
 from tunesmith.trainer.metrics import PartTotals
 from tunesmith.trainer.sharding.sharded_model import find_sharding
@@ -101,21 +102,19 @@ def _get_accumulate_grad_node(parameter: nn.Parameter) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CapturedRow:
-    """A CUDA graph and its static inputs and outputs."""
+    """The static inputs and outputs of a graph."""
 
-    graph: torch.cuda.CUDAGraph
     row: PackedRow
     device_inputs: DeviceInputs
     kl_coef: Tensor
     totals: PartTotals
 
-    def replay(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor) -> PartTotals:
+    def fill(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor) -> None:
+        """Copy the inputs of another row of this size."""
         self.row.int_buffer.copy_(row.int_buffer)
         self.device_inputs.values_FE.copy_(device_inputs.values_FE)
         self.kl_coef.copy_(kl_coef)
         self.row.plan.copy_tables(row.plan)
-        self.graph.replay()
-        return replace(self.totals, values_PK=self.totals.values_PK.clone())
 
 
 class RowGraphs:
@@ -123,25 +122,22 @@ class RowGraphs:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._captured: dict[Hashable, _CapturedRow] = {}
+        self._graphs: GraphStore[_CapturedRow] = GraphStore(model)
         self._seen: set[Hashable] = set()
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._data_ptrs: list[int] = []
-        self._pool = torch.cuda.graph_pool_handle()
         self._may_capture = True
 
     @property
     def num_captured(self) -> int:
-        return len(self._captured)
+        return len(self._graphs)
 
     def begin_update(self) -> None:
         """Set the gradients, which must be None, to the zeroed memory in which the graphs accumulate."""
         parameters = list(self._model.parameters())
         assert all(parameter.grad is None for parameter in parameters), "gradients were not cleared after an update"
-        data_ptrs = [parameter.data_ptr() for parameter in parameters]
-        if data_ptrs != self._data_ptrs:
-            self._captured, self._seen, self._gradients, self._data_ptrs = {}, set(), {}, data_ptrs
-            self._pool = torch.cuda.graph_pool_handle()  # the old pool was freed with its last graph
+        if self._graphs.has_moved():
+            self._graphs.clear()
+            self._seen, self._gradients = set(), {}
         if self._gradients:
             torch._foreach_zero_(list(self._gradients.values()))
             for parameter, gradient in self._gradients.items():
@@ -155,13 +151,16 @@ class RowGraphs:
     def run(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor, run_row: RunRow) -> PartTotals:
         """As `run_row`: replay a graph, capture one for the second row of a size, or launch kernel by kernel."""
         key = self._build_key(row, device_inputs)
-        if key not in self._captured:
-            is_due = key in self._seen and bool(self._gradients) and len(self._captured) < MAX_GRAPHS
+        graph = self._graphs.find(key)
+        if graph is None:
+            is_due = key in self._seen and bool(self._gradients) and len(self._graphs) < MAX_GRAPHS
             if not is_due or not self._can_capture_now():
                 self._seen.add(key)
                 return run_row(row, device_inputs, kl_coef)
-            self._captured[key] = self._capture(row, device_inputs, kl_coef, run_row)
-        return self._captured[key].replay(row, device_inputs, kl_coef)
+            graph = self._capture(key, row, device_inputs, kl_coef, run_row)
+        graph.output.fill(row, device_inputs, kl_coef)
+        totals = graph.replay().totals
+        return replace(totals, values_PK=totals.values_PK.clone())  # the next replay overwrites them
 
     def _can_capture_now(self) -> bool:
         """Whether no autograd graph is tied to the stream of earlier rows; if one persists, capturing stays off."""
@@ -180,13 +179,19 @@ class RowGraphs:
         chunks = tuple((chunk.distribution, len(chunk.target_S), len(chunk.site_E)) for chunk in row.chunks)
         return row.input_ids_1T.shape, chunks, device_inputs.names
 
-    def _capture(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor, run_row: RunRow) -> _CapturedRow:
+    def _capture(
+        self, key: Hashable, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor, run_row: RunRow
+    ) -> CapturedGraph[_CapturedRow]:
         """Capture the row, whose tensors become static inputs; nothing is computed."""
         row.plan.reserve_tables()
-        coef, graph = kl_coef.clone(), torch.cuda.CUDAGraph()
+        coef = kl_coef.clone()
+
+        def run() -> _CapturedRow:
+            totals = run_row(row, device_inputs, coef)
+            return _CapturedRow(row=row, device_inputs=device_inputs, kl_coef=coef, totals=totals)
+
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                totals = run_row(row, device_inputs, coef)
+            return self._graphs.capture(key, run, num_warmups=0)  # the first row of this size has warmed up
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -194,4 +199,3 @@ class RowGraphs:
                 f"a row could not be captured as a CUDA graph ({(str(error).splitlines() or [''])[0]}): set "
                 "trainer.has_row_graphs=false and resume the run from its last checkpoint"
             ) from error
-        return _CapturedRow(graph=graph, row=row, device_inputs=device_inputs, kl_coef=coef, totals=totals)

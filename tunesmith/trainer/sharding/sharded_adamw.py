@@ -5,6 +5,10 @@ ranks, padded with zeros; a rank holds the master and the moments of its part. G
 reduce-scatter, the parts are updated, and the new parameters are gathered in place. Collectives work on buckets of
 parameters in reverse order, which is about the order of the backward pass.
 
+A parameter of a sharded layer (`sharded_model`) has the same layout: a rank holds whole rows of it, which are one range
+of its elements. These rows are the master, their gradient has been summed by the backward pass, and nothing has to be
+gathered, so such parameters are in no bucket. States are those of one rank, whatever the layout.
+
 Axes: R ranks, S elements of a rank's part.
 """
 
@@ -15,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tunesmith.cluster.ranks import Ranks, wait_for
 from tunesmith.config import TrainerSection
@@ -31,6 +36,7 @@ from tunesmith.trainer.optimizer import (
 )
 from tunesmith.trainer.sharding.buckets import Bucket, Part, build_buckets, fill_rows, pad_flat
 from tunesmith.trainer.sharding.collective_times import CollectiveTimes
+from tunesmith.trainer.sharding.sharded_model import get_local, is_narrow
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
 
 
@@ -40,13 +46,16 @@ class ShardedAdamW(MasterAdamW):
     def __init__(
         self, model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
     ) -> None:
-        self._ranks = ranks
+        self._model, self._ranks = model, ranks
         self._parameters = find_trainable(model)
-        self._streamed = find_streamed(model, self._parameters, ranks, requested=has_sharded_gradients)
+        self._sharded = {name: each for name, each in self._parameters.items() if isinstance(each, DTensor)}
+        is_streaming = False if self._sharded else has_sharded_gradients
+        self._streamed = find_streamed(model, self._parameters, ranks, requested=is_streaming)
         self.stream = StreamedGradients(self._streamed, ranks) if self._streamed else None
         self._masters = {name: self._build_part(name, seed=seed) for seed, name in enumerate(self._parameters)}
         self._times = CollectiveTimes(ranks.device)
-        self._buckets = build_buckets(self._list_whole(), ranks.world_size)
+        whole = {name: each for name, each in self._parameters.items() if name not in self._sharded}
+        self._buckets = build_buckets(whole, ranks.world_size)
         self._adamw = build_adamw(
             settings,
             decayed=[self._masters[name] for name, p in self._parameters.items() if p.ndim >= 2],
@@ -155,6 +164,9 @@ class ShardedAdamW(MasterAdamW):
         if self.stream is not None:
             for name, gradient in self.stream.totals.items():
                 self._masters[name].grad = gradient if name in has_gradient else None
+        for name, parameter in self._sharded.items():
+            self._masters[name].grad = None if parameter.grad is None else get_local(parameter.grad)
+            parameter.grad = None
 
     def _find_used(self) -> set[str]:
         """Names of parameters that have a gradient on some rank."""
@@ -200,13 +212,14 @@ class ShardedAdamW(MasterAdamW):
             else:
                 parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
 
-    def _list_whole(self) -> dict[str, nn.Parameter]:
-        """The trained parameters that every rank has whole."""
-        return self._parameters
+    def _has_master(self, name: str) -> bool:
+        return is_narrow(self._model, self._parameters[name])
 
     def _build_part(self, name: str, *, seed: int) -> Tensor:
         """This rank's part of the master of a parameter, which becomes that of the first rank."""
         parameter = self._parameters[name]
+        if name in self._sharded:
+            return get_local(parameter).requires_grad_()
         self._ranks.broadcast(parameter.data)
         whole = build_master(parameter, seed=seed).detach()
         parameter.grad = None
@@ -216,17 +229,22 @@ class ShardedAdamW(MasterAdamW):
     def _restore_master(self, name: str, state: dict[str, Tensor]) -> None:
         """Set a master from the state, which loses it, or from its parameter, if that has no separate master."""
         parameter = self._parameters[name]
-        whole = pop_tensor(state, f"master:{name}", parameter) if self._has_master(name) else parameter.detach()
-        self._masters[name].copy_(self._cut(name, whole))
+        if self._has_master(name):
+            self._masters[name].copy_(self._cut(name, pop_tensor(state, f"master:{name}", parameter)))
+        elif name not in self._sharded:  # whose rows are the master itself
+            self._masters[name].copy_(self._cut(name, parameter.detach()))
 
     def _count_part(self, name: str) -> int:
         """Elements of a parameter before which a rank's part starts, for each rank before it."""
-        return -(-self._parameters[name].numel() // self._ranks.world_size)
+        parameter = self._parameters[name]
+        unit = parameter[:1].numel() if name in self._sharded else 1  # FSDP2 divides rows
+        return -(-parameter.numel() // (unit * self._ranks.world_size)) * unit
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the parameter's shape, flat and padded with zeros."""
+        """This rank's part of a tensor of the parameter's shape: rows, or flat and padded with zeros."""
         size = self._count_part(name)
-        return pad_flat(whole.flatten()[self._ranks.rank * size : (self._ranks.rank + 1) * size], size)
+        part = whole.flatten()[self._ranks.rank * size : (self._ranks.rank + 1) * size]
+        return part.view_as(self._masters[name]) if name in self._sharded else pad_flat(part, size)
 
     def _gather(self, name: str, part: Tensor) -> Tensor:
         """The whole tensor of a part, on the CPU of the first rank; empty on the others."""
@@ -235,3 +253,12 @@ class ShardedAdamW(MasterAdamW):
         whole = part.new_empty(self._ranks.world_size * len(padded))
         self._ranks.all_gather(whole, padded.contiguous())
         return whole[: parameter.numel()].view_as(parameter).cpu() if self._ranks.is_first else torch.empty(0)
+
+
+def build_optimizer(
+    model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
+) -> MasterAdamW:
+    """The optimizer of this rank."""
+    if ranks.is_alone:
+        return MasterAdamW(model, settings)
+    return ShardedAdamW(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)

@@ -171,7 +171,7 @@ def cut_rows(whole: Tensor, parameter: Tensor, rank: int) -> Tensor:
     return whole.view(parameter.shape)[start : start + local.shape[0]]
 
 
-def is_narrow(model: PreTrainedModel, parameter: Tensor) -> bool:
+def is_narrow(model: nn.Module, parameter: Tensor) -> bool:
     """Whether the model computes with 16-bit values of the parameter."""
     sharding = find_sharding(model)
     if sharding is None or not isinstance(parameter, DTensor):

@@ -55,14 +55,7 @@ class TreePlan:
         if device.type != "cpu":
             self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`."""
         if self._segments is not None:
             num_tokens, num_nodes = query.shape[2], self._trie.num_tokens

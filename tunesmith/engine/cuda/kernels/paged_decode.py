@@ -88,6 +88,7 @@ def _accumulate_context(
         )
         scores = tl.dot(query_GD, tl.trans(keys_TD), input_precision=PRECISION) * scaling
         scores = apply_softcap(scores, softcap, HAS_SOFTCAP)
+        # finite, since -inf minus -inf would be NaN where no token of a tile is inside the window
         scores = tl.where(is_token[None, :], scores, -1e30)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp(scores - new_maximum[:, None])
@@ -121,6 +122,8 @@ def _paged_decode_kernel(
     )  # fmt: skip
     maximum, total = tl.full((GROUPS_PAD,), -1e30, tl.float32), tl.zeros((GROUPS_PAD,), tl.float32)
     acc_GD = tl.zeros((GROUPS_PAD, SIZE_PAD), tl.float32)
+    # The new token comes from registers: it is not read back from the cache, where the store may not be visible yet.
+    # Only the first split counts it.
     if split == 0:
         key_1D = load_heads(
             key + request * key_stride_r + head * key_stride_h + one, cos + one, sin + one, key_norm, epsilon, one == 0,
@@ -140,6 +143,7 @@ def _paged_decode_kernel(
     if HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0)
     aligned = first // TOKENS * TOKENS
+    # splits consist of whole tiles and start at a multiple of one, so that no tile crosses a cache block
     per_split = tl.cdiv(tl.cdiv(position - aligned, TOKENS), num_splits) * TOKENS
     start = aligned + split * per_split
     maximum, total, acc_GD = _accumulate_context(
@@ -206,6 +210,8 @@ def run_paged_decode(
         maxima, sums = parts.new_empty(part_shape), parts.new_empty(part_shape)
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HRD)
     options = get_launch_options()
+    # The number of splits follows from the batch size alone, which a graph fixes, not from context lengths, which
+    # differ at each replay.
     _paged_decode_kernel[(num_requests, num_kv_heads, num_splits)](
         query_1HRD, key_1KRD, value_1KRD, keys_PKZD, values_PKZD, block_table_RP, positions_R, cos, sin,
         query_norm, key_norm, parts, maxima, sums,

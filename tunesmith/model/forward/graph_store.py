@@ -1,0 +1,77 @@
+"""CUDA graphs of one model: captured once for each key, in one memory pool, and dropped together.
+
+A graph reads the parameters at the addresses that they had when it was captured. Updates in place keep it valid; when a
+parameter moves, every graph of the model reads freed memory, so the owner asks `has_moved` before it replays and calls
+`clear`.
+
+The graphs of a store share a memory pool: what one of them writes, the replay of another may overwrite. Copy an output
+that must outlast the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph(Generic[Output]):
+    """A graph, and what the captured function returned: tensors that each replay writes again."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Output
+
+    def replay(self) -> Output:
+        self.graph.replay()
+        return self.output
+
+
+class GraphStore(Generic[Output]):
+    """The graphs of one kind by key, such as the number of rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._graphs: dict[Hashable, CapturedGraph[Output]] = {}
+        self._addresses = self._list_addresses()
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, key: Hashable) -> CapturedGraph[Output] | None:
+        return self._graphs.get(key)
+
+    def has_moved(self) -> bool:
+        """Whether a parameter has moved since the store was made or cleared."""
+        return self._list_addresses() != self._addresses
+
+    def clear(self) -> None:
+        """Drop the graphs; later ones read the parameters where they are now."""
+        self._graphs.clear()
+        self._addresses = self._list_addresses()
+        self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+
+    def capture(self, key: Hashable, run: Callable[[], Output], *, num_warmups: int = 2) -> CapturedGraph[Output]:
+        """Run a function to warm up, then capture it; its inputs are the tensors that it reads, at their addresses."""
+        if num_warmups:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(num_warmups):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may call CUDA during the capture: NCCL's watchdog queries events, agents may use the device
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = run()
+        self._graphs[key] = CapturedGraph(graph, output)
+        return self._graphs[key]
+
+    def _list_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._model.parameters()]
