@@ -97,6 +97,7 @@ class Dispatcher:
         """Of the weights that all workers sample with; None while they are paused."""
         self._sent_version: int | None = None
         self._changed = asyncio.Event()
+        self._progress = RolloutProgress()
         self._counts = dict.fromkeys(("dropped_groups", "overtaking_groups", "requeued_tasks"), 0)
         self._weights_s = 0.0
         self._idle_at: dict[int, float] = {}
@@ -167,8 +168,7 @@ class Dispatcher:
         await self._open(progress)
         await self.publish(policy_version)
         requests = build_requests(tasks, size=size, seed=seed, step=step, sampling=sampling)
-        progress = self._workers[0].progress
-        progress.num_expected = progress.num_done + size * len(tasks)
+        self._progress.num_expected = self._progress.num_done + size * len(tasks)
         parts = [requests[first :: len(self._workers)] for first in range(len(self._workers))]
         running = [
             asyncio.ensure_future(worker.evaluate(part, policy_version=policy_version))
@@ -275,8 +275,9 @@ class Dispatcher:
         await self.close()
 
     async def close(self) -> int:
-        """Cancel everything in flight; returns the number of groups."""
-        num_cancelled = self.num_in_flight
+        """Cancel what runs; returns the number of groups in flight that a resumed run starts again."""
+        plan = self._given_plan
+        num_cancelled = self.num_in_flight if plan is not None and plan.max_staleness else 0
         self._index_of.clear()
         self._waiting.clear()
         for worker in self._workers:
@@ -284,10 +285,10 @@ class Dispatcher:
         return num_cancelled
 
     async def _open(self, progress: RolloutProgress | None) -> None:
-        progress = progress or RolloutProgress()
+        self._progress = progress or RolloutProgress()
         for worker in self._workers:
             await worker.open()
-            worker.progress = progress
+            worker.progress = self._progress
             worker.on_change = self._note_change
 
     async def _set_version(self, policy_version: int) -> list[int]:
@@ -338,8 +339,8 @@ class Dispatcher:
         self._waiting += requests
         self._fair_share = max((self._count_unfinished() or 1) // len(self._workers), 1)
         self._hand_out()
-        progress, size = self._workers[0].progress, requests[0].size if requests else self._plan.group_size
-        progress.num_expected = progress.num_done + self._count_unfinished() * size
+        size = requests[0].size if requests else self._plan.group_size
+        self._progress.num_expected = self._progress.num_done + self._count_unfinished() * size
         await self._wait_until_finished(num_groups)
         numbers = self._numbers_finished[:num_groups]
         taken = [each for worker in self._workers for each in worker.take([n for n in numbers if n in worker.finished])]
