@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -30,10 +31,11 @@ def find_error_line(error: BaseException) -> str | None:
     return find_user_line((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
 
 
-def find_running_line(frame: FrameType) -> str | None:
-    """The line of user code that a thread executes; `frame` is its innermost frame."""
-    stack = list(traceback.walk_stack(frame))
-    return find_user_line((each.f_code, line) for each, line in reversed(stack))
+def find_running_line(frame: FrameType, *, within: CodeType | None = None) -> str | None:
+    """The line of user code that a thread executes; `frame` is its innermost frame. Callers of `within` are left
+    out."""
+    stack = takewhile(lambda each: each[0].f_code is not within, traceback.walk_stack(frame))
+    return find_user_line((each.f_code, line) for each, line in reversed(list(stack)))
 
 
 def find_calling_line() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -98,3 +99,25 @@ def test_a_run_without_progress_prints_no_first_line(folder):
     result = run(folder, "tune", "run.yaml", "--set", "monitor.has_progress=false", program=WITHOUT_TORCH)
     (only,) = result.stderr.splitlines()
     assert result.returncode == 1 and "torch" in only
+
+
+INTERRUPTED = """
+import os, signal, sys
+place = sys.argv.pop(1)
+
+def interrupt(frame, event, argument):
+    if event == "call" and place in (frame.f_globals.get("__name__"), frame.f_code.co_name):
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.setprofile(interrupt)
+import runpy
+runpy.run_module("tunesmith", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("place", "status"), [("tunesmith.cli", -signal.SIGINT), ("get_command", 130)])
+def test_an_interrupt_while_the_command_line_is_imported_or_parsed_prints_no_traceback(place, status):
+    command = [sys.executable, "-c", INTERRUPTED, place, "config"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")

@@ -55,3 +55,17 @@ def test_a_folder_in_place_of_a_file_is_answered_with_the_file_in_it(tmp_path):
     (tmp_path / "config.yaml").write_text("")
     result = CliRunner().invoke(app, ["tune", str(tmp_path)])
     assert f"its file is {tmp_path}/config.yaml, which resumes a run with --resume" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run.yaml", "--options"], "a file has no effect with --options"),
+        (["--schema", "--set", "seed=3"], "--set has no effect with --schema"),
+        (["--options", "--algorithms"], "--algorithms has no effect with --options"),
+    ],
+)
+def test_config_refuses_what_it_would_ignore(arguments, message):
+    result = CliRunner().invoke(app, ["config", *arguments])
+    assert result.exit_code == 1
+    assert message in result.output

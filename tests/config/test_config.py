@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args, get_origin
+
 import pytest
 from pydantic import ValidationError
 
@@ -40,6 +42,37 @@ def test_every_knob_has_a_description():
     holders = {"model", "train_dataset", "auxiliary_models", "algorithm", "engine", "rollout", "trainer", "evaluation"}
     assert holders <= sections
     assert {name.split(".")[1] for name in bare} <= holders | {"monitor"}
+
+
+def list_types(annotation) -> list[str]:
+    """Names of the types in an annotation; the values of a literal count as their types."""
+    if get_origin(annotation) is Literal:
+        return [type(value).__name__ for value in get_args(annotation)]
+    inner = get_args(annotation)
+    return [getattr(annotation, "__name__", "")] if not inner else [name for each in inner for name in list_types(each)]
+
+
+def test_every_number_refuses_a_boolean():
+    """YAML reads `yes`, `no`, `on` and `off` as booleans, which Python takes for 1 and 0."""
+    numbers = [
+        (section, name)
+        for section in iter_sections()
+        for name, field in section.model_fields.items()
+        if {"int", "float"} & set(list_types(field.annotation)) and "bool" not in list_types(field.annotation)
+    ]
+    assert len(numbers) > 150
+    for section, name in numbers:
+        for value in (True, False, [True, 2], {"a": True}):
+            with pytest.raises(ValidationError) as refused:
+                section.model_validate({name: value})
+            assert f"{name}={value} is a boolean" in refused.value.errors()[0]["msg"], (section, name, value)
+
+
+def test_a_number_that_is_a_boolean_is_named_with_its_cause():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["model.path=m", "algorithm.batch_size=yes", "trainer.betas=[no, 0.9]"])
+    cause = "is a boolean where a number is expected (YAML reads yes, no, on and off as booleans)"
+    assert str(refused.value) == f"algorithm: batch_size=True {cause}; trainer: betas=[False, 0.9] {cause}"
 
 
 def test_the_error_of_an_unknown_key_suggests_the_nearest_key():

@@ -1,4 +1,4 @@
-"""Expressions are compared within a time limit in every thread; what math-verify cannot finish is not equal."""
+"""Expressions are compared within a time limit in every thread; what math-verify cannot finish is a failure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from tunesmith.errors import RolloutError
 from tunesmith.judges import expression_process
 from tunesmith.judges.expression_process import ExpressionProcess
+from tunesmith.judges.expressions import is_too_large
 from tunesmith.judges.numeric import score_numeric, score_symbolic
 
+LONG_OPERATION = "\\boxed{(9^{9})^{9^{9}}}"
 POWER_TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 
@@ -29,8 +32,39 @@ def call(thread, function, *arguments):
     return thread.submit(function, *arguments).result(timeout=60)
 
 
-def test_answer_that_takes_hours_is_not_equal_in_a_thread(thread):
-    assert call(thread, score_numeric, POWER_TOWER, "x^2+1") == 0.0
+@pytest.mark.parametrize(
+    ("text", "is_large"),
+    [
+        ("9^{9^{9^{9}}}", True),
+        ("(10^{10^{10}})!", True),
+        ("10^{1000001}", True),
+        ("10^{999999}", False),
+        ("2**3300000", False),
+        ("2**3400000", True),
+        ("2^{3^{2}}", False),
+        ("1^{9^{99}}", False),
+        ("x^{2^{10}} + 12!", False),
+        ("200000!", False),
+        ("210000!", True),
+        ("2^{1^{9^{99}}}", False),
+    ],
+)
+def test_powers_and_factorials_of_many_digits_are_recognized(text, is_large):
+    assert is_too_large(text) == is_large
+
+
+def test_answer_that_takes_hours_is_not_equal(thread):
+    """Its size is known before it is computed."""
+    assert call(thread, score_numeric, POWER_TOWER, "x^2+1") == score_numeric(POWER_TOWER, "x^2+1") == 0.0
+
+
+def test_comparison_that_takes_too_long_is_a_failure_in_the_main_thread(monkeypatch):
+    monkeypatch.setattr(expression_process, "ANSWER_TIMEOUT_S", 1.0)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"did not compare '\(9\^\{9\}\)\^\{9\^\{9\}\}' with 'x\^2\+1' in time"):
+        score_numeric(LONG_OPERATION, "x^2+1")
+    assert time.monotonic() - started < 60
+    assert score_numeric("\\boxed{1+x^2}", "x^2+1") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -61,15 +95,23 @@ def test_lost_process_is_replaced_once_and_then_a_failure(monkeypatch):
         process.close()
 
 
-def test_process_that_does_not_answer_is_killed_and_its_candidate_not_equal(monkeypatch):
+def test_process_that_does_not_answer_is_killed_and_replaced(monkeypatch):
     monkeypatch.setattr(expression_process, "ANSWER_TIMEOUT_S", 0.2)
     process = ExpressionProcess()
     try:
-        assert process.compare("9^{9^{9^{9}}}", "x^2+1") is False
-        assert process._process is None
+        with pytest.raises(RolloutError, match="in time"):
+            process.compare("(9^{9})^{9^{9}}", "x^2+1")
         assert process.compare(None, "x^2+1") is False
     finally:
         process.close()
+
+
+def test_program_answers_that_it_is_late_and_serves_the_next_request():
+    program = "from tunesmith.judges import expressions; expressions.TIMEOUT_S = 1e-4; expressions.main()"
+    requests = "".join(json.dumps(each) + "\n" for each in (["x^2+1", "1+x^2"], [None, ""]))
+    ended = subprocess.run([sys.executable, "-c", program], input=requests, text=True, timeout=60, capture_output=True)
+    assert json.loads(ended.stdout.splitlines()[0]) == "late"
+    assert len(ended.stdout.splitlines()) == 2
 
 
 def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
@@ -92,6 +134,6 @@ def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
 
 def test_program_without_an_owner_ends_inside_of_one_multiplication():
     program = "from tunesmith.judges import expressions; expressions.MAX_CPU_S = 1; expressions.main()"
-    request = json.dumps(["(10^{10^{10}})!", "x+1"])
+    request = json.dumps(["(9^{9})^{9^{9}}", "x+1"])
     ended = subprocess.run([sys.executable, "-c", program], input=f"{request}\n", text=True, timeout=60)
     assert ended.returncode == -signal.SIGPROF

@@ -6,7 +6,16 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma4TextConfig,
+    Lfm2Config,
+    Qwen2_5_VLConfig,
+    Qwen3_5TextConfig,
+)
 
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
@@ -227,3 +236,26 @@ def test_the_adapter_of_an_export_is_a_model_path(folder, tmp_path):
 def test_far_more_threads_than_cpus_are_refused():
     with pytest.raises(ConfigError, match="num_cpu_threads=1000: this machine has"):
         set_num_threads(1000)
+
+
+SHARED = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16, "head_dim": 8}
+SUPPORTED = "supported are text models of transformers in which every layer is of type full_attention or sliding_atten"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            Gemma4TextConfig(**SHARED, global_head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
+            "type 'gemma4_text' with layers of type sliding_attention, full_attention .* its layers differ in head_dim",
+        ),
+        (Qwen3_5TextConfig(**SHARED), "'qwen3_5_text' with layers of type linear_attention, full_attention"),
+        (Lfm2Config(**SHARED, layer_types=["conv", "full_attention"] * 2), "'lfm2' with layers of type conv"),
+        (Gemma2Config(**SHARED), "Gemma2ForCausalLM does not use transformers' attention interface"),
+        (Qwen2_5_VLConfig(), "'qwen2_5_vl_text' .*: transformers has no causal language model for it"),
+    ],
+)
+def test_an_unsupported_architecture_is_refused_before_its_weights_are_read(config, reason, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"{reason}.*{SUPPORTED}"):
+        check_model(str(tmp_path), max_model_len=16)

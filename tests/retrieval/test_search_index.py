@@ -169,6 +169,32 @@ def test_a_corpus_that_cannot_be_read_is_refused_and_leaves_nothing(tmp_path, te
     assert list((tmp_path / "out").glob("*")) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("train.jsonl", "", r"'.*' has a file without rows"),
+        ("train.csv", "", r"cannot load the data set '.*' \(split 'train'\): No columns to parse"),
+        ("train.jsonl", '{"contents": "x"}\n{"contents": y}\n', "cannot load the data set '.*' .*: JSON parse error"),
+    ],
+)
+def test_a_data_set_that_cannot_be_read_is_refused(tmp_path, name, text, message):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        build_index(tmp_path / "set", tmp_path / "index")
+
+
+@pytest.mark.parametrize("part", [{"split": "test"}, {"name": "main"}])
+def test_a_file_or_a_folder_of_texts_has_no_splits_and_configurations(tmp_path, part):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("apples")
+    for source in (write_corpus(tmp_path / "c.jsonl"), tmp_path / "texts"):
+        with pytest.raises(
+            DataError, match=f"{next(iter(part))}='.*' has no effect: .* is not a Hugging Face data set"
+        ):
+            build_index(source, tmp_path / "index", **part)
+
+
 def test_sources_and_settings_that_do_not_exist_are_refused(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         build_index(tmp_path / "none.jsonl", tmp_path / "index")

@@ -102,7 +102,13 @@ def test_all_errors_are_reported_at_once():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a\n- b\n", "must hold a mapping"), ("a: [1\n", "is not YAML"), ("project: ${b\n", "project: ")],
+    [
+        ("- a\n- b\n", "must hold a mapping"),
+        ("a: [1\n", "is not YAML"),
+        ("project: ${b\n", "project: "),
+        ("a: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+        ("\n".join(" " * i + "a:" for i in range(5000)), "is nested too deeply"),
+    ],
 )
 def test_a_file_that_is_not_a_run_file_is_refused(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
@@ -167,3 +173,9 @@ def test_the_file_of_every_stage_has_options_and_a_schema(stage):
 def test_the_error_of_an_unknown_stage_lists_the_known_ones():
     with pytest.raises(ConfigError, match="stage 'train': allowed are tune, prepare, sft"):
         find_stage("train")
+
+
+def test_an_override_that_is_nested_too_deeply_is_named_by_its_key():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["algorithm.loss_args=" + "[" * 5000 + "]" * 5000])
+    assert str(refused.value) == "the value of the override of algorithm.loss_args is nested too deeply to be read"

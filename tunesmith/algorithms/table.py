@@ -341,7 +341,16 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
 }
 
-PER_TOKEN_TERMS = frozenset({keep_advantages, compute_clip_cov_terms, compute_kl_cov_terms, compute_aepo_terms})
+PER_TOKEN_TERMS = frozenset(
+    {
+        keep_advantages,
+        compute_clip_cov_terms,
+        compute_kl_cov_terms,
+        compute_aepo_terms,
+        compute_distillation_terms,
+        compute_jsd_terms,
+    }
+)
 """Terms that need no whole sequences, so that a shared turn may be trained in one rollout only."""
 
 GROUP_RELATIVE_ADVANTAGES = frozenset(

@@ -10,6 +10,7 @@ Errors go to stderr as one sentence and end the command with a non-zero exit sta
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -181,6 +182,11 @@ def show_config(
     def work() -> None:
         from tunesmith import run_files
 
+        kinds = {"--schema": schema, "--options": options, "--algorithms": algorithms}
+        chosen = [name for name, is_chosen in kinds.items() if is_chosen]
+        given = {"a file": config, "--set": overrides, **dict.fromkeys(chosen[1:], True)}
+        if chosen and (ignored := [name for name, value in given.items() if value]):
+            raise ValueError(f"{', '.join(ignored)} has no effect with {chosen[0]}: leave it out")
         if schema:
             typer.echo(run_files.format_schema(stage))
         elif options:
@@ -227,6 +233,8 @@ def main() -> None:
     except SystemExit as ending:
         exit_despite_threads(ending)
         raise
+    except KeyboardInterrupt:  # while the command line was parsed
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ its default, or null, which turns its feature off, is never an error.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -113,6 +113,21 @@ class Section(BaseModel):
                 raise PydanticCustomError("unknown_key", "unknown key {key}: {hint}", {"key": str(key), "hint": hint})
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_booleans(cls, values: Any) -> Any:
+        """A number, or a list or mapping of numbers, holds no booleans, which pydantic takes for 1 and 0."""
+        for name in cls.model_fields.keys() & (values if isinstance(values, dict) else ()):
+            types = set(list_types(cls.model_fields[name].annotation))
+            if not types & {int, float} or bool in types:
+                continue
+            value = values[name]
+            inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+            if any(isinstance(each, bool) for each in [value, *inner]):
+                cause = "is a boolean where a number is expected (YAML reads yes, no, on and off as booleans)"
+                raise ValueError(f"{name}={value} {cause}")
+        return values
+
     @field_validator("*")
     @classmethod
     def _check_integer(cls, value: Any) -> Any:
@@ -153,6 +168,17 @@ def list_sections(name: str, value: Section | Mapping[str, Section] | None) -> l
     if value is None:
         return []
     return [(name, value)] if isinstance(value, Section) else [(f"{name}.{key}", each) for key, each in value.items()]
+
+
+def list_types(annotation: Any) -> Iterator[type]:
+    """The types of which an annotation is made; of a literal, those of its values."""
+    if get_origin(annotation) is Literal:
+        yield from map(type, get_args(annotation))
+    elif inner := get_args(annotation):
+        for each in inner:
+            yield from list_types(each)
+    elif isinstance(annotation, type):
+        yield annotation
 
 
 TASK_KNOBS = ("task_selector", "weight", "operators")

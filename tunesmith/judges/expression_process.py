@@ -1,8 +1,8 @@
-"""Comparison of expressions from any thread, within a time limit.
+"""Comparison of expressions within a time limit.
 
-Outside of the main thread math-verify has no time limit, and one comparison such as that with `9^{9^{9^9}}` would keep
-the interpreter for hours. There, a process compares; it starts with the first comparison, serves one at a time, and is
-killed and replaced if it does not answer.
+math-verify computes what it reads: one power of large integers can take hours, and no signal interrupts it. So a
+process compares; it starts with the first comparison, serves one at a time, and is killed and replaced if it does not
+answer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import time
 from pathlib import Path
 
 from tunesmith.errors import RolloutError
-from tunesmith.judges import expressions
-from tunesmith.judges.expressions import TIMEOUT_S, compare_expressions
 
 START_TIMEOUT_S = 120.0
 """Generous, because sympy is imported at the start."""
-ANSWER_TIMEOUT_S = 5.0 * TIMEOUT_S
-"""The process limits itself to two readings and one comparison of `TIMEOUT_S` each."""
+ANSWER_TIMEOUT_S = 10.0
+"""The process ends a comparison itself after `TIMEOUT_S` of its own, unless a single operation takes longer."""
+PROGRAM = Path(__file__).with_name("expressions.py")
 NUM_TRIES = 2
 NO_ANSWER = object()
 """Instead of an answer that does not come in time."""
@@ -39,7 +38,10 @@ class ExpressionProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compare(self, candidate: str | None, reference: str) -> bool | None:
-        """As `compare_expressions`; a candidate that does not let the process answer in time is not equal."""
+        """Whether two expressions are equal; None if the reference cannot be read.
+
+        Raises RolloutError if that is not known in time, which says nothing about the candidate.
+        """
         for _ in range(NUM_TRIES):
             with self._lock:
                 try:
@@ -50,8 +52,9 @@ class ExpressionProcess:
                     continue
                 if answer is NO_ANSWER:
                     self._end()
-                    return False
-                return None if answer is None else bool(answer)
+            if answer is NO_ANSWER or answer == "late":
+                raise RolloutError(f"math-verify did not compare {candidate!r} with {reference!r} in time")
+            return None if answer is None else bool(answer)
         raise RolloutError(f"the process that compares expressions was lost {NUM_TRIES} times in one comparison")
 
     def close(self) -> None:
@@ -66,7 +69,7 @@ class ExpressionProcess:
     def _find_process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(expressions.__file__))],
+                [sys.executable, "-P", str(PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -112,7 +115,5 @@ os.register_at_fork(after_in_child=_process.forget)
 
 
 def compare_in_time(candidate: str | None, reference: str) -> bool | None:
-    """As `compare_expressions`, from any thread."""
-    if threading.current_thread() is threading.main_thread():
-        return compare_expressions(candidate, reference)
+    """As `ExpressionProcess.compare`, with the process of this program."""
     return _process.compare(candidate, reference)

@@ -1,55 +1,85 @@
-"""Compare closed expressions with math-verify; run as a program, it answers requests of `ExpressionProcess`.
+"""The program of `ExpressionProcess`: compares closed expressions with math-verify.
 
-A request is one line of JSON, `[candidate, reference]`, and so is the answer. The program imports nothing of tunesmith,
-so that it starts alone. math-verify limits its own time by a signal, which only the main thread of a process receives.
+A request is one line of JSON, `[candidate, reference]`, and so is the answer: true, false, null if the reference cannot
+be read, or "late". The program imports nothing of tunesmith, so that it starts alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import signal
 import sys
-import threading
 from typing import Any
 
 from math_verify import parse, verify
 
 MAX_EXPRESSION_CHARACTERS = 200
 """Longer expressions are not passed to math-verify."""
-TIMEOUT_S = 2
+MAX_DIGITS = 1_000_000
+"""Nor are powers and factorials of numbers with more digits: math-verify would compute them."""
+TIMEOUT_S = 6
+"""Limit of one request, between operations of Python."""
 MAX_CPU_S = 60
 """CPU seconds of one request after which the program is killed, also where Python handles no signal, such as in one
 multiplication of large integers. Otherwise its owner kills it earlier; an owner that was killed cannot."""
+POWERS = re.compile(r"\d+(?:[\s{(]*(?:\^|\*\*)[\s{(]*\d+)+")
+FACTORIAL = re.compile(r"(\d+)\s*!")
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, which math-verify and sympy catch."""
 
 
 def compare_expressions(candidate: str | None, reference: str) -> bool | None:
-    """Whether two expressions are equal; None if the reference cannot be read, in or out of time.
-
-    Call it in the main thread of a process only.
-    """
-    assert threading.current_thread() is threading.main_thread()
+    """Whether two expressions are equal; None if the reference cannot be read."""
     reference_terms = _parse_expression(reference)
     if not reference_terms:
         return None
     terms = [] if candidate is None else _parse_expression(candidate)
-    return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=TIMEOUT_S))
+    return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=None))
+
+
+def is_too_large(text: str) -> bool:
+    """Whether a power or factorial of numbers in `text` has more than `MAX_DIGITS` digits."""
+    if any(math.lgamma(float(each) + 1) > MAX_DIGITS * math.log(10) for each in FACTORIAL.findall(text)):
+        return True
+    for chain in POWERS.findall(text):
+        *bases, exponent = (float(each) for each in re.findall(r"\d+", chain))
+        for base in reversed(bases):
+            if base > 1 and exponent * math.log10(base) > MAX_DIGITS:
+                return True
+            exponent = math.exp(min(exponent * math.log(base), 700.0)) if base > 1 else base
+    return False
 
 
 def _parse_expression(text: str) -> list[Any]:
-    """Expressions that math-verify parses from `text`; empty if it is too long."""
-    if len(text) > MAX_EXPRESSION_CHARACTERS:
+    """Expressions that math-verify parses from `text`; empty if it is too long or its numbers are too large."""
+    if len(text) > MAX_EXPRESSION_CHARACTERS or is_too_large(text):
         return []
-    terms: list[Any] = parse(f"${text}$", parsing_timeout=TIMEOUT_S)
+    terms: list[Any] = parse(f"${text}$", parsing_timeout=None)
     return terms
 
 
 def main() -> None:
+    def stop(number: int, frame: Any) -> None:
+        raise OutOfTime
+
     answers = sys.stdout
     sys.stdout = sys.stderr  # what libraries print is no answer
+    signal.signal(signal.SIGALRM, stop)
     for line in sys.stdin:
         candidate, reference = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        print(json.dumps(compare_expressions(candidate, reference)), file=answers, flush=True)
+        answer: bool | str | None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
+            answer = compare_expressions(candidate, reference)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except OutOfTime:
+            answer = "late"
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.device_memory import round_allocations
+from tunesmith.model.forward.architecture import check_architecture, check_attention_interface
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
 from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
@@ -199,7 +200,7 @@ def load_model(
         raise explain_load_error(path, source, error) from error
     if source.gguf_file is not None:
         clear_gguf_quantization(model)
-    check_architecture(model, path)
+    check_attention_interface(model.config, type(model))
     if not quantization:
         model.to(device)
     model.eval()
@@ -297,6 +298,7 @@ def check_model(
 ) -> PretrainedConfig:
     """Check everything about a model that can be checked without weights; return its configuration."""
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
+    check_architecture(config)
     check_lengths(config, max_model_len)
     adapter = find_model(path, base_path).adapter
     if adapter is not None:
@@ -323,15 +325,6 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         raise ModelError(
             f"the tokenizer has ids up to {largest} but the model has {num_embeddings} embeddings; "
             "model and tokenizer do not belong together"
-        )
-
-
-def check_architecture(model: PreTrainedModel, path: str) -> None:
-    """Refuse modeling code that does not use transformers' attention interface."""
-    if not (model._supports_attention_backend and model._supports_sdpa):
-        raise ModelError(
-            f"the architecture {type(model).__name__} of {path!r} does not support transformers' attention interface; "
-            "choose a model of the Llama, Qwen, Mistral, Gemma or Phi families"
         )
 
 

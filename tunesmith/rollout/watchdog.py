@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tunesmith.errors import RolloutError
-from tunesmith.user_lines import find_running_line
+from tunesmith.user_lines import find_running_line, is_user_path
 
 BLOCKED_LIMIT_S = 5.0
 """The loop counts as blocked after this time, or after a quarter of the rollout's timeout if that is shorter."""
@@ -29,6 +29,9 @@ MIN_BLOCKED_S = 0.25
 MAX_OVERRUNS = 3
 """The phase is aborted when this many of its rollouts have blocked past their timeout."""
 NUM_SHOWN_FRAMES = 4
+HANDLER = asyncio.Handle._run.__code__
+"""The code in which an event loop runs each event."""
+IMPORT_SYSTEM = "<frozen importlib"
 WARNING = (
     "the event loop has been blocked for more than %g s by a synchronous call at %s; every rollout waits and no "
     "timeout can fire. Use an async client, or asyncio.to_thread. Blocked at:\n%s"
@@ -128,15 +131,21 @@ class EventLoopWatchdog:
     def _report_blocking_line(self) -> None:
         """Find and log the line of user code that blocks the loop's thread.
 
-        Nothing is logged outside of event handlers: an engine steps while the loop itself waits in its selector.
+        Nothing is logged outside of event handlers, because an engine steps while the loop itself waits in its
+        selector, nor for imports that the program makes. Frames outside of the handler started the loop: they may be
+        user code, but they do not block.
         """
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return
         frames = [entry for entry, _ in traceback.walk_stack(frame)]
-        if not any(entry.f_code is asyncio.Handle._run.__code__ for entry in frames):
+        handler = next((index for index, entry in enumerate(frames) if entry.f_code is HANDLER), None)
+        if handler is None:
             return
-        self._blocking_line = find_running_line(frame)
+        paths = [entry.f_code.co_filename for entry in frames[:handler]]
+        if any(path.startswith(IMPORT_SYSTEM) for path in paths) and not any(map(is_user_path, paths)):
+            return
+        self._blocking_line = find_running_line(frame, within=HANDLER)
         if self._blocking_line not in self._warned:
             self._warned.add(self._blocking_line)
             stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:])

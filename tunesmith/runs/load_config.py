@@ -165,6 +165,8 @@ def load_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: {error.full_key or 'a value'}: {first_line(error)}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply to be read") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not a list")
     return loaded
@@ -193,6 +195,8 @@ def apply_override(config: DictConfig, override: str) -> DictConfig:
             OmegaConf.update(merged, key.strip(), {}, merge=False)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"override {override!r} cannot be applied: {first_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the value of the override of {key.strip()} is nested too deeply to be read") from error
     assert isinstance(merged, DictConfig)
     return merged
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -162,6 +163,16 @@ def resolve_run_root(config: RunConfig, *, now: datetime | None = None) -> Path:
     return Path(config.checkpoint_root_dir).expanduser().absolute() / config.project / name
 
 
+@contextmanager
+def locked_folder(root: Path) -> Iterator[None]:
+    """Create the folder if it does not exist, and hold its lock in the block."""
+    with storage_errors(root, "write"):
+        root.mkdir(parents=True, exist_ok=True)
+        lock = acquire_lock(RunPaths(root))
+    with lock:
+        yield
+
+
 def acquire_lock(paths: RunPaths) -> BinaryIO:
     """Acquire the run's lock; the operating system releases it when the process exits."""
     lock = paths.lock.open("a+b")
@@ -172,7 +183,7 @@ def acquire_lock(paths: RunPaths) -> BinaryIO:
         holder = lock.read().decode(errors="replace").strip() or "unknown"
         lock.close()
         raise StorageError(
-            f"{paths.root} is locked by process {holder}: wait for it to exit, or choose another name"
+            f"{paths.root} is locked by process {holder}: wait for it to exit, or choose another name or folder"
         ) from error
     except OSError:
         lock.close()

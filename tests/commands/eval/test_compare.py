@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
+from contextlib import closing
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +24,8 @@ from tunesmith.commands.eval.sample_scores import (
 )
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.load import load_tokenizer
+from tunesmith.runs.run_folder import acquire_lock
+from tunesmith.storage import RunPaths
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 AGENT = """
@@ -263,6 +267,15 @@ def test_tasks_that_change_after_a_kill_are_evaluated_again(workplace):
     file.write_text("".join(json.dumps({**row, "question": row["question"] + "?"}) + "\n" for row in rows))
     run_eval("eval.yaml", "--out", "killed")
     assert (workplace / "called").read_text().split().count(str(workplace / "one")) == len(rows)
+
+
+def test_two_evaluations_cannot_write_one_folder(workplace):
+    (workplace / "out").mkdir()
+    with closing(acquire_lock(RunPaths(workplace / "out"))):
+        failed = run_eval("eval.yaml", "--out", "out", expected_status=1)
+    assert f"out is locked by process {os.getpid()}" in failed.output
+    assert not (workplace / "called").exists()
+    run_eval("eval.yaml", "--out", "out")
 
 
 def test_a_comparison_of_other_models_is_not_overwritten(workplace):

@@ -100,11 +100,19 @@ def test_quantization_leaves_no_temporary_file(source, tmp_path):
     assert report.checks["gguf/tiny-smollm-q4_k_m.gguf"]["kl_mean"] < 0.5
 
 
-def test_without_llama_cpp_files_are_written_and_not_compared(source, tmp_path, monkeypatch):
+def test_without_llama_cpp_files_are_written_and_not_compared(source, tmp_path, monkeypatch, caplog):
     pytest.importorskip("gguf")
     monkeypatch.setattr(export_gguf, "has_llama_cpp", lambda: False)
     settings = ExportSection(path=str(source), formats=("gguf",))
     assert run_export(settings, out_dir=tmp_path / "out").checks == {}
+    assert "GGUF files will not be verified, because llama-cpp-python is not installed" in caplog.text
+    settings = ExportSection(path=str(source), formats=("gguf",), has_verification=True)
+    with pytest.raises(ModelError, match=r"has_verification=true .* pip install 'tunesmith\[llama-cpp\]'"):
+        run_export(settings, out_dir=tmp_path / "other")
+    caplog.clear()
+    settings = ExportSection(path=str(source), formats=("gguf",), has_verification=False)
+    assert run_export(settings, out_dir=tmp_path / "unverified").checks == {}
+    assert not caplog.records
     settings = ExportSection(path=str(source), formats=("gguf",), gguf_types=("q4_k_m",))
     with pytest.raises(ModelError, match=r"q4_k_m needs llama.cpp's quantizer: pip install"):
         run_export(settings, out_dir=tmp_path / "other")

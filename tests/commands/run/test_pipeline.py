@@ -338,9 +338,15 @@ def test_errors_are_reported_before_any_stage_runs(workdir, overrides, message):
 
 def test_missing_packages_are_reported_before_any_stage_runs(workdir, monkeypatch):
     find = importlib.util.find_spec
+    missing = ("wandb", "matplotlib", "llama_cpp")
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("wandb", "matplotlib") else find(name)
+        importlib.util, "find_spec", lambda name: None if name in missing else find("json" if name == "gguf" else name)
     )
+    gguf = ["--set", "stages.export.formats=[gguf]"]
+    verified = run(*gguf, "--set", "stages.export.has_verification=true", expected_status=1)
+    assert "stages.export: has_verification=true compares GGUF files in llama.cpp" in verified
+    quantized = run(*gguf, "--set", "stages.export.gguf_types=[q4_k_m]", expected_status=1)
+    assert "stages.export: the type q4_k_m needs llama.cpp's quantizer" in quantized
     assert "stages.rl: monitor.trackers: wandb" in run("--set", "stages.rl.monitor.trackers=[wandb]", expected_status=1)
     assert "stages.eval: a plot needs matplotlib" in run("--set", "stages.eval.has_plot=true", expected_status=1)
 

@@ -6,17 +6,24 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DiffLlamaConfig,
     DogeConfig,
+    GraniteMoeConfig,
+    Lfm2Config,
     LlamaConfig,
+    MiniMaxM2Config,
     NemotronConfig,
     PhimoeConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
 )
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tiny_models import CONFIGS, SIZES, build_tiny
+from tiny_models import CONFIGS, GEMMA_SIZES, SIZES, build_tiny
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
 from tunesmith.model.forward.logits import compute_logits, verify_model
@@ -106,6 +113,40 @@ def test_a_sliding_window_layer_that_passes_no_window_is_refused() -> None:
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(ModelError, match="sliding-window layer 0 passes no window size"):
         verify_model(model)
+
+
+class ShortConvLayer(LlamaDecoderLayer):
+    """Attention and a gated short convolution in one layer, which no layer type tells of."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        conv = Lfm2Config(**SIZES, layer_types=["conv"] * config.num_hidden_layers, conv_L_cache=3, conv_bias=False)
+        self.conv = Lfm2ShortConv(conv, layer_idx)
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states + self.conv(self.input_layernorm(hidden_states)), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_a_state_that_crosses_packed_sequences_is_refused_at_initial_weights(dtype) -> None:
+    """The leak changes the logits of these weights by less than the tolerance against the model's own."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    for index in range(len(model.model.layers)):
+        model.model.layers[index] = ShortConvLayer(model.config, index)
+        for weight in model.model.layers[index].conv.parameters():
+            nn.init.normal_(weight, std=0.02)
+    use_plan_attention(model.to(dtype).eval())
+    with pytest.raises(ModelError, match="packed sequence.*keep a state"):
+        verify_model(model)
+
+
+@pytest.mark.parametrize("config", [Qwen3MoeConfig, MiniMaxM2Config, GraniteMoeConfig])
+def test_experts_do_not_count_as_a_state(config) -> None:
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(config(**GEMMA_SIZES | experts)).eval()
+    use_plan_attention(model)
+    verify_model(model)
 
 
 MOE_SIZES = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}

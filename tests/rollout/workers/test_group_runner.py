@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.abc
+import importlib.util
 import logging
+import sys
 import threading
 import time
 
@@ -170,9 +173,9 @@ def test_causes_are_grouped_by_kind_with_the_first_message():
 async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog, monkeypatch):
     has_looked, find = threading.Event(), watchdog.find_running_line
 
-    def find_running_line(frame):
+    def find_running_line(frame, **within):
         has_looked.set()
-        return find(frame)
+        return find(frame, **within)
 
     def block_here():
         has_looked.clear()
@@ -212,3 +215,34 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
         block_here()
     assert len(caplog.records) == 1
     assert "block_here" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_the_watchdog_does_not_blame_the_code_that_started_the_event_loop(caplog):
+    """This file is below the event loop in the stack, but the blocking call is not its own."""
+    with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+        asyncio.get_running_loop().call_soon(time.sleep, 0.4)
+        await asyncio.sleep(0.5)
+    assert [each.getMessage().splitlines()[0].split(";")[0] for each in caplog.records] == [
+        "the event loop has been blocked for more than 0.1 s by a synchronous call at a place without user code"
+    ]
+
+
+class SlowModule(importlib.abc.InspectLoader):
+    """A module that is not user code and takes long to import."""
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "slow_module" else None
+
+    def get_source(self, fullname):
+        return "import time\ntime.sleep(0.4)"
+
+
+@pytest.mark.anyio
+async def test_the_watchdog_does_not_report_imports_of_the_program(caplog, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [SlowModule(), *sys.meta_path])
+    with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+        asyncio.get_running_loop().call_soon(importlib.import_module, "slow_module")
+        await asyncio.sleep(0.5)
+    assert sys.modules.pop("slow_module")
+    assert not caplog.records

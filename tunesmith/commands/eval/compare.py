@@ -11,6 +11,7 @@ import gc
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
+from tunesmith.runs.run_folder import locked_folder
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
 from tunesmith.tasks.load import load_tasks
@@ -68,8 +70,8 @@ def run_comparison(
 ) -> Comparison:
     """Evaluate each model of `models` (label -> path) on each set in `eval_datasets`; write the results to `out`.
 
-    Raises before any model loads when a function, a task set or a model is invalid, and afterwards when more rollouts
-    of a set fail than `rollout.max_failure_rate` allows.
+    Raises before any model loads when a function, a task set or a model is invalid or another process writes to `out`,
+    and afterwards when more rollouts of a set fail than `rollout.max_failure_rate` allows.
     """
     models = {label: find_model(path) for label, path in models.items()}
     sets = check_comparison(config, models=models, workflow=workflow, judge=judge, suite=suite)
@@ -77,43 +79,46 @@ def run_comparison(
         check_plot()
         if out is None:
             raise ConfigError("a plot is written to the output folder: set --out")
-    check_output_folder(out, models)
-    results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
-    num_evaluations = len(models) * len(sets)
-    progress = ConsoleProgress(
-        first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
-    )
-    try:
-        for number, (label, path) in enumerate(models.items()):
-            model_config = with_model_path(config, path)
-            partial_files = {name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()}
-            scores = evaluate_model(
-                model_config,
-                sets,
-                partial_files,
-                label=label,
-                workflow=workflow,
-                judge=judge,
-                build_model=build_model,
-                progress=progress,
-                num_done=number * len(sets),
-            )
-            release_memory()
-            for name, set_scores in scores.items():
-                results[name][label] = compute_result(
-                    label,
-                    path,
-                    set_scores.tasks,
-                    seed=config.seed,
-                    seconds=set_scores.seconds,
-                    outcome_key=config.experience.outcome_key,
+    with nullcontext() if out is None else locked_folder(out):
+        check_output_folder(out, models)
+        results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
+        num_evaluations = len(models) * len(sets)
+        progress = ConsoleProgress(
+            first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
+        )
+        try:
+            for number, (label, path) in enumerate(models.items()):
+                model_config = with_model_path(config, path)
+                partial_files = {
+                    name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()
+                }
+                scores = evaluate_model(
+                    model_config,
+                    sets,
+                    partial_files,
+                    label=label,
+                    workflow=workflow,
+                    judge=judge,
+                    build_model=build_model,
+                    progress=progress,
+                    num_done=number * len(sets),
                 )
-    finally:
-        progress.close()
-    comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
-    if out is not None:
-        save_comparison(out, comparison, has_plot=has_plot)
-    return comparison
+                release_memory()
+                for name, set_scores in scores.items():
+                    results[name][label] = compute_result(
+                        label,
+                        path,
+                        set_scores.tasks,
+                        seed=config.seed,
+                        seconds=set_scores.seconds,
+                        outcome_key=config.experience.outcome_key,
+                    )
+        finally:
+            progress.close()
+        comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
+        if out is not None:
+            save_comparison(out, comparison, has_plot=has_plot)
+        return comparison
 
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:

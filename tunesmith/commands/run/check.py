@@ -11,11 +11,13 @@ from pathlib import Path
 from tunesmith.commands.eval.compare import find_model
 from tunesmith.commands.eval.comparison_plot import check_plot
 from tunesmith.commands.eval.suites import apply_suite
+from tunesmith.commands.export.gguf.files import check_packages
 from tunesmith.commands.run.plan import PlannedStage, list_strings, read_reference
 from tunesmith.config import (
     DatasetSection,
     EnvironmentSection,
     EvalConfig,
+    ExportSection,
     FlywheelConfig,
     FunctionStage,
     ModelSection,
@@ -73,6 +75,8 @@ def check_settings(stage: PlannedStage) -> None:
     elif isinstance(settings, FlywheelConfig):
         check_run(settings.to_run_config(), models={"model.path": settings.model.path})
         load_role_functions(settings)
+    elif isinstance(settings, ExportSection):
+        check_packages(settings)
     elif isinstance(settings, FunctionStage):
         load_function(settings.function, knob="function")
 

@@ -25,8 +25,8 @@ from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.monitor.console import format_duration
 from tunesmith.runs.load_config import dump_config
-from tunesmith.runs.run_folder import acquire_lock
-from tunesmith.storage import RunPaths, save_text, storage_errors
+from tunesmith.runs.run_folder import locked_folder
+from tunesmith.storage import save_text
 
 SKIPPED = "done, will be skipped"
 ACTIONS: Mapping[State, str] = {
@@ -49,10 +49,7 @@ def run_pipeline(
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
     check_selected(stages, selected, folder, is_rerun=selection.is_rerun)
-    with storage_errors(folder.root, "write"):
-        folder.root.mkdir(parents=True, exist_ok=True)
-        lock = acquire_lock(RunPaths(folder.root))
-    with lock:
+    with locked_folder(folder.root):
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in selected:
             title = f"stage {[each.name for each in stages].index(stage.name) + 1}/{len(stages)} {stage.name}"

@@ -31,9 +31,10 @@ from tunesmith.engine.cpu.decoder_trace import trace_decoder
 from tunesmith.engine.cpu.direct_calls import DirectCalls
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
 from tunesmith.engine.cpu.rms_norm import RmsNorms
-from tunesmith.errors import ConfigError, ModelError
+from tunesmith.errors import ConfigError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
+from tunesmith.model.forward.architecture import refuse_architecture
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
@@ -278,7 +279,7 @@ class _ShapeProbe(CausalPlan):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         if key.shape != value.shape:
-            raise ModelError(f"{type(module).__name__}: keys and values of different sizes are not supported")
+            raise refuse_architecture(module.config, f"keys and values of {type(module).__name__} differ in size")
         self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
         return super().attend(module, query, key, value, options)
 

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.forward.architecture import refuse_architecture
 
 PLAN_ATTENTION = "tunesmith"
 UNSUPPORTED_INPUTS = ("s_aux", "position_bias", "cache")
@@ -61,9 +62,8 @@ def use_plan_attention(model: PreTrainedModel) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation != PLAN_ATTENTION:
-            raise ModelError(
-                f"{type(module).__name__} does not use transformers' attention interface; "
-                "choose a model that does (Llama, Qwen, Mistral, Gemma, Phi-3 ...)"
+            raise refuse_architecture(
+                module.config, f"{type(module).__name__} does not use transformers' attention interface"
             )
 
 

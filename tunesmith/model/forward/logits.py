@@ -11,6 +11,7 @@ Axes: N positions, C hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,8 @@ from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
 from tunesmith.model.device_errors import is_device_error
+from tunesmith.model.forward.architecture import check_layers, refuse_architecture
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
-
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +121,10 @@ class _RecordingPlan(CausalPlan):
 
 @torch.no_grad()
 def verify_model(model: PreTrainedModel) -> None:
-    """Raise ModelError unless plan attention and `compute_logits` reproduce the model's logits on two short rows."""
+    """Raise ModelError unless plan attention and `compute_logits` reproduce the model's logits on two short rows, and
+    the second row does not depend on the first."""
     config = model.config.get_text_config()
-    if unknown := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES:
-        raise ModelError(f"{type(model).__name__} has layers of type {', '.join(sorted(unknown))}: not supported")
+    check_layers(config)
     ids = torch.arange(1, 8, device=model.device) * 7 % config.vocab_size
     rows = [ids[:3], ids[3:]]
     positions = torch.cat([torch.arange(len(row), device=model.device) for row in rows])
@@ -133,17 +133,50 @@ def verify_model(model: PreTrainedModel) -> None:
     model.eval()
     ours = compute_logits(model, _run_planned(model, ids[None], positions[None], plan)[0]).float()
     theirs = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows]).float()
+    leak, noise = _measure_leak(model, rows, positions, ours)
     model.train(is_training)
-    _check_layers(model, plan.window_of_layer)
-    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    _check_attending(model, plan.window_of_layer)
     if not theirs.isfinite().all():
         raise ModelError(explain_not_finite(model))
-    error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)).item()
+    is_wide = torch.finfo(model.dtype).bits >= 32
+    error, tolerance = _compare(ours, theirs), 1e-3 if is_wide else 5e-2
     if not error < tolerance:
-        raise ModelError(
-            f"{type(model).__name__}: logits computed from hidden states differ from the model's own by {error:.1e} "
-            f"(at most {tolerance:.0e}); this architecture is not supported"
+        raise refuse_architecture(
+            config,
+            f"logits computed from hidden states differ from the model's own by {error:.1e} (at most {tolerance:.0e})",
         )
+    if not leak < max(1e-5 if is_wide else 1e-3, 10 * noise):
+        raise refuse_architecture(
+            config,
+            f"the tokens of a packed sequence change the logits of the next one by {leak:.1e}, so some layers keep a "
+            "state across sequences",
+        )
+
+
+def _measure_leak(
+    model: PreTrainedModel, rows: Sequence[Tensor], positions: Tensor, ours: Tensor
+) -> tuple[float, float]:
+    """How much the logits of the second sequence change with the tokens of the first, and those of the first with the
+    second.
+
+    At initial weights a state that one sequence leaves to the next changes logits by less than the tolerance against
+    the model's own, but without such a state the second sequence is computed from the same numbers. A later sequence
+    cannot change an earlier one, so the second result is rounding: products whose shapes depend on the routing of all
+    tokens to experts.
+    """
+    vocab_size, num_first = model.config.get_text_config().vocab_size, len(rows[0])
+    plan = CausalPlan([len(row) for row in rows], model.device)
+    differences = []
+    for changed, kept in ((0, slice(num_first, None)), (1, slice(num_first))):
+        others = [(row + (index == changed)) % vocab_size for index, row in enumerate(rows)]
+        hidden = run_body(model, torch.cat(others)[None], positions[None], plan)[0]
+        differences.append(_compare(compute_logits(model, hidden).float()[kept], ours[kept]))
+    return differences[0], differences[1]
+
+
+def _compare(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, relative to the expected."""
+    return ((found - expected).norm() / expected.norm().clamp_min(1e-6)).item()
 
 
 def _run_planned(model: PreTrainedModel, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
@@ -154,9 +187,8 @@ def _run_planned(model: PreTrainedModel, ids_1T: Tensor, positions_1T: Tensor, p
         if is_device_error(error):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"{type(model).__name__} does not run with plan attention ({reason}): not supported"
-        ) from error
+        config = model.config.get_text_config()
+        raise refuse_architecture(config, f"it does not run with plan attention ({reason})") from error
 
 
 def explain_not_finite(model: PreTrainedModel) -> str:
@@ -168,7 +200,7 @@ def explain_not_finite(model: PreTrainedModel) -> str:
     return f"the model's logits are not finite in {model.dtype}, though its weights are: try model.dtype=float32"
 
 
-def _check_layers(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:
+def _check_attending(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:
     """Refuse a model if a layer does not attend through the plan, or a sliding-window layer passes no window.
 
     Without layer types all layers have the window of the config, if it is shorter than the context.
@@ -180,6 +212,6 @@ def _check_layers(model: PreTrainedModel, window_of_layer: dict[int, int | None]
     layer_types = getattr(config, "layer_types", None) or [every_type] * config.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
         if layer not in window_of_layer:
-            raise ModelError(f"{type(model).__name__}: layer {layer} does not use transformers' attention interface")
+            raise refuse_architecture(config, f"layer {layer} does not use transformers' attention interface")
         if layer_type == "sliding_attention" and window_of_layer[layer] is None:
             raise ModelError(f"{type(model).__name__}: sliding-window layer {layer} passes no window size")

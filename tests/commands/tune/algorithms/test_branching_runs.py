@@ -7,7 +7,7 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
-from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, replayable, tune
+from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, prepare_model, replayable, tune
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 
@@ -139,6 +139,23 @@ def test_credit_changes_the_update(run):
     ]
     assert norms[0]["rollout/reward_mean"] == norms[1]["rollout/reward_mean"]
     assert norms[0]["train/grad_norm"] != pytest.approx(norms[1]["train/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["jsd", "on_policy_distill"])
+def test_distillation_trains_a_shared_turn_once_with_hard_credit(run, tmp_path, algorithm):
+    """Its terms are computed token by token, from teacher and policy."""
+    teacher = prepare_model("pocket", tmp_path / "teacher")
+    result = run(
+        f"algorithm.algorithm_type={algorithm}",
+        f"algorithm.teacher.path={teacher}",
+        "rollout.branching.credit=hard",
+        "rollout.branching.base_probability=1.0",
+        steps=1,
+    )
+    runs = [each for group in load_trees(result, 1) for each in group.trajectories]
+    own = [len(turn.sampled_ids) for each in runs for turn in each.turns[each.num_shared_turns :]]
+    assert any(each.parent is not None for each in runs)
+    assert read_steps(result)[0]["train/num_trained_tokens"] == sum(own)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """GGUF files of an export: checks before weights load, writing, and comparison in llama.cpp.
 
 The packages `gguf` (writing) and `llama-cpp-python` (q4_k_m, and comparison) are optional. A package that is needed and
-missing is an error before weights load. Without llama-cpp-python the other types are written but not compared.
+missing is an error before weights load. Without llama-cpp-python the other types are written with a warning that they
+are not compared, or refused if the settings ask for the comparison.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
 from tunesmith.runs.trained_model import ExportSource
 from tunesmith.storage import storage_errors
+
+logger = logging.getLogger(__name__)
 
 QUANTIZED_BY_LLAMA_CPP = {"q4_k_m"}
 MISREAD_NAMES = ("phi3", "phi-3")
@@ -68,14 +72,28 @@ def plan_gguf(
         vocabulary=describe_vocabulary(tokenizer, config, end_ids=load_end_ids(source, config)),
         num_threads=settings.num_cpu_threads,
     )
+    check_packages(settings)
+    return plan
+
+
+def check_packages(settings: ExportSection) -> None:
+    """Raise ModelError if a package is missing that the settings ask for; warn of a verification that it prevents."""
+    if "gguf" not in settings.formats:
+        return
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("writing GGUF needs the package gguf: pip install 'tunesmith[gguf]'")
-    if plan.needs_llama_cpp and not has_llama_cpp():
+    if has_llama_cpp():
+        return
+    install = "pip install 'tunesmith[llama-cpp]' (compiles for minutes)"
+    if not QUANTIZED_BY_LLAMA_CPP.isdisjoint(settings.gguf_types):
+        raise ModelError(f"the type q4_k_m needs llama.cpp's quantizer: {install}, or remove q4_k_m from gguf_types")
+    if settings.has_verification and "has_verification" in settings.model_fields_set:
         raise ModelError(
-            "the type q4_k_m needs llama.cpp's quantizer: pip install 'tunesmith[llama-cpp]' (compiles for minutes), "
-            "or remove q4_k_m from gguf_types"
+            f"has_verification=true compares GGUF files in llama.cpp: {install}, or leave has_verification out to "
+            "verify only the other formats"
         )
-    return plan
+    if settings.has_verification:
+        logger.warning("GGUF files will not be verified, because llama-cpp-python is not installed: %s", install)
 
 
 def has_llama_cpp() -> bool:
