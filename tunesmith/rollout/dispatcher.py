@@ -97,6 +97,7 @@ class Dispatcher:
         """Of the weights that all workers sample with; None while they are paused."""
         self._sent_version: int | None = None
         self._changed = asyncio.Event()
+        self._error: Exception | None = None
         self._progress = RolloutProgress()
         self._counts = dict.fromkeys(("dropped_groups", "overtaking_groups", "requeued_tasks"), 0)
         self._weights_s = 0.0
@@ -363,6 +364,8 @@ class Dispatcher:
             while True:
                 for worker in self._workers:
                     worker.raise_error()
+                if self._error is not None:
+                    raise self._error
                 is_between = all(worker.window != "sampling" for worker in self._workers)
                 if is_between and len(self._numbers_finished) >= num_groups:
                     return
@@ -377,7 +380,10 @@ class Dispatcher:
 
     def _note_change(self) -> None:
         """A group has finished, a window has ended, or an error has occurred."""
-        self._hand_out()
+        try:
+            self._hand_out()
+        except Exception as error:  # noqa: BLE001 - raised where `collect` waits
+            self._error = error
         for index, worker in enumerate(self._workers):
             if not worker.num_running:
                 self._idle_at.setdefault(index, time.perf_counter())

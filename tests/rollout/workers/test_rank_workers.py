@@ -36,6 +36,11 @@ def build_tasks():
     return [Task(task_id=f"t/{i}", index=i, row={"number": i}) for i in range(NUM_TASKS)]
 
 
+class Unpicklable(str):
+    def __reduce__(self):
+        raise TypeError("cannot be sent")
+
+
 @dataclass(frozen=True)
 class End:
     """The last message."""
@@ -265,6 +270,27 @@ def test_an_error_on_another_rank_ends_it_and_the_first_rank(monkeypatch):
             await link.close()
         ended = await asyncio.gather(*ranks.sampling, return_exceptions=True)
         assert any(isinstance(each, TypeError) for each in ended)
+        ranks.thread.close()
+
+    asyncio.run(run())
+
+
+def test_a_group_that_cannot_be_sent_ends_both_ranks():
+    """No rank waits for ever: the error of sending is raised on the rank, and the first one hears of its end."""
+
+    async def workflow(task, model):
+        await model([{"role": "user", "content": "hi"}])
+        return WorkflowOutput(reward=1.0, response=Unpicklable("text"))
+
+    async def run() -> None:
+        ranks = RankRun(workflow, build_plan(1))
+        with pytest.raises(RankError, match="another rank has ended"):
+            await ranks.drive(ranks.dispatcher.collect(BATCH_SIZE, step=1), random.Random(0))
+        await ranks.dispatcher.close()
+        for link in ranks.links:
+            await link.close()
+        ended = await asyncio.gather(*ranks.sampling, return_exceptions=True)
+        assert any("cannot be sent" in str(each) for each in ended)
         ranks.thread.close()
 
     asyncio.run(run())

@@ -165,7 +165,7 @@ class RankWorker:
         """Of questions that are not answered, in order."""
         self._statistics: asyncio.Future[WorkerStatistics] | None = None
         """Since the last pause."""
-        self._error: RankError | None = None
+        self._error: Exception | None = None
         self._reading: asyncio.Task[None] | None = None
 
     @property
@@ -269,7 +269,7 @@ class RankWorker:
         try:
             while True:
                 self._receive(await self._link.receive())
-        except RankError as error:
+        except Exception as error:  # noqa: BLE001 - raised where the dispatcher waits
             self._error = error
             for answer in self._answers:
                 if not answer.done():
@@ -415,14 +415,13 @@ class ServedWorker:
         assert self._failed is not None
         try:
             self._worker.raise_error()
+            for finished in self._worker.take(self._worker.finished):
+                self._report(finished.number, finished.group)
+            if self._worker.window in ("waiting", "idle"):
+                self._link.send(WindowEnded(phase=self._phase, window=self._worker.window))
         except BaseException as error:  # noqa: BLE001 - raised by `receive`
             if not self._failed.done():
                 self._failed.set_exception(error)
-            return
-        for finished in self._worker.take(self._worker.finished):
-            self._report(finished.number, finished.group)
-        if self._worker.window in ("waiting", "idle"):
-            self._link.send(WindowEnded(phase=self._phase, window=self._worker.window))
 
     def _report(self, number: int, group: Group) -> None:
         is_reference = not self._sends_tokens or number in self._untrained
