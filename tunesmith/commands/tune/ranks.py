@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tunesmith.algorithms.algorithm import Algorithm
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.links import Links, connect_links
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
@@ -28,6 +30,7 @@ from tunesmith.rollout.dispatcher import Dispatcher, DispatchPlan
 from tunesmith.rollout.workers.local import GatherWeights, LocalWorker
 from tunesmith.rollout.workers.rank import RankWorker, ServedWorker
 from tunesmith.rollout.workers.worker import Worker
+from tunesmith.runs.extra_models import load_extra_models
 from tunesmith.runs.policy import Policy, build_sampling
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.optimizer import find_trainable
@@ -164,6 +167,28 @@ def build_served_worker(
         branching=branching,
         take_weights=take_weights if roles.is_sampler else None,
         thread=thread,
+    )
+
+
+def build_trainer(
+    config: RunConfig, algorithm: Algorithm, functions: OwnFunctions, policy: Policy, ranks: Ranks, *, total_steps: int
+) -> Trainer:
+    """The trainer of the policy's own weights, with the extra models of the algorithm."""
+    extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
+    return Trainer(
+        policy.model,
+        config.trainer,
+        config.algorithm,
+        max_model_len=config.model.max_model_len,
+        num_total_steps=total_steps,
+        reference_model=extra.reference,
+        teacher_model=extra.teacher,
+        critic_model=extra.critic,
+        has_separate_sampler=config.engine.has_separate_sampler,
+        own_functions=functions,
+        grammars=policy.engine.grammars,
+        ranks=ranks,
+        has_sharded_gradients=config.cluster.has_sharded_gradients,
     )
 
 

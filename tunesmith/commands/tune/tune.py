@@ -40,13 +40,13 @@ from tunesmith.commands.tune.ranks import (
     build_rank_trainer,
     build_served_worker,
     build_thread,
+    build_trainer,
     connect_ranks,
     follow,
     lead,
 )
 from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.commands.tune.server import Server, bind_actors, work_while_serving
-from tunesmith.commands.tune.step_parts import build_trainer
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
