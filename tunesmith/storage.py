@@ -1,8 +1,8 @@
-"""File names of a run folder, and atomic writes: readers see the complete old or the complete new file.
+"""File names of a run folder, atomic writes, locks and journals.
 
-A file is written to a temporary name in the same folder, synced to disk, then renamed. A kill at any moment leaves one
-of the two versions and possibly a temporary file, whose name ends in `.tmp-<pid>`. Errors of the operating system
-become a `StorageError` of one sentence.
+A file or folder is written to a temporary name in the same folder, synced to disk, then renamed, so readers see the
+complete old or the complete new one. A kill at any moment leaves one of the two and possibly a temporary, whose name
+ends in `.tmp-<pid>`. Errors of the operating system become a `StorageError` of one sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from tunesmith.errors import StorageError
 
 TEMPORARY = re.compile(r"\.tmp-\d+$")
 CHECKPOINT = re.compile(r"global_step_(\d+)$")
+DONE = "DONE.json"
+"""File that makes a folder complete: written last, with the size and the checksum of every other file."""
 GIB = 2**30
 CHECKSUM_CHUNK_BYTES = 2**24
 
@@ -111,8 +113,75 @@ def parse_checkpoint_step(folder: Path) -> int:
     return int(match[1])
 
 
+def find_checkpoints(run_root: Path) -> list[Path]:
+    """The committed checkpoints of a run, oldest first."""
+    if not run_root.is_dir():
+        return []
+    found = [path for path in run_root.iterdir() if CHECKPOINT.fullmatch(path.name) and (path / DONE).is_file()]
+    return sorted(found, key=parse_checkpoint_step)
+
+
+def find_last_checkpoint(run_root: Path) -> Path | None:
+    """The newest committed checkpoint of a run, or None."""
+    return next(reversed(find_checkpoints(run_root)), None)
+
+
+@contextmanager
+def locked(path: Path, root: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which stands for `root`; StorageError if another process holds it."""
+    with storage_errors(root, "write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = acquire_lock(path, root)
+    with lock:
+        yield
+
+
+@contextmanager
+def locked_beside(root: Path) -> Iterator[None]:
+    """Hold `<root>.lock` while `root`, which appears by one rename, is made; removes what killed writes of it left."""
+    path = root.with_name(f"{root.name}.lock")
+    with locked(path, root):
+        remove_leftovers(root.parent, name=root.name)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def acquire_lock(path: Path, root: Path) -> BinaryIO:
+    """Lock the file `path`, which stands for `root`; the operating system releases it when the process exits."""
+    lock = path.open("a+b")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().decode(errors="replace").strip() or "unknown"
+        lock.close()
+        raise StorageError(
+            f"{root} is locked by process {holder}: wait for it to exit, or choose another folder"
+        ) from error
+    except OSError:
+        lock.close()
+        raise
+    if not is_same_file(lock, path):  # the holder removed it and has exited since
+        lock.close()
+        return acquire_lock(path, root)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n".encode())
+    lock.flush()
+    return lock
+
+
+def is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Whether the path still refers to the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def is_locked(path: Path) -> bool:
-    """Whether a living process of this machine holds the run's lock."""
+    """Whether a living process of this machine holds the lock."""
     try:
         os.kill(int(path.read_text()), 0)  # a dead holder needs no attempt to lock, which a run that starts would see
     except PermissionError:
@@ -198,6 +267,114 @@ def load_json_lines(path: Path) -> list[Any]:
         raise StorageError(f"cannot read {path}: a line of it is not JSON ({error})") from error
 
 
+@contextmanager
+def renamed_folder(folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name, renamed to `folder` when the with-block succeeds and removed when it fails."""
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    with storage_errors(folder, "write"):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            sync_tree(temporary)
+            temporary.rename(folder)
+            sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
+    """`renamed_folder` with a DONE.json, written last: `record` as it is then, and every file's size and checksum."""
+    with renamed_folder(folder) as temporary:
+        yield temporary
+        sizes = {name: (temporary / name).stat().st_size for name in list_files(temporary)}
+        checksums = {name: compute_checksum(temporary / name) for name in sizes}
+        save_json(temporary / DONE, {**record, "files": sizes, "crc32": checksums})
+
+
+def list_files(folder: Path) -> list[str]:
+    """Paths of all files in a folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def check_complete(folder: Path) -> None:
+    """Refuse a folder damaged by a partial copy or a failing disk; older ones have sizes but no checksums."""
+    for name, expected in check_sizes(folder).get("crc32", {}).items():
+        found = compute_checksum(folder / name)
+        if found != expected:
+            raise StorageError(f"{folder / name} is damaged: its CRC-32 is {found} instead of {expected}")
+
+
+def check_sizes(folder: Path) -> dict[str, Any]:
+    """Refuse a checkpoint with missing or truncated files; return the content of its DONE.json."""
+    if not (folder / DONE).is_file():
+        raise StorageError(f"{folder} is not a complete checkpoint: it has no {DONE}")
+    record = load_json(folder / DONE)
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        raise StorageError(f"{folder / DONE} is damaged: it does not list the checkpoint's files")
+    for name, num_bytes in record["files"].items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != num_bytes:
+            raise StorageError(f"{path} is damaged: it has {found} bytes instead of {num_bytes}")
+    return record
+
+
+def remove_leftovers(folder: Path, *, name: str | None = None) -> None:
+    """Remove what killed writes left in a folder: all temporary files, or those of the one `name`; hold its lock."""
+    for path in folder.iterdir():
+        found = TEMPORARY.search(path.name)
+        if found is not None and name in (None, path.name[: found.start()]):
+            with storage_errors(path, "remove"):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+class Journal:
+    """Rows of JSON in a file, one a line: finished parts of work that a kill may interrupt.
+
+    Opening it removes an incomplete last line. Of rows that are appended together, a kill may leave the first ones.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Any] = []
+        """The rows that were in the file when it was opened."""
+        if path.exists():
+            lines = enumerate(self._read_lines(), start=1)
+            self.rows = [self._parse(number, line) for number, line in lines if line.endswith(b"\n")]
+            self.keep(len(self.rows))
+
+    def append(self, *rows: Any) -> None:
+        """Append rows in one write; they are on disk when it returns."""
+        lines = (json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for row in rows)
+        with storage_errors(self.path, "write"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(b"".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def keep(self, num_rows: int) -> None:
+        """Remove all but the first rows."""
+        num_bytes = sum(map(len, self._read_lines()[:num_rows]))
+        del self.rows[num_rows:]
+        if num_bytes < self.path.stat().st_size:
+            with storage_errors(self.path, "write"):
+                os.truncate(self.path, num_bytes)
+
+    def _read_lines(self) -> list[bytes]:
+        with storage_errors(self.path, "read"):
+            return self.path.read_bytes().splitlines(keepends=True)
+
+    def _parse(self, number: int, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise StorageError(f"cannot read {self.path}: line {number} is not JSON ({error})") from error
+
+
 def compute_checksum(path: Path) -> str:
     """CRC-32 of a file in hexadecimal; detects damage, not tampering, at several GiB per second."""
     checksum = 0
@@ -249,21 +426,3 @@ def remove_tree(folder: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             folder.rename(temporary)
         shutil.rmtree(temporary)
-
-
-def remove_stale_folders(root: Path) -> None:
-    """Remove temporary folders that killed processes left next to `root`; those of running processes stay."""
-    for path in root.parent.iterdir() if root.parent.is_dir() else ():
-        name, _, process_id = path.name.rpartition(".tmp-")
-        if name == root.name and process_id.isdigit() and not is_running(int(process_id)):
-            remove_tree(path)
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process_id != os.getpid()

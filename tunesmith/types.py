@@ -9,6 +9,7 @@ The examples below are one rollout: a task "3 + 4 = ?", two rollouts of it, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import Logger
@@ -132,6 +133,23 @@ MAX_REWARD = 1e9
 """Largest magnitude of a reward; sums of squares of much larger ones overflow float32."""
 MAX_METRIC = 1e100
 """Largest magnitude of a metric; sums of squares of much larger ones overflow float64."""
+
+
+REWARD_RTOL, REWARD_ATOL = 1e-9, 1e-12
+"""Rewards and outcomes that differ by no more than one of these are equal: 0.1 + 0.2 is 0.3, 0.1 + 0.2 - 0.3 is 0."""
+
+
+def is_above(value: float, limit: float) -> bool:
+    """Whether a reward is above a limit by more than rounding.
+
+    AdamW makes a step of full size for an advantage of any size, so a difference by rounding would train as others do.
+    """
+    return value > limit and not math.isclose(value, limit, rel_tol=REWARD_RTOL, abs_tol=REWARD_ATOL)
+
+
+def are_equal(values: Sequence[float]) -> bool:
+    """Whether rewards are equal but for rounding, so that comparing them gives no advantage."""
+    return not values or not is_above(max(values), min(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,12 +386,18 @@ class Trajectory:
     """`run_index` of the rollout that this one branched from; None if it started from the task."""
     branch_at: int | None = None
     """Number of tokens before the first one that the branch sampled itself: the prompt at the branch point."""
-    num_shared_turns: int = 0
-    """The first turns, which the parent (or its parent) sampled."""
+    turn_owners: tuple[int, ...] = ()
+    """`run_index` of the rollout that sampled each of the first turns, which a branch shares with its parent: (0, 0, 2)
+    for a branch of 2, which took its first two turns from 0. Operators may remove these rollouts from the group."""
 
     def __post_init__(self) -> None:
         assert (self.parent is None) == (self.branch_at is None), "a branch has a parent and a branch point"
         assert (self.reward is None) == (self.failure is not None), "a trajectory has either a reward or a failure"
+
+    @property
+    def num_shared_turns(self) -> int:
+        """The first turns, which the parent (or its parent) sampled."""
+        return len(self.turn_owners)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from viewer_runs import TOKENIZER, build_tool_turns
 
 from tunesmith.experience.store import merge_rollouts, save_rollouts
 from tunesmith.monitor.metrics_file import format_line
-from tunesmith.storage import RunPaths, save_text
+from tunesmith.storage import DONE, RunPaths, save_json, save_text
 from tunesmith.types import Group, Task, Trajectory
 
 GROUP_SIZE, NUM_GROUPS, STEPS_PER_FILE, NUM_DISTINCT, NUM_METRICS = 8, 32, 100, 16, 100
@@ -44,6 +44,7 @@ def write_run(root: Path, num_trajectories: int) -> None:
     paths, num_steps = RunPaths(root), -(-num_trajectories // (GROUP_SIZE * NUM_GROUPS))
     paths.checkpoint(num_steps).mkdir(parents=True)
     TOKENIZER.save_pretrained(paths.checkpoint(num_steps))
+    save_json(paths.checkpoint(num_steps) / DONE, {"step": num_steps})
     save_text(paths.config, f"name: {root.name}\ntotal_steps: {num_steps}\nalgorithm: {{algorithm_type: grpo}}\n")
     with paths.metrics.open("w") as file:
         for step in range(1, num_steps + 1):

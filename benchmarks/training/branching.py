@@ -77,7 +77,7 @@ async def run_random(
         reward=own.random(),
         parent=None if point is None else point.parent,
         branch_at=None if point is None else point.branch_at,
-        num_shared_turns=0 if point is None else point.num_shared_turns,
+        turn_owners=() if point is None else point.turn_owners,
     )
 
 

@@ -45,6 +45,14 @@ def test_loss_aggregation_overrides_the_default():
         ({"algorithm_type": "cispo", "loss_args": {"mask_clip_range_low": 0.5}}, "no effect without enable_mask_clip"),
         ({"algorithm_type": "rec", "loss_args": {"epsilon_low": 0.1}}, "no effect with clip_mode='none'"),
         ({"algorithm_type": "rec", "loss_args": {"epsilon_low_prime": 0.1}}, "no effect unless clip_mode='ring'"),
+        (
+            {"algorithm_type": "rec", "advantage_args": {"epsilon": 1e-3}},
+            "epsilon=0.001 has no effect without std_norm",
+        ),
+        (
+            {"algorithm_type": "mix_chord", "terms_args": {"mu_valley": 0.5}},
+            "mu_valley=0.5 has no effect with mu_decay",
+        ),
         ({"algorithm_type": "rec", "loss_args": {"temp": 2.0}}, "temp=2 has no effect unless weight='advantage'"),
         ({"algorithm_type": "rec", "loss_args": {"regularizer_coef": 0.1}}, "regularizer='none' with .*set both"),
         ({"terms_args": {"gamma": 1.0}}, "unknown argument 'gamma' in terms_args of 'multi_step_grpo'.*it takes none"),

@@ -69,6 +69,51 @@ def test_zero_advantage_groups_are_dropped_without_one_or_by_std_threshold(secti
     assert advantages == [[None, None]] and metrics["algorithm/num_dropped_groups"] == 1
 
 
+ROUNDED = 0.1 + 0.2
+"""0.30000000000000004."""
+
+
+@pytest.mark.parametrize("offset", [0.0, -0.3], ids=["0.3", "0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo", "multi_step_grpo", "dr_grpo", "bnpo", "maxrl", "rloo", "opo", "opmd", "rec", "gigpo", "remax",
+        "reinforceplusplus_baseline",
+    ],
+)  # fmt: skip
+def test_rewards_that_differ_by_rounding_are_equal(name, offset):
+    group = replace(build_group(ROUNDED + offset, 0.3 + offset, 0.3 + offset), baseline_reward=0.3 + offset)
+    assert ROUNDED + offset != 0.3 + offset
+    advantages, metrics = compute({"algorithm_type": name}, group)
+    assert advantages == [[None, None, None]] and metrics["algorithm/num_dropped_groups"] == 1
+    assert not has_advantage(resolve_algorithm(AlgorithmSection(algorithm_type=name)), group)
+
+
+def test_small_differences_of_rewards_count():
+    (row,), _ = compute({"algorithm_type": "dr_grpo"}, build_group(0.3, 0.3 + 1e-6))
+    assert row == pytest.approx([-5e-7, 5e-7])
+    (row,), _ = compute({"algorithm_type": "dr_grpo"}, build_group(1e-6, 3e-6))
+    assert row == pytest.approx([-1e-6, 1e-6])
+
+
+def test_options_of_the_advantages_follow_the_same_rule():
+    parts = [{"one": ROUNDED, "two": 1.0}, {"one": 0.3, "two": 1.0}]
+    group = build_group(1.0, 1.0)
+    runs = tuple(replace(run, metrics=each) for run, each in zip(group.trajectories, parts, strict=True))
+    gdpo = {"algorithm_type": "gdpo", "advantage_args": {"rewards": {"one": 1.0, "two": 0.5}}}
+    assert compute(gdpo, replace(group, trajectories=runs))[0] == [[None, None]]
+    opposite = [{"one": 0.1, "two": 0.9}, {"one": 0.2, "two": 0.8}, {"one": 0.7, "two": 0.3}]  # their sums are all 1
+    runs = tuple(
+        replace(run, metrics=each) for run, each in zip(build_group(1, 1, 1).trajectories, opposite, strict=True)
+    )
+    gdpo = {"algorithm_type": "gdpo", "advantage_args": {"rewards": {"one": 1.0, "two": 1.0}}}
+    assert compute(gdpo, replace(group, trajectories=runs))[0] == [[None, None, None]]
+    # the best rollouts of raft, and those below the mean for RED-Drop, which here are none of the three in the middle
+    assert compute({"algorithm_type": "raft"}, build_group(ROUNDED, 0.3, 0.1))[0] == [[1.0, 1.0, None]]
+    balanced = {"algorithm_type": "rec", "advantage_args": {"drop": "balance"}}
+    assert None not in compute(balanced, build_group(0.1, 0.3, 0.3, ROUNDED, 0.5))[0][0]
+
+
 def test_rollouts_without_advantage_by_selection_stay_dropped():
     """raft selects rollouts, which zero advantages do not change; a failed greedy rollout is no baseline of 0."""
     assert compute({"algorithm_type": "raft", "kl_coef": 0.1}, build_group(0.0, 0.0))[0] == [[None, None]]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from datetime import date
+import os
 
 import pytest
 
 from tunesmith import JudgeOutput, WorkflowOutput
-from tunesmith.commands.eval.inputs import describe_value
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.compat.chat_models import build_openai_chat_model
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, DataError, StorageError
 from tunesmith.runs.load_config import load_config
+from tunesmith.runs.workspace import Workspace
 
 
 async def ask(task, model):
@@ -83,18 +83,27 @@ def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(meas
     with pytest.raises(KeyboardInterrupt):
         measure(workflow=stop)
     assert len(read(tmp_path / "out.jsonl.part")) == 1
-    with pytest.raises(ConfigError, match="was measured with other settings, another model or other tasks"):
+    with pytest.raises(ConfigError, match=r"part was made with other settings: num_runs was 2, is 3\. Restore them"):
         measure(num_runs=3)
     with pytest.raises(ConfigError, match="has 2 measured tasks, more than max_tasks=1"):
         measure(max_tasks=1)
     train = tmp_path / "train.jsonl"
     text = train.read_text()
     train.write_text(text.replace("0 apples", "9 apples"))
-    with pytest.raises(ConfigError, match="other tasks"):
+    with pytest.raises(ConfigError, match="other settings: the content of rows changed"):
         measure()
     train.write_text(text)
     assert [row["rate"] for row in read(measure(max_tasks=3).path)] == [0.0, 1.0, 1.0]
     assert [path.name for path in tmp_path.glob("out*")] == ["out.jsonl"]
+
+
+def test_two_measurements_cannot_write_one_file(measure, tmp_path):
+    with (
+        Workspace(tmp_path / "out.jsonl", is_whole=True),
+        pytest.raises(StorageError, match=f"out.jsonl is locked by process {os.getpid()}"),
+    ):
+        measure()
+    assert measure().num_rows == 4
 
 
 def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):
@@ -106,10 +115,3 @@ def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):
     (tmp_path / "other.jsonl.part").write_text("[[0, 0.5]]\n[[1, 0.5]]\n")
     with pytest.raises(ConfigError, match="another algorithm.batch_size"):
         measure(out="other.jsonl")
-
-
-def test_digest_of_a_row_does_not_depend_on_where_its_values_are_in_memory():
-    images = [object(), object()]
-    assert str(images[0]) != str(images[1])
-    assert describe_value(images[0]) == describe_value(images[1])
-    assert describe_value(date(2026, 1, 2)) == "2026-01-02"

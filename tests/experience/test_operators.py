@@ -109,6 +109,19 @@ def test_outcome_gate_drops_groups_of_equal_outcomes_even_if_rewards_differ():
     assert rewards_of(outcome_gate([group_of(0.5, 0.6)], tolerance=0.2)) == [[]]
 
 
+def test_numbers_that_differ_by_rounding_are_equal():
+    rounded = [0.1 + 0.2, 0.3, 0.3]
+    assert rewards_of(reward_std_filter([group_of(*rounded)])) == [[]]
+    assert rewards_of(outcome_gate([group_of(*rounded)])) == [[]]
+    assert 0.9 - 0.7 > 0.2
+    assert rewards_of(outcome_gate([group_of(0.7, 0.9)], tolerance=0.2)) == [[]]
+    assert rewards_of(dapo_dynamic_sampling([group_of(*rounded)], correct_threshold=0.3)) == [[]]
+    almost = [0.7 + 0.2 + 0.1, 1.0]
+    assert almost[0] < 1 and compute_pass_rates([group_of(*almost)], None) == [1.0]
+    assert compute_pass_rates([group_of(0.1 + 0.2 - 0.3, 0.0)], None) == [0.0]
+    assert pass_rate_calculator([group_of(*almost)])[1]["valid_ratio"] == 0
+
+
 def test_dapo_keeps_groups_with_correct_and_incorrect_rollouts():
     groups = [
         group_of(1, 1), group_of(0, 0), group_of(1, 0, None),

@@ -92,7 +92,7 @@ def groups(draw) -> Group:
             failure=failure,
             response_text=draw(st.text(max_size=20)),
             duration_s=draw(numbers),
-            **draw(st.sampled_from(({}, {"parent": 0, "branch_at": 5, "num_shared_turns": 2}))),
+            **draw(st.sampled_from(({}, {"parent": 0, "branch_at": 5, "turn_owners": (0, 0)}))),
         )
         trajectories.append(trajectory)
     return Group(task=task, trajectories=tuple(trajectories))
@@ -113,7 +113,7 @@ def test_two_groups_of_one_task_stay_separate(tmp_path):
 def test_trees_are_columns_and_older_files_without_them_load(tmp_path):
     path = tmp_path / "a.parquet"
     first, second = GROUP.trajectories
-    tree = replace(GROUP, trajectories=(first, replace(second, parent=0, branch_at=3, num_shared_turns=1)))
+    tree = replace(GROUP, trajectories=(first, replace(second, parent=0, branch_at=3, turn_owners=(0,))))
     save_rollouts(path, [tree])
     table = pq.read_table(path)
     columns = ["parent", "branch_at", "num_shared_turns"]
@@ -123,6 +123,15 @@ def test_trees_are_columns_and_older_files_without_them_load(tmp_path):
     ]
     pq.write_table(table.drop_columns(columns), path)
     assert load_rollouts(path) == [GROUP]
+
+
+def test_a_branch_of_a_branch_knows_who_sampled_each_shared_turn_after_loading(tmp_path):
+    first = GROUP.trajectories[0]
+    branch = replace(first, run_index=1, parent=0, branch_at=3, turn_owners=(0,))
+    leaf = replace(first, run_index=2, parent=1, branch_at=5, turn_owners=(0, 1))
+    tree = replace(GROUP, trajectories=(first, branch, leaf))
+    save_rollouts(tmp_path / "a.parquet", [tree])
+    assert load_rollouts(tmp_path / "a.parquet") == [tree]
 
 
 def test_parquet_columns_hold_advantages_and_nulls(tmp_path):
@@ -225,7 +234,7 @@ def test_tracebacks_and_untrained_turns_are_stored(tmp_path):
     (loaded,) = load_rollouts(tmp_path / "step_000001.parquet")
     assert loaded.trajectories[0] == masked
     assert loaded.trajectories[1].failure.traceback == "Traceback ..."
-    table = load_table(tmp_path / "step_000001.parquet", ["num_turns", "num_sampled_tokens", "untrained_turns"])
+    table = load_table(tmp_path / "step_000001.parquet").select(["num_turns", "num_sampled_tokens", "untrained_turns"])
     counts = {"num_turns": 2, "num_sampled_tokens": 2 * len(TURN.sampled_ids), "untrained_turns": [1]}
     assert table.to_pylist() == [counts, {"num_turns": 0, "num_sampled_tokens": 0, "untrained_turns": None}]
 

@@ -41,7 +41,7 @@ def build_run(run_index, replies, *, parent=None, shared=0, prompt=(1, 2), failu
         failure=failure,
         parent=None if parent is None else parent.run_index,
         branch_at=None if parent is None else len(turns[shared].prompt_ids),
-        num_shared_turns=shared,
+        turn_owners=() if parent is None else (parent.turn_owners + (parent.run_index,) * shared)[:shared],
     )
 
 
@@ -84,6 +84,19 @@ def test_siblings_of_a_parent_that_an_operator_removed_share_its_turns():
     runs, advantages = share_credit(siblings, [1.0, 3.0])
     assert advantages == [(2.0, 2.0, 1.0), (2.0, 2.0, 3.0)]
     assert [[turn.is_trained for turn in run.turns] for run in runs] == [[True] * 3, [False, False, True]]
+
+
+def test_branches_of_a_removed_branch_share_the_turns_of_its_parent():
+    root, one, two, _ = build_tree()
+    three = build_run(4, [[], [], [19]], parent=one, shared=2)
+    runs, advantages = share_credit([root, two, three], [1.0, 0.0, 0.5])
+    # the first turn is that of all three, the second of `root` and `three`, which took it from `one`
+    assert advantages == [(0.5, 0.75, 1.0), (0.5, 0.0, 0.0), (0.5, 0.75, 0.5)]
+    assert [[turn.is_trained for turn in run.turns] for run in runs] == [
+        [True, True, True],
+        [False, True, True],
+        [False, False, True],
+    ]
 
 
 def test_groups_without_branches_are_unchanged():

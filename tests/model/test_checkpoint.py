@@ -27,15 +27,9 @@ from fakes import full_disk
 from killed_runs import kill_at_call
 from tiny_models import FreshConfigs
 from tunesmith.errors import StorageError
-from tunesmith.model.checkpoint import (
-    find_checkpoints,
-    find_last_checkpoint,
-    load_checkpoint,
-    remove_leftovers,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
 from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.storage import find_checkpoints, find_last_checkpoint, remove_leftovers
 
 SIZES = {
     "vocab_size": 32,

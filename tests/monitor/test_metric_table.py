@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tunesmith.monitor.learning_curve import draw_curve
-from tunesmith.monitor.metric_table import load_metric_table
+from tunesmith.monitor.metrics_log import MetricsLog
 
 RECORDS = [
     {"step": 0, "kind": "eval", "eval/test/reward": 0.25},
@@ -22,7 +22,7 @@ RECORDS = [
 def table(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    return load_metric_table(path)
+    return MetricsLog(path).to_table()
 
 
 def test_a_step_is_one_row_of_training_and_evaluation(table):
@@ -46,7 +46,7 @@ def test_the_table_converts_to_pandas_by_step(table):
 def test_the_table_prints_one_line_and_shows_as_html(table, tmp_path):
     assert repr(table) == "MetricTable: steps 0 to 2, 3 columns"
     assert "train/loss" in table._repr_html_()
-    empty = load_metric_table(tmp_path / "none.jsonl")
+    empty = MetricsLog(tmp_path / "none.jsonl").to_table()
     assert (repr(empty), empty.columns, empty.to_pandas().shape) == ("MetricTable: no steps", (), (0, 0))
     assert "no steps" in empty._repr_html_()
 

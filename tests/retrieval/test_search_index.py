@@ -17,6 +17,7 @@ from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.errors import ConfigError, DataError, StorageError
 from tunesmith.et_agent.world import generate
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
+from tunesmith.storage import locked
 
 pytestmark = needs_bm25
 
@@ -253,7 +254,9 @@ def test_a_killed_build_leaves_no_index(tmp_path):
     assert len(list(tmp_path.glob("index.tmp-*"))) == 1
     with pytest.raises(DataError, match="there is no index"):
         SearchIndex(tmp_path / "index")
-    running = tmp_path / f"index.tmp-{os.getppid()}"
-    running.mkdir()
+    with locked(tmp_path / "index.lock", tmp_path / "index"):
+        with pytest.raises(StorageError, match=f"index is locked by process {os.getpid()}"):
+            build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+        assert len(list(tmp_path.glob("index.tmp-*"))) == 1
     build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
-    assert list(tmp_path.glob("index.tmp-*")) == [running]
+    assert [path.name for path in tmp_path.glob("index*")] == ["index"]

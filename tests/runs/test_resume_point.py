@@ -8,12 +8,13 @@ import pytest
 
 from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import TunerModelConfig
-from tunesmith.commands.sft.folder import open_offline_folder
+from tunesmith.commands.sft.train import resume_training
 from tunesmith.config import SftConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.model.checkpoint import new_folder
 from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.runs.workspace import Workspace
+from tunesmith.storage import new_folder
 
 NUM_STEPS = 4
 
@@ -83,13 +84,16 @@ def test_sft_names_the_checkpoint_before_a_damaged_one(tmp_path):
     config = SftConfig.model_validate(
         {"model": {"path": "m"}, "train_dataset": {"path": "d"}, "trainer": {"learning_rate": 1e-5}}
     )
-    with open_offline_folder(config, tmp_path / "sft"):
+    with Workspace(tmp_path / "sft") as workspace:
+        assert resume_training(workspace, config) is None
         for step in (2, 4):
             with new_folder(tmp_path / f"sft/global_step_{step}", {"step": step}) as temporary:
                 (temporary / "weights").write_text(f"weights of {step}")
     (tmp_path / "sft/global_step_4/weights").write_text("weights of 5")
-    with pytest.raises(StorageError, match=r"is damaged.*move global_step_4 out of .* to resume from global_step_2"):
-        open_offline_folder(config, tmp_path / "sft")
-    (tmp_path / "sft/global_step_4").rename(tmp_path / "aside")
-    with open_offline_folder(config, tmp_path / "sft") as folder:
-        assert folder.committed_step == 2
+    with workspace:
+        with pytest.raises(
+            StorageError, match=r"is damaged.*move global_step_4 out of .* to resume from global_step_2"
+        ):
+            resume_training(workspace, config)
+        (tmp_path / "sft/global_step_4").rename(tmp_path / "aside")
+        assert resume_training(workspace, config) == tmp_path / "sft/global_step_2"

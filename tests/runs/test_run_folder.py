@@ -15,10 +15,10 @@ import pytest
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.store import save_rollouts
-from tunesmith.model.checkpoint import RUN_STATE, new_folder
+from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.runs.load_config import load_config
 from tunesmith.runs.run_folder import RunFolder, open_run_folder, resolve_run_root
-from tunesmith.storage import RunPaths, save_json, save_text
+from tunesmith.storage import RunPaths, new_folder, save_json, save_text
 
 
 def build_config(tmp_path, **changes) -> RunConfig:
@@ -260,7 +260,7 @@ def test_the_name_of_a_run_killed_before_its_first_step_is_reusable(tmp_path):
     run = open_run_folder(build_config(tmp_path))
     save_json(run.paths.evaluation(0), {})
     save_text(run.paths.metrics, '{"step": 0, "kind": "eval"}\n')
-    run.lock.close()
+    run.close()
     with open_run_folder(build_config(tmp_path, seed=1)) as run:
         assert (run.archive / "eval/step_000000.json").exists()
         assert load_config(run.paths.config).seed == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -147,6 +149,19 @@ def test_dropout_depends_on_seed_and_step_only():
     assert checkpointed[1:] == pytest.approx(one[1:], rel=1e-5)
     assert step_with_dropout(seed=6)[1] != one[1]
     assert step_with_dropout(num_steps_before=1)[1] != one[1]
+
+
+def test_minibatches_of_a_step_drop_different_values():
+    """Two equal minibatches with the same weights; the first one drops what a single one drops."""
+    one = build_demonstrations()[-1]
+    twice = [one, replace(one, group_index=9, trajectory_index=9)]
+    losses = [
+        build_trainer(build_adapted(dropout=0.4), num_minibatches=2, learning_rate=1e-30).step(samples)["train/loss"]
+        for samples in ([one], twice)
+    ]
+    assert losses[1] != pytest.approx(losses[0], rel=1e-3)
+    again = build_trainer(build_adapted(dropout=0.4), num_minibatches=2, learning_rate=1e-30)
+    assert again.step(twice)["train/loss"] == losses[1]
 
 
 def test_dropout_is_off_outside_the_loss_pass():

@@ -10,7 +10,7 @@ from torch import nn
 
 from tunesmith.config import TrainerSection
 from tunesmith.errors import ModelError
-from tunesmith.trainer.optimizer import MasterAdamW
+from tunesmith.trainer.optimizer import MasterAdamW, compute_checksum
 
 SETTINGS = TrainerSection(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.5)
 
@@ -190,3 +190,22 @@ def test_state_of_another_model_is_refused():
         optimizer.load_state_dict(state | {"exp_avg:0.weight": torch.zeros(1)})
     with pytest.raises(ModelError, match="belongs to another model"):
         optimizer.load_state_dict({key: value for key, value in state.items() if key != "master:0.weight"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_checksums_differ_where_a_weight_does(dtype):
+    weights = [torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).to(dtype), torch.zeros(5, dtype=dtype)]
+    whole = compute_checksum(weights)
+    assert compute_checksum([each.clone() for each in weights]) == whole
+    found = {whole}
+    for tensor, place in ((0, 0), (0, 1199), (1, 4)):
+        changed = [each.clone() for each in weights]
+        flat = changed[tensor].view(-1)
+        flat[place] += 2.0**-6
+        found.add(compute_checksum(changed))
+    swapped = [each.clone() for each in weights]
+    swapped[0].view(-1)[:2] = swapped[0].view(-1)[:2].flip(0)
+    found |= {compute_checksum(swapped), compute_checksum(weights[::-1])}
+    assert len(found) == 6
+    changed = [weights[0], torch.full_like(weights[1], 1e-30)]
+    assert compute_checksum(changed) == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -13,60 +12,12 @@ import pytest
 from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
 
 from tunesmith.errors import StorageError
+from tunesmith.experience.rollout_files import RolloutFiles
 from tunesmith.experience.step_files import StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS
 from tunesmith.storage import RunPaths
-from tunesmith.viewer.reading.metrics_log import Column, MetricsLog
-from tunesmith.viewer.reading.rollout_files import RolloutFiles
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
 from tunesmith.viewer.reading.run import open_runs
-
-
-def test_metrics_are_followed_line_by_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    log.refresh()
-    assert log.columns == {}
-    path.write_text('{"step": 1, "kind": "train", "a/b": 1.5}\n{"step": 2, "kind": "tra')
-    log.refresh()
-    assert list(log.columns["a/b"].values) == [1.5]
-    with path.open("a") as file:
-        file.write('in", "a/b": null}\n')
-    log.refresh()
-    assert log.columns["a/b"].thin(10) == ([1], [1.5])
-    assert log.last_step == 2
-    replaced = tmp_path / "new"
-    replaced.write_text('{"step": 1, "kind": "train", "a/b": 9.0}\n')
-    replaced.replace(path)
-    log.refresh()
-    assert list(log.columns["a/b"].values) == [9.0] and log.last_step == 1
-
-
-def test_metrics_may_differ_between_records_and_be_text(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    values = ['"b": "text"', '"b": 2', '"b": 3, "c": 4', '"c": 5', '"b": 6']
-    path.write_text("".join(f'{{"step": {step}, "kind": "train", {each}}}\n' for step, each in enumerate(values)))
-    log = MetricsLog(path)
-    log.refresh()
-    found = {name: (list(column.steps), list(column.values)) for name, column in log.columns.items()}
-    assert found == {"b": ([1, 2, 4], [2.0, 3.0, 6.0]), "c": ([2, 3], [4.0, 5.0])}
-
-
-def test_a_damaged_line_of_metrics_is_an_error(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("not json\n")
-    with pytest.raises(StorageError, match="a line is not a record"):
-        MetricsLog(path).refresh()
-
-
-def test_thinned_curves_keep_their_extremes():
-    column = Column()
-    for step in range(10_000):
-        column.steps.append(step)
-        column.values.append(100.0 if step == 5_001 else -7.0 if step == 8_765 else 0.0)
-    steps, values = column.thin(100)
-    assert len(steps) <= 102 and steps == sorted(steps) and steps[0] == 0 and steps[-1] == 9_999
-    assert max(values) == 100.0 and min(values) == -7.0
 
 
 def test_rows_come_from_merged_and_single_files(run_folder):
@@ -144,16 +95,6 @@ def test_folders_of_runs_are_found(run_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(StorageError, match="has no metrics.jsonl or comparison.json"):
         open_runs([tmp_path / "empty"])
-
-
-def test_states_of_runs(tmp_path):
-    (run,) = open_runs([write_run(tmp_path / "run")])
-    run.metrics.refresh()
-    assert run.find_state() == "finished"
-    run.metrics.last_step = 2
-    assert run.find_state() == "interrupted"
-    run.paths.error.write_text(json.dumps({"message": "x"}))
-    assert run.find_state() == "stopped"
 
 
 def test_token_text_keeps_characters_of_several_tokens_whole(run):

@@ -9,7 +9,7 @@ from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, save_rollouts
 from tunesmith.model.pocket import build_pocket_tokenizer
 from tunesmith.monitor.metrics_file import MetricsFile
-from tunesmith.storage import RunPaths, save_json, save_text
+from tunesmith.storage import DONE, RunPaths, save_json, save_text
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
@@ -94,6 +94,7 @@ def write_run(root: Path, *, num_groups: int = 2, has_merged: bool = True) -> Pa
     folder = paths.checkpoint(NUM_STEPS)
     folder.mkdir()
     TOKENIZER.save_pretrained(folder)
+    save_json(folder / DONE, {"step": NUM_STEPS})
     return root
 
 

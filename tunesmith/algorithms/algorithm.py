@@ -18,13 +18,7 @@ from tunesmith.algorithms.loss_contract import check_own_loss
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import CheckedAdvantages, OwnFunctions, replace_functions
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
-from tunesmith.algorithms.table import (
-    ALGORITHMS,
-    GROUP_RELATIVE_ADVANTAGES,
-    REWARD_ADVANTAGES,
-    ZERO_AT_EQUAL_REWARDS,
-    AlgorithmEntry,
-)
+from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
@@ -54,6 +48,10 @@ class Algorithm:
     """Whether advantages are known to only compare the rollouts of a group; False for an own advantage function."""
     reads_tokens: bool
     """Whether advantages may depend on tokens or logprobs of the rollouts; True for an own advantage function."""
+    needs_sequences: bool
+    """Whether `compute_terms` combines the tokens of a rollout."""
+    keeps_advantages: bool
+    """Whether `compute_terms` keeps each token's advantage as it is."""
     trains_zero_advantages: bool
     """Whether groups of zero advantage are trained: a KL, an entropy bonus or a regularizer has a gradient on them."""
 
@@ -61,6 +59,20 @@ class Algorithm:
     def is_supervised(self) -> bool:
         """Whether it trains on given completions: their tokens have no sampler logprobs and no advantages."""
         return self.compute_advantages is None
+
+    def find_sequence_knob(self) -> str | None:
+        """What combines the tokens of whole rollouts: the algorithm's terms, or the knob of a mean or a product."""
+        correction, mask = self.correction, self.correction.mask
+        combines = {
+            repr(self.name): self.needs_sequences,
+            f"algorithm.loss_aggregation={self.aggregation}": self.aggregation == "seq-mean-token-mean",
+            "algorithm.correction.importance=sequence": correction.importance == "sequence",
+            f"algorithm.correction.mask.level={mask and mask.level}": mask is not None and mask.level != "token",
+            f"algorithm.correction.negative_sequence_delta={correction.negative_sequence_delta}": (
+                correction.negative_sequence_delta is not None
+            ),
+        }
+        return next((knob for knob, is_combined in combines.items() if is_combined), None)
 
     def uses_importance_weights(self, *, has_older_tokens: bool) -> bool:
         """Whether a step multiplies losses by importance weights; `has_older_tokens`: older policies sampled some."""
@@ -101,8 +113,10 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         top_entropy_fraction=section.top_entropy_fraction,
         correction=section.correction,
         is_on_policy=entry.is_on_policy,
-        is_group_relative=entry.compute_advantages in GROUP_RELATIVE_ADVANTAGES,
-        reads_tokens=_reads_tokens(section, entry),
+        is_group_relative=entry.is_group_relative and entry.compute_advantages is not None,
+        reads_tokens=entry.reads_tokens or section.advantage_args.get("rank_penalty", 0) > 0,
+        needs_sequences=entry.needs_sequences,
+        keeps_advantages=entry.compute_terms is keep_advantages,
         trains_zero_advantages=_trains_zero_advantages(section, entry),
     )
     _check_section(section, algorithm)
@@ -128,10 +142,6 @@ def _bind_advantages(
     return CheckedAdvantages(bound, knob=f"algorithm.advantage={section.advantage!r}")
 
 
-def _reads_tokens(section: AlgorithmSection, entry: AlgorithmEntry) -> bool:
-    return entry.compute_advantages not in REWARD_ADVANTAGES or section.advantage_args.get("rank_penalty", 0) > 0
-
-
 def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) -> bool:
     """Whether zero-advantage groups are trained; a `std_threshold` above 0 always drops them."""
     has_other_gradient = (
@@ -141,8 +151,7 @@ def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) ->
         or section.loss_args.get("regularizer_coef", 0) > 0
     )
     drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
-    is_zero = entry.compute_advantages in ZERO_AT_EQUAL_REWARDS
-    return is_zero and has_other_gradient and not drops_by_threshold
+    return entry.drops_equal_rewards and has_other_gradient and not drops_by_threshold
 
 
 def _check_own_loss(section: AlgorithmSection, algorithm: Algorithm) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from tunesmith.algorithms.scores import BatchScores, mean_sequences, sum_sequences
 from tunesmith.config import CorrectionSection, MaskSection
+from tunesmith.metric import Mean
 
 MAX_LOG_RATIO = 20.0
 
@@ -39,15 +40,21 @@ def compute_correction_weights(
     """
     is_sampled_E = ~scores.is_expert_Q[scores.sequence_E]
     log_ratio_E = np.where(is_sampled_E, proximal_logprobs_E - sampler_logprobs_E, 0.0)
-    weights_E, metrics = np.ones(len(log_ratio_E)), {}
+    weights_E = np.ones(len(log_ratio_E))
+    metrics: dict[str, float] = {}
+    num_sampled = int(is_sampled_E.sum())
+
+    def average(values_E: np.ndarray) -> Mean:
+        return Mean(float(values_E[is_sampled_E].sum()), over=num_sampled)
+
     if is_weighted:
         ratio_E = compute_ratios(log_ratio_E, scores, level="sequence" if section.importance == "sequence" else "token")
         weights_E = ratio_E.clip(section.floor, section.cap)
-        if is_sampled_E.any():
-            metrics["correction/mean_weight"] = float(weights_E[is_sampled_E].mean())
-            metrics["correction/truncated_frac"] = float((ratio_E[is_sampled_E] > section.cap).mean())
+        if num_sampled:
+            metrics["correction/mean_weight"] = average(weights_E)
+            metrics["correction/truncated_frac"] = average(ratio_E > section.cap)
             if section.floor > 0:
-                metrics["correction/raised_frac"] = float((ratio_E[is_sampled_E] < section.floor).mean())
+                metrics["correction/raised_frac"] = average(ratio_E < section.floor)
     is_kept_E = np.ones(len(log_ratio_E), dtype=bool)
     if section.mask is not None:
         is_kept_E &= _find_within_bounds(log_ratio_E, scores, section.mask)
@@ -55,8 +62,8 @@ def compute_correction_weights(
         is_kept_E &= ~find_off_policy_tokens(
             scores, sampler_logprobs_E, advantages_E, delta=section.negative_sequence_delta
         )
-    if is_sampled_E.any() and (section.mask is not None or section.negative_sequence_delta is not None):
-        metrics["correction/masked_frac"] = float(1 - is_kept_E[is_sampled_E].mean())
+    if num_sampled and (section.mask is not None or section.negative_sequence_delta is not None):
+        metrics["correction/masked_frac"] = average(~is_kept_E)
     return np.where(is_sampled_E, weights_E * is_kept_E, 1.0), metrics
 
 

@@ -46,7 +46,13 @@ def replace_functions(entry: AlgorithmEntry, section: AlgorithmSection, own: Own
             raise ConfigError(f"{knob}={spec!r} was not loaded: pass the function as {knob.split('.')[1]}_func")
     if own.advantage is not None:
         check_signature(own.advantage, "groups", knob=f"algorithm.advantage={section.advantage!r}")
-        entry = replace(entry, compute_advantages=own.advantage)
+        entry = replace(
+            entry,
+            compute_advantages=own.advantage,
+            is_group_relative=False,
+            drops_equal_rewards=False,
+            reads_tokens=True,
+        )
     if own.loss is not None:
         check_signature(own.loss, "scores", knob=f"algorithm.loss={section.loss!r}")
         entry = replace(entry, compute_losses=own.loss, loss_args={})

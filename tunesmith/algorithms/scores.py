@@ -43,6 +43,8 @@ class BatchScores:
     reference_logprobs_E: np.ndarray | None = None
     teacher_logprobs_E: np.ndarray | None = None
     values_E: np.ndarray | None = None
+    is_unmoved_E: np.ndarray | Literal[False] = False
+    """True where the policy still is the old one, so that log-ratios are 0 but for rounding; False: nowhere."""
 
     @property
     def num_sequences(self) -> int:

@@ -110,6 +110,19 @@ class AlgorithmEntry:
     """Further needs, from the arguments that the user or the table sets."""
     is_on_policy: bool = True
     """Whether it assumes on-policy data: older data then gets truncated importance weights by default."""
+    needs_current_weights: bool = False
+    """Whether it is defined for tokens of the current weights only: the baselines of opo and remax are those of the
+    policy that is trained, and distillation compares the current policy with its teacher on its own tokens."""
+    is_group_relative: bool = True
+    """Whether advantages only compare the rollouts of a group, so that a group of one has none."""
+    drops_equal_rewards: bool = True
+    """Whether a group has zero advantage, and is dropped, if its rewards (and its baseline or turns) do not differ."""
+    reads_tokens: bool = False
+    """Whether advantages depend on tokens or logprobs, not on rewards, metrics and numbers of turns alone; those of
+    grpo do with a rank penalty."""
+    needs_sequences: bool = False
+    """Whether `compute_terms` combines the tokens of a rollout, so that a turn that branching rollouts share must be
+    trained in each of them."""
 
 
 ALGORITHMS: dict[str, AlgorithmEntry] = {
@@ -141,22 +154,32 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_ppo_clip_losses,
         needs=frozenset({"reward_parts"}),
     ),
-    "gigpo": AlgorithmEntry(compute_advantages=compute_gigpo_advantages, compute_losses=compute_ppo_clip_losses),
+    "gigpo": AlgorithmEntry(
+        compute_advantages=compute_gigpo_advantages,
+        compute_losses=compute_ppo_clip_losses,
+        is_group_relative=False,
+        reads_tokens=True,
+    ),
     "rloo": AlgorithmEntry(
         compute_advantages=compute_rloo_advantages,
         compute_terms=compute_rloo_terms,
         compute_losses=compute_ppo_clip_losses,
         aggregation="seq-mean-token-sum",
+        needs_sequences=True,
     ),
     "reinforce": AlgorithmEntry(
         compute_advantages=compute_reinforce_advantages,
         compute_losses=compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
+        is_group_relative=False,
+        drops_equal_rewards=False,
     ),
     "opo": AlgorithmEntry(
         compute_advantages=compute_opo_advantages,
         compute_losses=compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
+        needs_current_weights=True,
+        reads_tokens=True,
     ),
     "cispo": AlgorithmEntry(compute_advantages=compute_grpo_advantages, compute_losses=compute_cispo_losses),
     "gspo": AlgorithmEntry(
@@ -165,6 +188,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_gspo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
+        needs_sequences=True,
     ),
     "sapo": AlgorithmEntry(
         compute_advantages=compute_grpo_advantages,
@@ -192,6 +216,8 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_opmd_losses,
         loss_args={"tau": 0.0},
         is_on_policy=False,
+        is_group_relative=False,
+        drops_equal_rewards=False,
     ),
     "topr": AlgorithmEntry(
         compute_advantages=compute_reinforce_advantages,
@@ -200,6 +226,9 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
+        is_group_relative=False,
+        drops_equal_rewards=False,
+        needs_sequences=True,
     ),
     "rec": AlgorithmEntry(
         compute_advantages=compute_rec_advantages,
@@ -207,20 +236,32 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_rec_losses,
         find_needs=find_rec_needs,
         is_on_policy=False,
+        reads_tokens=True,
+        needs_sequences=True,
     ),
     "raft": AlgorithmEntry(
-        compute_advantages=compute_raft_advantages, compute_losses=compute_sft_losses, is_on_policy=False
+        compute_advantages=compute_raft_advantages,
+        compute_losses=compute_sft_losses,
+        is_on_policy=False,
+        is_group_relative=False,
+        drops_equal_rewards=False,
     ),
     "ppo": AlgorithmEntry(
         compute_advantages=keep_rewards,
         compute_terms=compute_ppo_terms,
         compute_losses=compute_ppo_clip_losses,
         needs=frozenset({"values"}),
+        is_group_relative=False,
+        drops_equal_rewards=False,
+        needs_sequences=True,
     ),
     "reinforceplusplus": AlgorithmEntry(
         compute_advantages=keep_rewards,
         compute_terms=compute_reinforce_plus_plus_terms,
         compute_losses=compute_ppo_clip_losses,
+        is_group_relative=False,
+        drops_equal_rewards=False,
+        needs_sequences=True,
     ),
     "reinforceplusplus_baseline": AlgorithmEntry(
         compute_advantages=compute_batch_normalized_advantages, compute_losses=compute_ppo_clip_losses
@@ -229,18 +270,26 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_advantages=compute_remax_advantages,
         compute_losses=compute_ppo_clip_losses,
         needs=frozenset({"baselines"}),
+        needs_current_weights=True,
+        is_group_relative=False,
     ),
     "on_policy_distill": AlgorithmEntry(
         compute_advantages=keep_rewards,
         compute_terms=compute_distillation_terms,
         compute_losses=compute_ppo_clip_losses,
         needs=frozenset({"teacher"}),
+        needs_current_weights=True,
+        is_group_relative=False,
+        drops_equal_rewards=False,
     ),
     "jsd": AlgorithmEntry(
         compute_advantages=keep_rewards,
         compute_terms=compute_jsd_terms,
         compute_losses=compute_ppo_clip_losses,
         needs=frozenset({"teacher"}),
+        needs_current_weights=True,
+        is_group_relative=False,
+        drops_equal_rewards=False,
     ),
     "dppo_tv": AlgorithmEntry(
         compute_advantages=compute_dr_grpo_advantages,
@@ -260,6 +309,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_gmpo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
+        needs_sequences=True,
     ),
     "luspo": AlgorithmEntry(
         compute_advantages=compute_grpo_advantages,
@@ -268,6 +318,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
+        needs_sequences=True,
     ),
     "vespo": AlgorithmEntry(
         compute_advantages=compute_dr_grpo_advantages,
@@ -277,6 +328,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
         is_on_policy=False,
+        needs_sequences=True,
     ),
     "clip_cov": AlgorithmEntry(
         compute_advantages=compute_grpo_advantages,
@@ -317,6 +369,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_preference_losses,
         needs=frozenset({"logprobs", "reference"}),
         aggregation="sum",
+        needs_sequences=True,
     ),
     "kto": AlgorithmEntry(
         compute_advantages=None,
@@ -324,6 +377,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_preference_losses,
         needs=frozenset({"logprobs", "reference"}),
         aggregation="sum",
+        needs_sequences=True,
     ),
     "orpo": AlgorithmEntry(
         compute_advantages=None,
@@ -331,6 +385,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_preference_losses,
         needs=frozenset({"logprobs"}),
         aggregation="sum",
+        needs_sequences=True,
     ),
     "simpo": AlgorithmEntry(
         compute_advantages=None,
@@ -338,47 +393,6 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_preference_losses,
         needs=frozenset({"logprobs"}),
         aggregation="sum",
+        needs_sequences=True,
     ),
 }
-
-PER_TOKEN_TERMS = frozenset(
-    {
-        keep_advantages,
-        compute_clip_cov_terms,
-        compute_kl_cov_terms,
-        compute_aepo_terms,
-        compute_distillation_terms,
-        compute_jsd_terms,
-    }
-)
-"""Terms that need no whole sequences, so that a shared turn may be trained in one rollout only."""
-
-GROUP_RELATIVE_ADVANTAGES = frozenset(
-    {
-        compute_grpo_advantages,
-        compute_multi_step_grpo_advantages,
-        compute_dr_grpo_advantages,
-        compute_bnpo_advantages,
-        compute_maxrl_advantages,
-        compute_pass_at_k_advantages,
-        compute_gdpo_advantages,
-        compute_batch_normalized_advantages,
-        compute_rloo_advantages,
-        compute_opo_advantages,
-        compute_opmd_advantages,
-        compute_rec_advantages,
-    }
-)
-"""Advantages that only compare the rollouts of a group: a group of one has none."""
-ZERO_AT_EQUAL_REWARDS = GROUP_RELATIVE_ADVANTAGES | {compute_gigpo_advantages, compute_remax_advantages}
-"""Advantages that are zero, so that the group is dropped, if the rewards of a group (and its baseline or turns) do not
-differ."""
-REWARD_ADVANTAGES = (GROUP_RELATIVE_ADVANTAGES - {compute_opo_advantages, compute_rec_advantages}) | {
-    compute_asymre_advantages,
-    compute_raft_advantages,
-    compute_reinforce_advantages,
-    compute_remax_advantages,
-    keep_rewards,
-}
-"""Advantages that are functions of rewards, metrics and numbers of turns, not of tokens or logprobs; that of grpo is
-only without a rank penalty."""

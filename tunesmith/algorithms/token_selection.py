@@ -56,8 +56,10 @@ def compute_clip_cov_terms(
 def compute_kl_cov_terms(scores: BatchScores, *, fraction: Fraction = 2e-3) -> TokenTerms:
     """Select the floor(fraction E) tokens of highest covariance (KL-Cov; Cui et al., 2025, eq. 13).
 
-    Of tokens of equal covariance the earlier ones are selected. The paper uses a fraction of 2e-3 for 7B and 2e-4 for
-    32B models. verl selects at least one token. Metric: `token_covariance`, the mean over tokens.
+    Of tokens of equal covariance the earlier ones are selected. Of these, tokens that the policy itself has just
+    sampled need no penalty: |d| has no gradient at 0, and that of its rounded value would be a sign by chance. verl
+    sets the old logprobs of such an update to the policy's for the same effect. The paper uses a fraction of 2e-3 for
+    7B and 2e-4 for 32B models. verl selects at least one token. Metric: `token_covariance`, the mean over tokens.
     """
     covariance_E = compute_token_covariances(scores)
     order = np.argsort(-covariance_E, kind="stable")
@@ -66,7 +68,7 @@ def compute_kl_cov_terms(scores: BatchScores, *, fraction: Fraction = 2e-3) -> T
     return TokenTerms(
         advantages_E=scores.advantages_E,
         weights_E=np.ones(len(covariance_E)),
-        is_selected_E=is_selected_E,
+        is_selected_E=is_selected_E & np.logical_not(scores.is_unmoved_E),
         metrics=_measure(covariance_E),
     )
 

@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.inputs import compute_digest
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.statistics import check_failures
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.policy import BuildModel, check_policy
 from tunesmith.runs.result import Result
-from tunesmith.storage import load_json, load_json_lines, save_json, save_text, storage_errors
+from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
+from tunesmith.storage import Journal, load_json_lines, save_text
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
 """Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""
-DIGEST = "digest"
 CORRECTNESS, TOOL_CALLS = "correctness", "tool_calls"
 """Ends of the names of the fields with one number for each scored rollout."""
 
@@ -70,35 +70,53 @@ def measure_pass_rates(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
     )
     tasks = rows[:max_tasks]
-    if out.exists():
-        raise ConfigError(f"{out} already exists; choose another file")
     check_policy(config.model)
     partial_file = out.with_name(f"{out.name}.part")
     batch_size = config.algorithm.batch_size
+    inputs = describe_inputs(config, rows, num_runs=num_runs, tool_keys=tool_keys)
+    with Workspace(out, is_whole=True) as workspace:
+        if out.exists():
+            raise ConfigError(f"{out} already exists; choose another file")
+        journal = workspace.open_journal(partial_file, inputs)
+        check_batches(journal, batch_size, num_values=4 if tool_keys else 2)
+        num_done = sum(map(len, journal.rows))
+        if num_done > len(tasks):
+            raise ConfigError(
+                f"{partial_file} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
+                "remove the file"
+            )
+        policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+
+        async def measure() -> None:
+            async with Dispatcher([LocalWorker(actors)]) as dispatcher:
+                for start in range(num_done, len(tasks), batch_size):
+                    part = tasks[start : start + batch_size]
+                    groups = await dispatcher.evaluate(part, size=num_runs, seed=config.seed, step=start)
+                    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
+                    records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
+                    # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
+                    journal.append([[start + offset, *each] for offset, each in enumerate(records)])
+
+        run_lockstep(measure(), config.rollout)
+        policy.close()
+        result = write_result(partial_file, tasks, field=field, out=out)
+        workspace.remove(partial_file)
+    return result
+
+
+def describe_inputs(
+    config: RunConfig, rows: Sequence[Task], *, num_runs: int, tool_keys: Sequence[str]
+) -> dict[str, Any]:
+    """What the numbers depend on, and a digest of it in the form of earlier versions, which saved nothing else."""
     settings = config.model_dump(mode="json", include=set(SETTINGS))
-    digest = compute_digest(settings, config, rows, config.experience.outcome_key, num_runs, list(tool_keys))
-    with storage_errors(partial_file, "write"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        num_done = open_partial_file(partial_file, digest, batch_size, num_values=4 if tool_keys else 2)
-    if num_done > len(tasks):
-        raise ConfigError(
-            f"{partial_file} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
-            "remove the file"
-        )
-    policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
-
-    async def measure() -> None:
-        async with Dispatcher([LocalWorker(actors)]) as dispatcher:
-            for start in range(num_done, len(tasks), batch_size):
-                part = tasks[start : start + batch_size]
-                groups = await dispatcher.evaluate(part, size=num_runs, seed=config.seed, step=start)
-                check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
-                records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
-                append_batch(partial_file, [[start + offset, *each] for offset, each in enumerate(records)])
-
-    run_lockstep(measure(), config.rollout)
-    policy.close()
-    return write_result(partial_file, tasks, field=field, out=out)
+    more = {"outcome_key": config.experience.outcome_key, "num_runs": num_runs, "tool_keys": list(tool_keys)}
+    weights, described = describe_weights(config.model.path), describe_rows(rows)
+    return {
+        "digest": compute_digest([settings, weights, described, *more.values()]),
+        "settings": settings | more,
+        "weights": weights,
+        "rows": compute_digest(described),
+    }
 
 
 def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[Task]:
@@ -125,46 +143,16 @@ def describe_groups(groups: Sequence[Group], *, outcome_key: str | None, tool_ke
     return records
 
 
-def append_batch(partial_file: Path, records: Sequence[Sequence[Any]]) -> None:
-    """Append one line: for each task its index, its pass rate, and the numbers of its rollouts if they are wanted."""
-    with storage_errors(partial_file, "write"), partial_file.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(records) + "\n")
-
-
-def open_partial_file(partial_file: Path, digest: str, batch_size: int, *, num_values: int) -> int:
-    """The number of tasks that are measured already. A file next to it has the digest of what it is measured from.
-
-    An incomplete last line is removed from the file. Raises ConfigError for a file of other settings, model or tasks.
-    """
-    digest_file = find_digest_file(partial_file)
-    if not partial_file.exists():
-        save_json(digest_file, {DIGEST: digest})
-        return 0
-    if digest_file.exists() and load_json(digest_file)[DIGEST] != digest:
-        raise ConfigError(
-            f"{partial_file} was measured with other settings, another model or other tasks; remove it to begin again, "
-            "or choose another file"
-        )
-    text = partial_file.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        partial_file.write_text(complete, encoding="utf-8")
-    batches = load_json_lines(partial_file)
-    sizes = [len(batch) for batch in batches]
-    if any(size != batch_size for size in sizes[:-1]):
-        raise ConfigError(f"{partial_file} was written with another algorithm.batch_size than {batch_size}; remove it")
-    if any(len(record) != num_values for batch in batches for record in batch):
-        raise ConfigError(f"{partial_file} was written with other tool_keys; remove it, or use the same")
-    return sum(sizes)
-
-
-def find_digest_file(partial_file: Path) -> Path:
-    """Earlier versions wrote none."""
-    return partial_file.with_name(f"{partial_file.name}.json")
+def check_batches(journal: Journal, batch_size: int, *, num_values: int) -> None:
+    """Refuse a journal with batches of another size or other numbers, which earlier versions recorded nowhere else."""
+    if any(len(batch) != batch_size for batch in journal.rows[:-1]):
+        raise ConfigError(f"{journal.path} was written with another algorithm.batch_size than {batch_size}; remove it")
+    if any(len(record) != num_values for batch in journal.rows for record in batch):
+        raise ConfigError(f"{journal.path} was written with other tool_keys; remove it, or use the same")
 
 
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
-    """Write rows with their pass rates to `out`, then remove the partial file."""
+    """Write rows with their pass rates to `out`."""
     names = (field, f"{field}_{CORRECTNESS}", f"{field}_{TOOL_CALLS}")
     records = [record[1:] for batch in load_json_lines(partial_file) for record in batch]
     rows = [
@@ -173,7 +161,4 @@ def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: 
         if values[0] is not None
     ]
     save_text(out, "".join(f"{row}\n" for row in rows))
-    with storage_errors(partial_file, "remove"):
-        partial_file.unlink()
-        find_digest_file(partial_file).unlink(missing_ok=True)
     return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))

@@ -335,7 +335,6 @@ class RunConfig(Section):
         replay = self.experience.replay
         check_staleness_knobs(
             self.rollout,
-            algorithm=self.algorithm.algorithm_type,
             replay_staleness=replay.max_staleness if replay.num_groups else None,
             has_branching=self.rollout.branching is not None,
             is_served=self.serve is not None,

@@ -26,9 +26,10 @@ class PythonToolSection(Section):
     wall_s: float = Field(default=10.0, gt=0, le=3600, allow_inf_nan=False)
     """Seconds after which a call is ended."""
     cpu_s: int = Field(default=10, ge=1, le=3600)
-    """CPU seconds of each process of a call."""
+    """CPU seconds of each process of a call; in a session, 2 s later the process is killed if its code continues."""
     memory_mb: int = Field(default=512, ge=64, le=1_000_000)
-    """Address space of each process of a call in MiB, the interpreter (about 30) and the packages included."""
+    """Address space of each process of a call in MiB (1,048,576 bytes each, not 1,000,000), the interpreter (about 30)
+    and the packages included."""
     max_processes: int = Field(default=1, ge=1, le=1000)
     """Processes of a call; with 1, code cannot start others, and CPU and memory limits hold for the whole call."""
     max_threads: int = Field(default=16, ge=0, le=1000)
@@ -36,9 +37,9 @@ class PythonToolSection(Section):
     max_open_files: int = Field(default=64, ge=16, le=4096)
     """Open files of each process."""
     max_file_mb: int = Field(default=16, ge=1, le=100_000)
-    """Size of each written file in MiB."""
+    """Size of each written file in MiB (1,048,576 bytes each)."""
     tmp_mb: int = Field(default=64, ge=1, le=100_000)
-    """Size of the private temporary folder in MiB."""
+    """Size of the private temporary folder in MiB (1,048,576 bytes each)."""
     max_output_bytes: int = Field(default=65536, ge=1024, le=100_000_000)
     """Bytes of standard output, and of standard error, after which a call is ended."""
     max_result_chars: int = Field(default=4000, ge=200)

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates
 from tunesmith.metric import Count, Max, Mean, Min
-from tunesmith.types import Group, Trajectory
+from tunesmith.types import Group, Trajectory, are_equal, is_above
 
 Operator = Callable[..., tuple[list[Group], dict[str, float]]]
 
@@ -76,7 +76,7 @@ def reward_std_filter(
 
     def has_spread(group: Group) -> bool:
         rewards = [run.reward for run in group.scored if run.reward is not None]
-        return len(set(rewards)) > 1 and pstdev(rewards) > threshold
+        return not are_equal(rewards) and pstdev(rewards) > threshold
 
     return _keep_groups(groups, has_spread)
 
@@ -91,7 +91,7 @@ def outcome_gate(
 
     def differs(group: Group) -> bool:
         outcomes = [compute_outcome(run, outcome_key) for run in group.scored]
-        return len(outcomes) == 1 or (len(outcomes) > 1 and max(outcomes) - min(outcomes) > tolerance)
+        return len(outcomes) == 1 or (len(outcomes) > 1 and is_above(max(outcomes), min(outcomes) + tolerance))
 
     return _keep_groups(groups, differs)
 
@@ -108,7 +108,7 @@ def dapo_dynamic_sampling(
 
     def is_correct(run: Trajectory) -> bool:
         value = run.metrics.get(key, run.reward)
-        return value is not None and value > correct_threshold
+        return value is not None and is_above(value, correct_threshold)
 
     return _keep_groups(groups, lambda group: len({is_correct(run) for run in group.scored}) == 2)
 

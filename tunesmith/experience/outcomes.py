@@ -12,7 +12,7 @@ from statistics import fmean
 
 from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
-from tunesmith.types import Group, Trajectory
+from tunesmith.types import Group, Trajectory, is_above
 
 
 def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
@@ -43,6 +43,11 @@ def read_metric(run: Trajectory, key: str, *, knob: str) -> float:
 def compute_pass_rates(groups: Sequence[Group], outcome_key: str | None) -> list[float | None]:
     """Per group the mean outcome of its scored rollouts, each clipped to [0, 1]; None if no rollout is scored."""
     return [
-        fmean(min(max(compute_outcome(run, outcome_key), 0.0), 1.0) for run in group.scored) if group.scored else None
+        fmean(clip_outcome(compute_outcome(run, outcome_key)) for run in group.scored) if group.scored else None
         for group in groups
     ]
+
+
+def clip_outcome(outcome: float) -> float:
+    """The outcome clipped to [0, 1]; 0 and 1 but for rounding are 0 and 1, so that a solved task has pass rate 1."""
+    return 0.0 if not is_above(outcome, 0.0) else 1.0 if not is_above(1.0, outcome) else outcome

@@ -62,6 +62,11 @@ class StepFiles:
     def find_merged(self) -> list[MergedFile]:
         return list(iter_merged(self.folder, self._format.merged))
 
+    def list_steps(self) -> list[int]:
+        """Steps that have files, in ascending order."""
+        merged = (range(each.first, each.last + 1) for each in self.find_merged())
+        return sorted(set(self.find_single()).union(*merged))
+
     def merge(self, *, committed_step: int, steps_per_file: int) -> None:
         """Merge each complete range of `steps_per_file` steps that ends at or before `committed_step`."""
         single = self.find_single()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -111,7 +112,7 @@ def load_rollouts(path: Path) -> list[Group]:
     groups = []
     for _, group_rows in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
         rows = list(group_rows)
-        trajectories = tuple(parse_row(row) for row in rows)
+        trajectories = parse_group(rows)
         baseline_reward = rows[0].get("baseline_reward")
         groups.append(Group(task=trajectories[0].task, trajectories=trajectories, baseline_reward=baseline_reward))
     return groups
@@ -122,14 +123,14 @@ def check_rollouts(path: Path) -> None:
     load_table(path)
 
 
-def load_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows that were saved as `path`; `columns` reads only these, `a.b` only field b of column a."""
+def load_table(path: Path) -> pa.Table:
+    """The rows that were saved as `path`."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
     with storage_errors(stored_path, "read"):
         try:
             with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                 check_format(stored_path, parquet.schema_arrow)
-                return parquet.read(columns) if step is None else read_step(parquet, step, columns)
+                return parquet.read() if step is None else read_step(parquet, step)
         except pa.ArrowInvalid as error:
             raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
 
@@ -140,10 +141,10 @@ def check_format(path: Path, schema: pa.Schema) -> None:
         raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
 
 
-def read_step(parquet: pq.ParquetFile, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+def read_step(parquet: pq.ParquetFile, step: int) -> pa.Table:
     """The row groups of one step."""
     found = [index for index in range(parquet.num_row_groups) if find_step(parquet, index) == step]
-    return parquet.read_row_groups(found, columns)
+    return parquet.read_row_groups(found)
 
 
 def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
@@ -252,8 +253,19 @@ def build_turn(turn: Turn) -> dict[str, Any]:
     }
 
 
+def parse_group(rows: Sequence[dict[str, Any]]) -> tuple[Trajectory, ...]:
+    """The trajectories of a group from all of its rows; a branch follows its parent."""
+    runs: dict[int, Trajectory] = {}
+    for row in rows:
+        run = parse_row(row)
+        if run.parent in runs:
+            run = replace(run, turn_owners=(runs[run.parent].turn_owners + run.turn_owners)[: run.num_shared_turns])
+        runs[run.run_index] = run
+    return tuple(runs.values())
+
+
 def parse_row(row: dict[str, Any]) -> Trajectory:
-    """The inverse of `build_row`."""
+    """The inverse of `build_row`, except that all turns that a branch shares are its parent's."""
     failure = None
     if row["failure_where"] is not None:
         failure = Failure(
@@ -274,7 +286,7 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
         duration_s=row["duration_s"],
         parent=row.get("parent"),
         branch_at=row.get("branch_at"),
-        num_shared_turns=row.get("num_shared_turns") or 0,
+        turn_owners=tuple([row["parent"]] * row["num_shared_turns"] if row.get("num_shared_turns") else ()),
     )
 
 

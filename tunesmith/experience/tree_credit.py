@@ -8,7 +8,7 @@ that of the mean advantage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -24,8 +24,10 @@ def share_credit(
     """
     if all(run.parent is None for run in trajectories):
         return list(trajectories), list(advantages)
-    run_of = {run.run_index: run for run in trajectories}
-    owners = [[find_owner(run, turn, run_of) for turn in range(len(run.turns))] for run in trajectories]
+    owners = [
+        list(enumerate(run.turn_owners + (run.run_index,) * (len(run.turns) - run.num_shared_turns)))
+        for run in trajectories
+    ]
     values: dict[tuple[int, int], list[float]] = {}
     trainers: dict[tuple[int, int], int] = {}
     for run, advantage, keys in zip(trajectories, advantages, owners, strict=True):
@@ -46,13 +48,3 @@ def share_credit(
         shared_runs.append(replace(run, turns=turns))
         shared_advantages.append(None if advantage is None else tuple(fmean(values.get(key, (0.0,))) for key in keys))
     return shared_runs, shared_advantages
-
-
-def find_owner(run: Trajectory, turn: int, run_of: Mapping[int, Trajectory]) -> tuple[int, int]:
-    """`run_index` of the rollout that sampled a turn of `run`, and the index of the turn."""
-    while turn < run.num_shared_turns:
-        assert run.parent is not None
-        if run.parent not in run_of:  # an operator removed the parent
-            return run.parent, turn
-        run = run_of[run.parent]
-    return run.run_index, turn

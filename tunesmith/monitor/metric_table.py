@@ -1,13 +1,10 @@
-"""The metrics of a run as a table with one row per step, read from metrics.jsonl."""
+"""The metrics of a run as a table with one row per step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tunesmith.monitor.metrics_file import load_metrics
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -58,12 +55,3 @@ class MetricTable:
 
     def _repr_html_(self) -> str:
         return f"<p>{self!r}</p>{self.to_pandas()._repr_html_()}"
-
-
-def load_metric_table(path: Path) -> MetricTable:
-    """Read a metrics.jsonl; the records of training and evaluation of a step become one row."""
-    rows: dict[int, dict[str, float | None]] = {}
-    for record in load_metrics(path):
-        step, _ = record.pop("step"), record.pop("kind")
-        rows.setdefault(step, {}).update(record)
-    return MetricTable(dict(sorted(rows.items())))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from tunesmith.errors import StorageError
 from tunesmith.storage import open_atomic, storage_errors
 
 Kind = Literal["train", "eval"]
+KINDS: tuple[Kind, ...] = ("train", "eval")
 TIME_PREFIX = "perf/"
 """Prefix of metrics that depend on time, and of no others: all other metrics are equal in equal runs."""
 
@@ -49,24 +50,27 @@ class MetricsFile:
 
 def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, empty if there is no file; `has_times=False` leaves out `perf/` metrics."""
+    records: list[dict[str, Any]] = []
     if not path.exists():
-        return []
-    return [
-        {key: value for key, value in record.items() if has_times or not key.startswith(TIME_PREFIX)}
-        for record in iter_metrics(path)
-    ]
-
-
-def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, one at a time."""
-    with storage_errors(path, "read"), path.open(encoding="utf-8") as file:
+        return records
+    with storage_errors(path, "read"), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return  # the write was interrupted
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
+            if not line.endswith(b"\n"):
+                break  # the write was interrupted
+            record = parse_line(line, path=path, number=number)
+            records.append(
+                {key: value for key, value in record.items() if has_times or not key.startswith(TIME_PREFIX)}
+            )
+    return records
+
+
+def parse_line(line: bytes, *, path: Path, number: int) -> dict[str, Any]:
+    """The record in a line; the error names the file and the line's number."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
+    return record
 
 
 def format_line(record: Mapping[str, Any]) -> str:

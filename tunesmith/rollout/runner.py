@@ -198,7 +198,7 @@ async def _run_attempt(
         duration_s=time.perf_counter() - started,
         parent=None if point is None else point.parent,
         branch_at=None if point is None else point.branch_at,
-        num_shared_turns=0 if point is None else min(point.num_shared_turns, len(turns)),
+        turn_owners=() if point is None else point.turn_owners[: len(turns)],
     )
     return trajectory, outcome.is_lost
 

@@ -36,8 +36,8 @@ def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
 def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout") -> dict[str, float]:
     """Rewards, failures, turns, tokens, stop reasons, and the metrics that workflows and judges return.
 
-    Returned metrics are named `rollout/<metric>/mean`, `/max` and `/min`; built-in ones have no second slash. Rewards
-    and returned metrics are over scored trajectories, tokens and turns over all.
+    Returned metrics are named `rollout/<metric>/mean`, `/max`, `/min` and `/count`; built-in ones have no second slash.
+    Rewards and returned metrics are over scored trajectories, tokens and turns over all.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
@@ -106,5 +106,6 @@ def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float
             f"{name}/mean": statistics.fmean(reported),
             f"{name}/max": max(reported),
             f"{name}/min": min(reported),
+            f"{name}/count": float(len(reported)),
         }
     return metrics

@@ -12,7 +12,7 @@ from typing import TypeVar
 from tunesmith.cluster.place import is_ray_worker
 from tunesmith.cluster.ray_launch import RayLaunch, launch_on_ray
 from tunesmith.config import RunConfig
-from tunesmith.model.checkpoint import find_last_checkpoint
+from tunesmith.runs.resume_point import describe_interruption
 from tunesmith.runs.run_folder import resolve_run_root
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def is_ray_driver(config: RunConfig) -> bool:
 
 def tune_on_ray(config: RunConfig, paths: Sequence[str], tune: Callable[[RunConfig], T]) -> T:
     """Run `tune` with the config on every rank; `paths` that exist here are needed on every host."""
-    config, num_workers = name_run(config), config.cluster.num_workers
+    named, num_workers = name_run(config), config.cluster.num_workers
     assert num_workers is not None, "cluster.launcher=ray was checked to have num_workers"
     launch = RayLaunch(
         num_workers=num_workers,
@@ -36,13 +36,9 @@ def tune_on_ray(config: RunConfig, paths: Sequence[str], tune: Callable[[RunConf
         paths=[str(Path(path).expanduser().absolute()) for path in paths if Path(path).expanduser().exists()],
     )
     try:
-        return launch_on_ray(launch, partial(run_attempt, config, tune))
+        return launch_on_ray(launch, partial(run_attempt, named, tune))
     except (KeyboardInterrupt, SystemExit):
-        checkpoint = find_last_checkpoint(resolve_run_root(config))
-        where = "interrupted before the first checkpoint"
-        if checkpoint is not None:
-            where = f"interrupted; the last checkpoint is {checkpoint}: to resume, use --resume and name={config.name}"
-        print(where, file=sys.stderr, flush=True)
+        print(describe_interruption(config, resolve_run_root(named)), file=sys.stderr, flush=True)
         raise
 
 

@@ -16,7 +16,8 @@ from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.load import LOAD_ERRORS, load_tokenizer
 from tunesmith.model.source.resolve import explain_load_error, find_model
 from tunesmith.monitor.learning_curve import draw_curve
-from tunesmith.monitor.metric_table import MetricTable, load_metric_table
+from tunesmith.monitor.metric_table import MetricTable
+from tunesmith.runs.record import RunRecord
 
 
 class Result(ABC):
@@ -61,7 +62,7 @@ class TrainingResult(Result):
     @property
     def history(self) -> MetricTable:
         """The metrics of every step, read from metrics.jsonl."""
-        return load_metric_table(self.run_folder / "metrics.jsonl")
+        return RunRecord(self.run_folder).metrics.to_table()
 
     def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the trained model and its tokenizer; `options` are arguments of `from_pretrained`."""

@@ -13,16 +13,22 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
-from tunesmith.model.checkpoint import RUN_STATE, check_complete, find_checkpoints, find_last_checkpoint
+from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.monitor.metrics_file import load_metrics
-from tunesmith.runs.load_config import load_config
-from tunesmith.storage import CHECKPOINT, RunPaths, load_json, parse_checkpoint_step, storage_errors
-
-ARCHIVE_PREFIX = "old-"
-"""Prefix of folders that hold archived files of later steps."""
+from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
+from tunesmith.runs.workspace import name_aside
+from tunesmith.storage import (
+    CHECKPOINT,
+    RunPaths,
+    check_complete,
+    load_json,
+    parse_checkpoint_step,
+    storage_errors,
+)
 
 
 def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
@@ -32,16 +38,17 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
     """
     if step == 0:
         return None
-    if step is not None and paths.checkpoint(step) not in find_checkpoints(paths.root):
-        existing = ", ".join(str(parse_checkpoint_step(each)) for each in find_checkpoints(paths.root)) or "none"
+    run = RunRecord(paths.root)
+    if step is not None and paths.checkpoint(step) not in run.checkpoints:
+        existing = ", ".join(str(parse_checkpoint_step(each)) for each in run.checkpoints) or "none"
         raise ConfigError(
             f"resume_from_step={step}: {paths.root} has no checkpoint of that step; it has {existing}; "
             "0 restarts from the beginning"
         )
-    found = find_last_checkpoint(paths.root) if step is None else paths.checkpoint(step)
+    found = run.last_checkpoint if step is None else paths.checkpoint(step)
     try:
         if step is None:
-            check_newest(paths, found)
+            check_newest(run, found)
         if found is not None:
             check_resumable(paths, found)
     except StorageError as error:
@@ -49,27 +56,11 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
     return found
 
 
-def check_newest(paths: RunPaths, found: Path | None) -> None:
+def check_newest(run: RunRecord, found: Path | None) -> None:
     """Raise if a later step than `found` was committed; without `found`, if any step was."""
-    committed, newest = find_committed_step(paths), 0 if found is None else parse_checkpoint_step(found)
+    committed, newest = run.committed_step, 0 if found is None else parse_checkpoint_step(found)
     if newest < committed:
-        raise StorageError(f"{paths.checkpoint(committed)} is missing or not complete")
-
-
-def find_committed_step(paths: RunPaths) -> int:
-    """The newest step that had a checkpoint, 0 if none.
-
-    Older folders have no `last_commit.json`; they had a checkpoint at every `save_interval_steps` before the last
-    logged step.
-    """
-    try:
-        return int(load_json(paths.last_commit)["step"])
-    except (StorageError, KeyError, TypeError, ValueError):
-        if not paths.config.is_file():
-            return 0
-    interval = load_config(paths.config).save_interval_steps
-    steps = [record["step"] for record in load_metrics(paths.metrics)]
-    return max(max(steps, default=0) - 1, 0) // interval * interval
+        raise StorageError(f"{run.paths.checkpoint(committed)} is missing or not complete")
 
 
 def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
@@ -85,7 +76,7 @@ def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
 def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
     """Advice for the user if `before` cannot be resumed."""
     step = 0
-    for checkpoint in reversed(find_checkpoints(paths.root)):
+    for checkpoint in reversed(RunRecord(paths.root).checkpoints):
         if before is not None and parse_checkpoint_step(checkpoint) > parse_checkpoint_step(before):
             continue
         try:
@@ -99,6 +90,18 @@ def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
     return f"restore it, or {way}; later steps are moved to {ARCHIVE_PREFIX}<time>/"
 
 
+def describe_interruption(config: RunConfig, root: Path) -> str:
+    """The console line of an interrupted run: its last checkpoint and how to resume."""
+    checkpoint = RunRecord(root).last_checkpoint
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f" and name={root.name}"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
+        f"(continue_from_checkpoint=true){name}"
+    )
+
+
 def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:
     """Move files of steps after `after` (of all steps if it is 0) to a new archive folder; return it.
 
@@ -108,8 +111,9 @@ def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = N
     has_metrics = any(record["step"] > after for record in load_metrics(paths.metrics))
     if not moved and not has_metrics:
         return None
-    archive = make_archive_folder(paths.root, now or datetime.now())
+    archive = name_aside(paths.root / ARCHIVE_PREFIX, now=now)
     with storage_errors(archive, "write"):
+        archive.mkdir()
         for path in moved:
             target = archive / path.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,20 +146,3 @@ def list_step_files(paths: RunPaths) -> tuple[StepFiles, ...]:
         StepFiles(paths.evaluation(0).parent, JSON_STEPS),
         StepFiles(paths.selection(0).parent, JSON_STEPS),
     )
-
-
-def make_archive_folder(root: Path, now: datetime) -> Path:
-    """Create a new archive folder, named by the time."""
-    name = f"{ARCHIVE_PREFIX}{now:%Y%m%d%H%M%S}"
-    number = 1
-    while True:
-        archive = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            with storage_errors(archive, "make"):
-                archive.mkdir()
-        except StorageError as error:
-            if not isinstance(error.__cause__, FileExistsError):
-                raise
-            number += 1
-        else:
-            return archive

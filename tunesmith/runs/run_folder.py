@@ -1,35 +1,28 @@
-"""The folder of one run: locking, resuming, and cleanup.
+"""The workspace of a run of reinforcement learning: its name, the checkpoint it resumes from, and files of later steps.
 
-`open_run_folder` is called before models load. It creates the folder, checks that it is writable, acquires its lock and
-refuses a folder that holds another run. On resuming it compares the config with the saved one and removes files that an
-interrupted run wrote after its last commit. A run that fails before its first step removes its folder.
+`open_run_folder` is called before models load. It refuses a folder that holds another run. On resuming it compares the
+config with the saved one and removes files that an interrupted run wrote after its last commit. A run that fails before
+its first step removes its folder.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from tunesmith.config import RunConfig, Section
-from tunesmith.errors import ConfigError, StorageError
-from tunesmith.model.checkpoint import remove_leftovers
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
-from tunesmith.runs.load_config import dump_config, load_config
 from tunesmith.runs.resume_point import archive_later_steps, find_resume_point, list_step_files
+from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import (
     CHECKPOINT,
     RunPaths,
     parse_checkpoint_step,
     remove_tree,
     save_json,
-    save_text,
     storage_errors,
 )
 
@@ -64,16 +57,19 @@ limits, and the number of ranks."""
 
 @dataclass(slots=True, kw_only=True)
 class RunFolder:
-    """A run folder locked by this process until `close`."""
+    """The folder of a run, locked by this process until `close`."""
 
-    paths: RunPaths
+    workspace: Workspace
     checkpoint: Path | None
     """The checkpoint that the run resumes from; None if it starts from the beginning."""
     changed_keys: tuple[str, ...]
     """Dotted keys in which a resumed run differs from its saved config; all are in `MUTABLE_KEYS`."""
     archive: Path | None
     """Folder that files of later steps were moved to; None if nothing was moved."""
-    lock: BinaryIO
+
+    @property
+    def paths(self) -> RunPaths:
+        return self.workspace.paths
 
     @property
     def committed_step(self) -> int | None:
@@ -81,7 +77,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock."""
-        self.lock.close()
+        self.workspace.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -94,8 +90,9 @@ class RunFolder:
 
 def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
     """Create or reopen the folder of a run and save its config there."""
-    paths, lock = make_run_folder(config, now=now)
+    workspace = lock_run_folder(config, now=now)
     try:
+        paths = workspace.paths
         checkpoint: Path | None = None
         changed_keys: tuple[str, ...] = ()
         if config.continue_from_checkpoint:
@@ -106,32 +103,29 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
                 "continue_from_checkpoint=true (--resume)"
             )
         if checkpoint is not None:
-            changed_keys = check_same_run(load_config(paths.config), config)
+            changed_keys = workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
         archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
-        save_text(paths.config, dump_config(config.model_copy(update={"resume_from_step": None})))
-        remove_leftovers(paths.root)
+        workspace.begin(config.model_copy(update={"resume_from_step": None}))
         paths.error.unlink(missing_ok=True)
     except BaseException:
-        lock.close()
+        workspace.close()
         raise
-    return RunFolder(paths=paths, checkpoint=checkpoint, changed_keys=changed_keys, archive=archive, lock=lock)
+    return RunFolder(workspace=workspace, checkpoint=checkpoint, changed_keys=changed_keys, archive=archive)
 
 
-def make_run_folder(config: RunConfig, *, now: datetime | None = None) -> tuple[RunPaths, BinaryIO]:
-    """Create the folder if it does not exist and acquire its lock; a run without a name always gets a new folder."""
-    root = resolve_run_root(config, now=now)
-    for number in count(2):
-        paths = RunPaths(root)
-        with storage_errors(paths.root, "write"):
-            paths.root.parent.mkdir(parents=True, exist_ok=True)
+def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> Workspace:
+    """Create the folder if it does not exist and lock it; a run without a name always gets a new folder."""
+    first = resolve_run_root(config, now=now)
+    if config.name is not None:
+        return Workspace(first).lock()
+    with storage_errors(first, "write"):
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for root in (first if number == 1 else first.with_name(f"{first.name}-{number}") for number in count(1)):
             try:
-                paths.root.mkdir(exist_ok=config.name is not None)
+                root.mkdir()
             except FileExistsError:
-                if config.name is not None:
-                    raise
-                root = root.with_name(f"{resolve_run_root(config, now=now).name}-{number}")
                 continue
-            return paths, acquire_lock(paths)
+            return Workspace(root).lock()
     raise AssertionError("unreachable: count() is infinite")
 
 
@@ -163,48 +157,6 @@ def resolve_run_root(config: RunConfig, *, now: datetime | None = None) -> Path:
     return Path(config.checkpoint_root_dir).expanduser().absolute() / config.project / name
 
 
-@contextmanager
-def locked_folder(root: Path) -> Iterator[None]:
-    """Create the folder if it does not exist, and hold its lock in the block."""
-    with storage_errors(root, "write"):
-        root.mkdir(parents=True, exist_ok=True)
-        lock = acquire_lock(RunPaths(root))
-    with lock:
-        yield
-
-
-def acquire_lock(paths: RunPaths) -> BinaryIO:
-    """Acquire the run's lock; the operating system releases it when the process exits."""
-    lock = paths.lock.open("a+b")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().decode(errors="replace").strip() or "unknown"
-        lock.close()
-        raise StorageError(
-            f"{paths.root} is locked by process {holder}: wait for it to exit, or choose another name or folder"
-        ) from error
-    except OSError:
-        lock.close()
-        raise
-    if not is_same_file(lock, paths.lock):  # the holder removed it: its run failed before the first step
-        lock.close()
-        return acquire_lock(paths)
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n".encode())
-    lock.flush()
-    return lock
-
-
-def is_same_file(file: BinaryIO, path: Path) -> bool:
-    """Whether the path still refers to the open file."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def is_used(paths: RunPaths) -> bool:
     """Whether the folder holds a finished step, or files that are not of a run."""
     if not paths.config.is_file():
@@ -230,29 +182,3 @@ def remove_empty_run(paths: RunPaths) -> None:
     if is_empty and not (paths.metrics.exists() and paths.metrics.stat().st_size):
         with storage_errors(paths.root, "remove"):
             remove_tree(paths.root)
-
-
-def check_same_run(saved: Section, config: Section, *, mutable_keys: Sequence[str] = MUTABLE_KEYS) -> tuple[str, ...]:
-    """Raise if a key outside `mutable_keys` changed; return the changed keys."""
-    before, after = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
-    changed = tuple(key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
-    refused = [key for key in changed if not is_mutable_key(key, mutable_keys)]
-    if refused:
-        listed = "; ".join(f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in refused)
-        raise ConfigError(f"this run was started with other settings: {listed}. Restore them, or choose another name")
-    return changed
-
-
-def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:
-    return any(key == each or key.startswith(f"{each}.") for each in mutable_keys)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys; an empty mapping stays a value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

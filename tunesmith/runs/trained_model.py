@@ -13,13 +13,11 @@ from typing import Any
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
-from tunesmith.model.checkpoint import DONE, check_complete, find_last_checkpoint
 from tunesmith.model.source.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 from tunesmith.model.source.resolve import find_exported
-from tunesmith.storage import CHECKPOINT, TEMPORARY, RunPaths
+from tunesmith.runs.record import RunRecord, find_run_folder
+from tunesmith.storage import CHECKPOINT, DONE, TEMPORARY, RunPaths, check_complete
 
-STAGE_MODEL = "model"
-"""Folder of the result of supervised fine-tuning or preference training."""
 GENERIC_NAMES = re.compile(r"model|merged|hf|global_step_\d+")
 """Folder names that do not identify a model."""
 
@@ -31,7 +29,7 @@ class ExportSource:
     path: str
     """Folder of the model or adapter, or a hub id."""
     adapter: AdapterFiles | None
-    run: RunPaths | None
+    run: RunRecord | None
     """The run or stage that trained it; None if unknown."""
     name: str
 
@@ -74,8 +72,9 @@ def find_model_folder(folder: Path) -> Path:
         raise ModelError(f"path={str(folder)!r} is left from an interrupted write; export a complete checkpoint")
     folder = Path(find_exported(str(folder)))
     if not is_model(folder):
-        left = folder / STAGE_MODEL
-        found = left if is_model(left) and (left / DONE).is_file() else find_last_checkpoint(folder)
+        run = RunRecord(folder)
+        is_trained = run.trained is not None and is_model(run.trained)
+        found = run.trained if is_trained else run.last_checkpoint
         if found is None:
             raise ModelError(
                 f"path={str(folder)!r} holds no model: give a folder with config.json or {ADAPTER_CONFIG}, "
@@ -91,14 +90,13 @@ def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file()
 
 
-def find_run(folder: Path) -> RunPaths | None:
+def find_run(folder: Path) -> RunRecord | None:
     """The run of a checkpoint or of a stage's model."""
-    is_inside = CHECKPOINT.fullmatch(folder.name) is not None or folder.name == STAGE_MODEL
-    run = RunPaths(folder.parent)
-    return run if is_inside and run.config.is_file() else None
+    root = find_run_folder(folder)
+    return RunRecord(root) if root != folder and RunPaths(root).config.is_file() else None
 
 
-def choose_name(folder: Path, run: RunPaths | None) -> str:
+def choose_name(folder: Path, run: RunRecord | None) -> str:
     """The last path component that identifies the model, as a valid file name."""
     paths = [run.root] if run is not None else [folder, *folder.parents]
     name = next((path.name for path in paths if path.name and not GENERIC_NAMES.fullmatch(path.name)), "model")

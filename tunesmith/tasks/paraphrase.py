@@ -23,7 +23,7 @@ import openai
 from pydantic import NonNegativeFloat, PositiveInt
 
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.storage import save_text
+from tunesmith.storage import Journal
 from tunesmith.tasks.operators import normalize, read_text
 from tunesmith.types import Task
 
@@ -59,7 +59,8 @@ def paraphrase(
     if api_key_env is not None and api_key_env not in os.environ:
         raise ConfigError(f"paraphrase: the environment variable {api_key_env} (api_key_env) is not set")
     api_key = "EMPTY" if api_key_env is None else os.environ[api_key_env]
-    cache = _load_cache(Path(cache_path))
+    journal = Journal(Path(cache_path))
+    cache = _read_replies(journal)
 
     def build_key(text: str, number: int) -> str:
         return json.dumps([model, temperature, max_tokens, number, text])
@@ -70,7 +71,7 @@ def paraphrase(
 
     def save_reply(key: str, reply: str) -> None:
         cache[key] = reply
-        _append(Path(cache_path), key, reply)
+        journal.append([key, reply])
 
     if missing:
         send = partial(_send_request, model=model, temperature=temperature, max_tokens=max_tokens)
@@ -183,24 +184,9 @@ async def _send_request(
     return choices[0].message.content or ""
 
 
-def _load_cache(path: Path) -> dict[str, str]:
-    """The cached replies; a truncated last line, left by a killed run, is removed and requested again."""
-    if not path.exists():
-        return {}
-    cache: dict[str, str] = {}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            key, text = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"paraphrase: line {number} of {path} is not a cached reply: {error}") from error
-        cache[key] = text
-    if lines[-1]:
-        save_text(path, "".join(f"{line}\n" for line in lines[:-1]))
-    return cache
-
-
-def _append(path: Path, key: str, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([key, text]) + "\n")
+def _read_replies(journal: Journal) -> dict[str, str]:
+    """The cached replies by their request."""
+    try:
+        return dict(journal.rows)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"paraphrase: a line of {journal.path} is not a cached reply: {error}") from error

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -164,20 +166,25 @@ def index_distributions(samples: Sequence[Sample], trie: Trie) -> TokenDistribut
     return TokenDistributions(samples=samples, unique=unique, index_N=index_N, starts=starts)
 
 
-def find_context(sample: Sample, time: int) -> TokenContext:
-    """The context of the token at index `time` of a sample, which was sampled in one of its turns."""
-    span = next(span for span in sample.distribution_spans if span.start <= time < span.end)
+def find_contexts(sample: Sample, time_N: Sequence[int]) -> list[TokenContext]:
+    """The contexts of tokens of a sample, at these indices, which were all sampled in one of its turns."""
+    span = next(span for span in sample.distribution_spans if span.start <= time_N[0] < span.end)
     if span.distribution.grammar and span.token_masks is None:
         raise TrainingError(
             "a token was sampled under a grammar, but the trainer has no grammar compiler to score it with: pass "
             "`grammars` to the trainer"
         )
-    return TokenContext(
-        distribution=span.distribution,
-        prompt_ids=sample.token_ids[: span.start],
-        output_ids=sample.token_ids[span.start : time],
-        token_mask=None if span.token_masks is None else span.token_masks[time - span.start],
-    )
+    prompt_ids, output_ids = sample.token_ids[: span.start], sample.token_ids[span.start : span.end]
+    return [
+        TokenContext(
+            distribution=span.distribution,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            num_outputs=time - span.start,
+            token_mask=None if span.token_masks is None else span.token_masks[time - span.start],
+        )
+        for time in time_N
+    ]
 
 
 def copy_to_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -215,9 +222,11 @@ def _split_chunks(trie: Trie, distributions: TokenDistributions, chunk_tokens: i
         for first in range(0, len(key_S), chunk_tokens):
             start, end = np.searchsorted(site_E, [first, first + chunk_tokens])
             firsts = first_event_S[first : first + chunk_tokens][: None if distribution.depends_on_context else 0]
-            contexts_S: list[TokenContext] = [
-                find_context(distributions.samples[sample], time)
-                for sample, time in zip(trie.sample_E[firsts].tolist(), trie.time_E[firsts].tolist(), strict=True)
+            sites = zip(trie.sample_E[firsts].tolist(), trie.time_E[firsts].tolist(), strict=True)
+            contexts_S = [
+                context
+                for sample, group in groupby(sites, key=itemgetter(0))
+                for context in find_contexts(distributions.samples[sample], [time for _, time in group])
             ]
             yield _ChunkArrays(
                 distribution=distribution,

@@ -7,6 +7,7 @@ change in place and keep their memory. Nothing here synchronizes with the device
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """State that torch's AdamW keeps for each parameter."""
 DITHER_CHUNK_SIZE = 2**24
 """Elements that are dithered at once; bounds the memory of the noise."""
+CHECKSUM_CHUNK_SIZE = 2**20
+"""Elements of which a checksum is computed at once."""
 NUM_SAMPLED_MATRICES, NUM_SAMPLED_ELEMENTS = 16, 256
 """Number of matrices, and of elements of each, that are compared before and after an update."""
 MIN_RELATIVE_CHANGE = 1e-9
@@ -134,6 +137,24 @@ class MasterAdamW:
         if pairs:
             parameters, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(parameters, masters)
+
+
+@torch.no_grad()
+def compute_checksum(tensors: Iterable[Tensor]) -> int:
+    """A checksum of all elements, each rounded to a multiple of about 1e-7, computed on their devices.
+
+    A weight of exactly 0 that becomes 1e-30 has not changed. Of many weights that change by less than 1e-7 some cross
+    from one multiple to the next. Each is multiplied by a pseudo-random number of its position, so that changes of
+    several weights do not cancel.
+    """
+    checksum = 0
+    for tensor in tensors:
+        factors = torch.arange(min(tensor.numel(), CHECKSUM_CHUNK_SIZE), device=tensor.device) * 0x9E3779B1 + 1
+        factors = ((factors ^ (factors >> 15)) * 0x2C1B3C6D).int() | 1
+        for part in tensor.detach().flatten().split(CHECKSUM_CHUNK_SIZE):
+            bits = (part.float() + 1).view(torch.int32)
+            checksum = (checksum * 0x100000001B3 + int((bits * factors[: len(part)]).sum())) % 2**64
+    return checksum
 
 
 def find_trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -130,6 +130,7 @@ def prepare_update(
     proximal: ProximalScores | None = None,
     step_terms: StepTerms | None = None,
     newest_version: int | None = None,
+    is_first: bool = False,
     step: int = 0,
     ranks: Ranks = Ranks(),
 ) -> PreparedUpdate:
@@ -137,8 +138,9 @@ def prepare_update(
 
     The ratio in the loss is against the sampler's logprobs, which on fresh data equal those of the proximal policy up
     to rounding; with `proximal.is_weighted` it is against the proximal policy. `step_terms` replaces `compute_terms`.
-    Sampler and trainer must agree on tokens of `newest_version` (None: the newest in the samples). Samples and rows are
-    those of this rank; what depends on all tokens of the update is computed over those of all ranks.
+    Sampler and trainer must agree on tokens of `newest_version` (None: the newest in the samples). `is_first`: no
+    update of this step has moved the policy. Samples and rows are those of this rank; what depends on all tokens of the
+    update is computed over those of all ranks.
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
@@ -156,6 +158,8 @@ def prepare_update(
     share = measure_share(ranks, algorithm, own, columns["is_newest"]) if is_fresh else None
     gathered = gather_scores(ranks if share is None else Ranks(), own, find_trajectories(samples, events), columns)
     scores, columns = gathered.scores, dict(gathered.columns)
+    if is_first:
+        scores = replace(scores, is_unmoved_E=(columns["is_newest"] > 0) | is_weighted)
     terms = algorithm.compute_terms(scores) if step_terms is None else step_terms.replace_terms(columns)
     inputs, metrics = compute_inputs(
         scores, terms, columns, algorithm, norm_length=norm_length, is_weighted=is_weighted, proximal=proximal

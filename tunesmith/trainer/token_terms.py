@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.scores import keep_advantages
 
 
 def can_weigh_in_loss_pass(algorithm: Algorithm) -> bool:
     """Whether importance weights depend on the token alone, and nothing else needs logprobs before the loss pass."""
     correction = algorithm.correction
     return (
-        has_own_terms(algorithm)
+        algorithm.keeps_advantages
         and correction.importance != "sequence"
         and correction.mask is None
         and "logprobs" not in algorithm.needs
     )
 
 
-def has_own_terms(algorithm: Algorithm) -> bool:
-    """Whether `compute_terms` keeps each token's advantage as it is."""
-    return getattr(algorithm.compute_terms, "func", None) is keep_advantages
-
-
 def has_own_inputs(algorithm: Algorithm) -> bool:
     """Whether all inputs of fresh tokens, but for the counts that the loss is divided by, are those of each token."""
     correction = algorithm.correction
     return (
-        has_own_terms(algorithm)
+        algorithm.keeps_advantages
         and correction.mask is None
         and correction.negative_sequence_delta is None
         and algorithm.top_entropy_fraction == 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -49,6 +50,7 @@ from tunesmith.trainer.metrics import (
     count_row_tokens,
     read_totals,
 )
+from tunesmith.trainer.optimizer import compute_checksum
 from tunesmith.trainer.packing import pack_samples, split_minibatches
 from tunesmith.trainer.policy_versions import gather_facts, has_older_tokens
 from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
@@ -63,6 +65,7 @@ from tunesmith.trainer.scoring_pass import (
     score_logprobs,
 )
 from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
+from tunesmith.trainer.sharding.sharded_model import get_local
 from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.trainer.token_terms import can_weigh_in_loss_pass
 from tunesmith.types import Sample
@@ -181,7 +184,8 @@ class Trainer:
             if self._ranks.is_any(bool(rows)):
                 part = None if proximal is None else proximal.select(indices)
                 terms = None if step_terms is None else step_terms.select(indices)
-                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
+                number = len(updates)
+                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, number=number)
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
         self._host_work.finish()
@@ -204,6 +208,11 @@ class Trainer:
         if self._reference is not None:
             state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
+
+    def compute_checksum(self) -> int:
+        """A checksum of the trained weights, of this rank's part if they are sharded."""
+        trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return compute_checksum(get_local(each) if isinstance(each, DTensor) else each for each in trainable)
 
     def take_times(self) -> dict[str, float]:
         """Seconds since the last call in which this rank waited for others and communicated; {} on a single rank."""
@@ -297,13 +306,15 @@ class Trainer:
         learning_rate: float,
         policy_version: int | None,
         *,
-        is_first: bool,
+        number: int,
     ) -> Update:
+        """Update `number` of the step, from 0."""
+        is_first = number == 0
         self._optimizer.clear_gradients()
         has_checkpointing = self._settings.has_gradient_checkpointing
         with compiled_layers(*self._compiled):
-            prepared = self._prepare(samples, rows, proximal, step_terms, policy_version)
-            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
+            prepared = self._prepare(samples, rows, proximal, step_terms, policy_version, is_first=is_first)
+            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout(number):
                 totals = self._run(samples, rows, prepared)
         self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
@@ -349,6 +360,8 @@ class Trainer:
         proximal: ProximalScores | None = None,
         step_terms: StepTerms | None = None,
         policy_version: int | None = None,
+        *,
+        is_first: bool = False,
     ) -> PreparedUpdate:
         return prepare_update(
             self._model,
@@ -361,6 +374,7 @@ class Trainer:
             proximal=proximal,
             step_terms=step_terms,
             newest_version=policy_version,
+            is_first=is_first,
             step=self.num_steps,
             ranks=self._ranks,
         )
@@ -379,9 +393,9 @@ class Trainer:
             after_row=self._host_work.advance,
         )
 
-    def _active_dropout(self) -> AbstractContextManager[None]:
-        """Context with the adapter's dropout active, seeded by the step."""
-        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps)).generate_state(1).tolist()
+    def _active_dropout(self, number: int) -> AbstractContextManager[None]:
+        """Context with the adapter's dropout active, seeded by the step and the update in it."""
+        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
     def _adapt_kl_coef(self, update: Update, samples: Sequence[Sample]) -> None:

@@ -86,7 +86,7 @@ def list_kinds(answers: Answers) -> Iterator[tuple[str, Iterator[Query]]]:
     yield "lists of groups", ((f"step/{number}/{step}", {}) for number, step in iter_steps(runs))
     yield (
         "choices of selectors",
-        ((f"selection/{number}/{step}", {}) for number, step in iter_steps(runs) if runs[number].list_selected_steps()),
+        ((f"selection/{number}/{step}", {}) for number, step in iter_steps(runs) if runs[number].has_selection),
     )
     yield "rollouts of failures", iter_failed_groups(answers)
     yield "groups with their rollouts", iter_groups(runs)
@@ -94,7 +94,7 @@ def list_kinds(answers: Answers) -> Iterator[tuple[str, Iterator[Query]]]:
 
 def choose_steps(run: Run) -> list[int]:
     """At most `MAX_STEPS` steps of a run, newest first, the first and the last among them."""
-    steps = run.files.list_steps()
+    steps = run.rollouts.list_steps()
     if len(steps) > MAX_STEPS:
         steps = [steps[round(index * (len(steps) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)]
     return steps[::-1]
@@ -120,7 +120,7 @@ def iter_groups(runs: Sequence[Run]) -> Iterator[Query]:
 def iter_failed_groups(answers: Answers) -> Iterator[Query]:
     """The group of the newest failure of each cause."""
     for number, run in enumerate(answers.runs):
-        for cause in answers.get(f"failures/{number}", {})["causes"] if run.files.list_steps() else ():
+        for cause in answers.get(f"failures/{number}", {})["causes"] if run.rollouts.list_steps() else ():
             yield from iter_group(answers.runs, number, cause["example"]["step"], cause["example"]["group"])
 
 
@@ -146,7 +146,7 @@ def list_unchosen(runs: Sequence[Run]) -> list[str]:
     """What is left out of every report of these runs."""
     lines = []
     for run in runs:
-        num_steps = len(run.files.list_steps())
+        num_steps = len(run.rollouts.list_steps())
         if num_steps > MAX_STEPS:
             lines.append(f"{num_steps - MAX_STEPS} of {num_steps} steps of {run.name}")
     sets = list_evaluations(runs)["sets"]

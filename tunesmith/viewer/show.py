@@ -33,12 +33,12 @@ class Wanted:
 
 def choose_run(runs: Sequence[Run]) -> Run:
     """The first run with rollouts: the folder of a pipeline or demo also has fine-tuning runs, which have none."""
-    return next((run for run in runs if run.files.list_steps()), runs[0])
+    return next((run for run in runs if run.rollouts.list_steps()), runs[0])
 
 
 def print_step(run: Run, step: int | None, wanted: Wanted, *, console: Console | None = None) -> None:
     """Print the rollouts of a step, the newest by default; StorageError if the run has none."""
-    steps = run.files.list_steps()
+    steps = run.rollouts.list_steps()
     if not steps:
         raise StorageError(f"{run.root} has no rollouts")
     if step is not None and step not in steps:

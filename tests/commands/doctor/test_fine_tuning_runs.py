@@ -53,6 +53,6 @@ def test_a_destructive_learning_rate(finetune):
 
 def test_overfitting(finetune):
     rows = [(f"What is {n}?", f"{n * 7919 % 10007} {n * 104729 % 10007}") for n in range(32)]
-    diagnosis = finetune(rate=1e-2, rows=rows, num_epochs=12, eval_fraction=0.25, evaluation_interval_steps=6)
+    diagnosis = finetune(rate=2e-2, rows=rows, num_epochs=12, eval_fraction=0.25, evaluation_interval_steps=6)
     (finding,) = [each for each in diagnosis.findings if each.check == "evaluation-loss"]
     assert finding.severity == "note" and finding.settings == {"num_epochs": 11}

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import tunesmith
 from tunesmith import AlgorithmConfig, JudgeOutput, WorkflowOutput
 from tunesmith.cli import app
 from tunesmith.commands.doctor.diagnose import OFFLINE_CHECKS, RL_CHECKS, SHARED_CHECKS, diagnose
-from tunesmith.commands.doctor.record import load_record
+from tunesmith.commands.doctor.record import open_run
 from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError
 
@@ -56,17 +57,18 @@ def test_a_healthy_run_has_no_finding_but_figures(healthy):
 
 
 def test_rollouts_of_merged_files_are_read_by_columns(healthy):
-    record = load_record(healthy.folder)
+    record = open_run(healthy.folder)
     assert len(list((healthy.folder / "rollouts").iterdir())) == 4
-    assert record.list_rollout_steps() == list(range(1, 13))
+    assert record.rollouts.list_steps() == list(range(1, 13))
     for step in (3, 12):
-        table = record.load_rollouts(step, ("task_id", "turns.stop_reason"))
+        table = record.rollouts.read_table(step, ("task_id", "turns.stop_reason"))
         assert table.num_rows == 16 and table.column_names == ["task_id", "turns"]
         assert {key for row in table.to_pylist() for turn in row["turns"] for key in turn} == {"stop_reason"}
 
 
 def test_the_command_prints_text_or_json_and_exits_with_status_0(run, monkeypatch):
-    monkeypatch.setattr("tunesmith.cli.doctor.run_guarded", lambda work, is_debug: work())
+    # the package has the command of the same name
+    monkeypatch.setattr(import_module("tunesmith.cli.doctor"), "run_guarded", lambda work, is_debug: work())
     folder = run(steps=1).folder
     printed = CliRunner().invoke(app, ["doctor", str(folder)])
     assert printed.exit_code == 0 and "error: truncation: " in printed.output and "  change: " in printed.output
@@ -104,6 +106,7 @@ def test_running_interrupted_and_finished_runs_are_distinguished(run):
         assert diagnose(folder).state == "running"
     assert diagnose(folder).state == "finished"
     (folder / "run.lock").write_text("999999999\n")
+    (folder / "last_commit.json").unlink()
     (folder / "global_step_1").rename(folder / "moved")
     diagnosis = diagnose(folder)
     assert diagnosis.state == "interrupted"
@@ -127,7 +130,7 @@ def test_the_error_that_stopped_a_run_is_recorded_until_it_is_resumed(run, tmp_p
     )
     error = json.loads((diagnosis.folder / "error.json").read_text())
     assert (error["step"], error["error"]) == (2, "RolloutError") and "the judge broke" in error["message"]
-    assert diagnosis.state == "stopped" and diagnosis.findings[0].check == "stopped"
+    assert diagnosis.state == "failed" and diagnosis.findings[0].check == "stopped"
     is_broken[0] = False
     run("save_interval_steps=1", "continue_from_checkpoint=true", steps=2, judge_func=judge, workflow_func=ask_briefly)
     assert not (diagnosis.folder / "error.json").exists()
@@ -139,7 +142,7 @@ def test_configs_of_earlier_versions_are_read_without_what_is_refused_now(run):
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("  group_size: 4", "  group_size: 4\n  removed_knob: 3"))
     config.write_text(config.read_text().replace("  page_size: 16", "  page_size: 0"))
-    record = load_record(folder)
+    record = open_run(folder)
     assert isinstance(record.config, RunConfig)
     assert record.config.algorithm.group_size == 4 and record.config.engine.page_size == 16
 

@@ -38,7 +38,7 @@ def load(tmp_path, monkeypatch):
 
 
 def test_the_only_note_on_the_demo_is_that_its_tasks_are_solved(load, tmp_path):
-    (tmp_path / "global_step_40").mkdir()
+    (tmp_path / "last_commit.json").write_text('{"step": 40}')
     (note,) = load("demo_run/metrics.jsonl").findings
     assert (note.check, note.severity) == ("equal-rewards", "note")
     assert "all rollouts get the highest reward" in note.problem

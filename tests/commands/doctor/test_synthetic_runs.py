@@ -7,6 +7,7 @@ groups. Each has a counterpart just within its limit.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -24,22 +25,36 @@ from tunesmith.commands.doctor.finding import Finding, Passed
 from tunesmith.commands.doctor.in_flight import find_dropped_groups
 from tunesmith.commands.doctor.lengths import find_length_growth
 from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import open_run
 from tunesmith.commands.doctor.rewards import find_reward_trend, find_small_batch
-from tunesmith.commands.doctor.series import Series, compute_slope_t, find_longest_streak, split_ends
+from tunesmith.commands.doctor.series import compute_slope_t, find_longest_streak, split_ends
 from tunesmith.commands.doctor.speed import find_stragglers
 from tunesmith.config import ModelSection, RunConfig
+from tunesmith.monitor.metrics_file import format_line
+from tunesmith.monitor.metrics_log import Series
+from tunesmith.runs.load_config import dump_config
 
 RISING = np.linspace(0, 1, 40)
 
 
-def build_record(metrics, **settings):
-    values = {name: np.broadcast_to(np.asarray(value, float), (40,)) for name, value in metrics.items()}
-    config = RunConfig(model=ModelSection(path="m"), **settings)
-    steps = np.arange(1, 41)
-    return RunRecord(
-        config=config, train={name: Series(name=name, steps=steps, values=each) for name, each in values.items()}
-    )
+@pytest.fixture
+def build_record(tmp_path):
+    """Writes a run folder with metrics of 40 steps, or of `num_steps`; returns its record."""
+    numbers = itertools.count()
+
+    def build(metrics, *, num_steps=40, **settings):
+        root = tmp_path / str(next(numbers))
+        root.mkdir()
+        (root / "config.yaml").write_text(dump_config(RunConfig(model=ModelSection(path="m"), **settings)))
+        values = {name: np.broadcast_to(np.asarray(value, float), (num_steps,)) for name, value in metrics.items()}
+        lines = []
+        for index in range(num_steps):
+            of_step = {name: each[index] if math.isfinite(each[index]) else None for name, each in values.items()}
+            lines.append(format_line({"step": index + 1, "kind": "train"} | of_step))
+        (root / "metrics.jsonl").write_text("".join(lines))
+        return open_run(root)
+
+    return build
 
 
 def noise(size=0.01):
@@ -101,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_check_finds_its_failure_and_accepts_what_is_just_within_its_limit(case):
+def test_a_check_finds_its_failure_and_accepts_what_is_just_within_its_limit(case, build_record):
     check, failing, healthy = CASES[case]
     record = build_record(failing)
     finding = check(record)
@@ -112,7 +127,7 @@ def test_a_check_finds_its_failure_and_accepts_what_is_just_within_its_limit(cas
     assert isinstance(passed, Passed) and passed.check == finding.check and passed.figure
 
 
-def test_numbers_that_are_not_finite_are_an_error():
+def test_numbers_that_are_not_finite_are_an_error(build_record):
     losses = np.ones(40)
     losses[7] = math.nan
     finding = find_gradients(build_record({"train/loss": losses, "train/grad_norm": 1.0}))
@@ -120,25 +135,24 @@ def test_numbers_that_are_not_finite_are_an_error():
     assert finding.settings["model.dtype"] == "float32"
 
 
-def test_a_flat_reward_is_reported_after_fifty_steps_only():
+def test_a_flat_reward_is_reported_after_fifty_steps_only(build_record):
     def judge(number):
-        steps, values = np.arange(1, number + 1), 0.3 + 0.05 * (-1.0) ** np.arange(number)
-        names = {"rollout/reward_mean": values, "rollout/reward_min": values * 0, "rollout/reward_max": values * 0 + 1}
-        train = {name: Series(name=name, steps=steps, values=each) for name, each in names.items()}
-        return find_reward_trend(RunRecord(config=RunConfig(model=ModelSection(path="m")), train=train))
+        values = 0.3 + 0.05 * (-1.0) ** np.arange(number)
+        names = {"rollout/reward_mean": values, "rollout/reward_min": 0.0, "rollout/reward_max": 1.0}
+        return find_reward_trend(build_record(names, num_steps=number))
 
     assert "has not changed beyond its noise in 60 steps" in judge(60).problem
     assert isinstance(judge(40), Passed)
 
 
-def test_rewards_are_not_compared_when_tasks_are_chosen_by_difficulty():
+def test_rewards_are_not_compared_when_tasks_are_chosen_by_difficulty(build_record):
     falling = UNSOLVED | {"rollout/reward_mean": 0.8 - 0.6 * RISING}
     selector = {"selector_type": "difficulty_based"}
     record = build_record(falling, train_dataset={"path": "d", "task_selector": selector})
     assert find_reward_trend(record) is None
 
 
-def test_stale_groups_are_reported_with_the_knobs_of_replay():
+def test_stale_groups_are_reported_with_the_knobs_of_replay(build_record):
     metrics = {
         "experience/num_replayed_groups": 24, "algorithm/num_trained_groups": 32, "correction/truncated_frac": 0.3,
     }  # fmt: skip
@@ -153,7 +167,7 @@ def test_stale_groups_are_reported_with_the_knobs_of_replay():
 @pytest.mark.parametrize(
     ("staleness", "settings"), [(1, {"rollout.max_staleness": 2}), (4, {"rollout.max_concurrency": 160})]
 )
-def test_dropped_groups_are_reported_with_the_knobs_of_staleness(staleness, settings):
+def test_dropped_groups_are_reported_with_the_knobs_of_staleness(staleness, settings, build_record):
     rollout = {"max_staleness": staleness, "max_concurrency": 512}
     algorithm = {"batch_size": 16, "group_size": 4}
     record = build_record({"staleness/num_dropped_groups": 2.0}, rollout=rollout, algorithm=algorithm)
@@ -170,7 +184,7 @@ def test_dropped_groups_are_reported_with_the_knobs_of_staleness(staleness, sett
 SLOW = {"perf/trajectory_s_max": 40.0, "perf/trajectory_s_mean": 3.0, "perf/rollout_s": 41.0, "perf/step_s": 45.0}
 
 
-def test_waits_for_slow_rollouts_suggest_rollouts_in_flight_where_the_run_can_have_them():
+def test_waits_for_slow_rollouts_suggest_rollouts_in_flight_where_the_run_can_have_them(build_record):
     record = build_record(SLOW)
     finding = find_stragglers(record)
     assert finding.settings == {"rollout.timeout_s": 26.0, "rollout.max_staleness": 1}
@@ -187,7 +201,7 @@ def test_waits_for_slow_rollouts_suggest_rollouts_in_flight_where_the_run_can_ha
     assert isinstance(find_stragglers(build_record(SLOW, rollout={"max_staleness": 1})), Passed)
 
 
-def test_checks_without_their_metrics_do_not_apply():
+def test_checks_without_their_metrics_do_not_apply(build_record):
     record = build_record({"train/num_updates": 1.0})
     for check, *_ in CASES.values():
         assert check(record) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from contextlib import closing
 
 import pytest
 from typer.testing import CliRunner
@@ -24,8 +23,7 @@ from tunesmith.commands.eval.sample_scores import (
 )
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.load import load_tokenizer
-from tunesmith.runs.run_folder import acquire_lock
-from tunesmith.storage import RunPaths
+from tunesmith.runs.workspace import Workspace
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 AGENT = """
@@ -270,10 +268,9 @@ def test_tasks_that_change_after_a_kill_are_evaluated_again(workplace):
 
 
 def test_two_evaluations_cannot_write_one_folder(workplace):
-    (workplace / "out").mkdir()
-    with closing(acquire_lock(RunPaths(workplace / "out"))):
-        failed = run_eval("eval.yaml", "--out", "out", expected_status=1)
-    assert f"out is locked by process {os.getpid()}" in failed.output
+    with Workspace(workplace / "out"):
+        refused = run_eval("eval.yaml", "--out", "out", expected_status=1)
+    assert f"out is locked by process {os.getpid()}: wait for it to exit, or choose another folder" in refused.output
     assert not (workplace / "called").exists()
     run_eval("eval.yaml", "--out", "out")
 
@@ -282,7 +279,8 @@ def test_a_comparison_of_other_models_is_not_overwritten(workplace):
     run_eval("eval.yaml", "--out", "out")
     table = (workplace / "out/comparison.md").read_text()
     failed = run_eval("run.yaml", "--model", "first=two", "--out", "out", expected_status=1)
-    assert "holds a comparison of other models (first, second)" in failed.output
+    assert "out was made with other settings: models.first was" in failed.output
+    assert f"models.second was '{workplace / 'two'}', is None. Restore them, or choose another output" in failed.output
     assert (workplace / "out/comparison.md").read_text() == table
     run_eval("eval.yaml", "--out", "out", "--seed", "5")
     assert (workplace / "out/comparison.md").read_text() != table

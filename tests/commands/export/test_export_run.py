@@ -23,6 +23,7 @@ from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.model.checkpoint import save_checkpoint
 from tunesmith.model.load import load_model
 from tunesmith.runs.load_config import build_section, dump_config
+from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import save_link
 
 IDS = torch.tensor([[1, 17, 300, 5, 42, 42, 99, 260, 8, 2, 31]])
@@ -229,10 +230,10 @@ def test_an_existing_export_is_reused_and_another_is_refused(source, tmp_path):
     written = (first.hf / "model.safetensors").stat().st_mtime_ns
     assert run_export(settings, out_dir=tmp_path / "out") == first
     assert (first.hf / "model.safetensors").stat().st_mtime_ns == written
-    with pytest.raises(StorageError, match="already holds another export"):
+    with pytest.raises(ConfigError, match=r"out was made with other settings: license was 'unknown', is 'mit'\."):
         run_export(ExportSection(path=str(copy), license="mit"), out_dir=tmp_path / "out")
     os.utime(copy / "model.safetensors", ns=(1, 1))
-    with pytest.raises(StorageError, match="already holds another export"):
+    with pytest.raises(ConfigError, match=r"other settings: source\.files\.model\.safetensors was \["):
         run_export(settings, out_dir=tmp_path / "out")
 
 
@@ -247,17 +248,23 @@ def test_a_damaged_export_is_an_error(source, tmp_path):
 def test_folders_with_other_files_are_left_unchanged(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("keep", encoding="utf-8")
-    with pytest.raises(StorageError, match="already holds something else: choose another folder"):
+    with pytest.raises(
+        StorageError, match=r"already holds no DONE.json, but other files \(thesis.txt\): choose another folder"
+    ):
         run_export(ExportSection(path=str(source)), out_dir=tmp_path / "out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "keep"
 
 
 def test_temporary_folders_of_killed_exports_are_removed_and_of_running_ones_kept(source, tmp_path):
-    dead, living = tmp_path / "out.tmp-99999999", tmp_path / f"out.tmp-{os.getppid()}"
-    for folder in (dead, living):
-        (folder / "hf").mkdir(parents=True)
-    run_export(ExportSection(path=str(source)), out_dir=tmp_path / "out")
-    assert list_tree(tmp_path)[:1] == ["out"] and not dead.exists() and living.exists()
+    settings, temporary = ExportSection(path=str(source)), tmp_path / "out.tmp-99999999"
+    (temporary / "hf").mkdir(parents=True)
+    with Workspace(tmp_path / "out", is_whole=True):
+        temporary.mkdir()
+        with pytest.raises(StorageError, match=f"out is locked by process {os.getpid()}"):
+            run_export(settings, out_dir=tmp_path / "out")
+        assert temporary.exists()
+    run_export(settings, out_dir=tmp_path / "out")
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import yaml
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
 
 from tunesmith.commands.eval.results import compute_evaluation
+from tunesmith.commands.export.model_card import describe_method
 from tunesmith.commands.export.run import run_export
-from tunesmith.config import ExportSection, LoraSection, RunConfig, SftConfig
+from tunesmith.config import ExportSection, LoraSection, PreferenceConfig, RunConfig, SftConfig
 from tunesmith.model.checkpoint import save_checkpoint
 from tunesmith.model.load import load_model
 from tunesmith.monitor.metrics_file import MetricsFile
 from tunesmith.runs.load_config import build_section, dump_config
+from tunesmith.runs.record import RunRecord
 from tunesmith.storage import save_json
 from tunesmith.types import Group, Task, Trajectory
 
@@ -137,3 +139,22 @@ def test_the_card_of_gguf_files_has_the_divergence_of_each_type(tmp_path):
     assert front["library_name"] == "gguf" and "llama-cli -m tiny-f16.gguf" in text
     figures = report.checks["gguf/tiny-q8_0.gguf"]
     assert f"| tiny-q8_0.gguf | {figures['kl_mean']:.4g} | {figures['kl_max']:.4g} |" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (RunConfig(model={"path": "m"}), "reinforcement learning (multi_step_grpo)"),
+        (
+            SftConfig(model={"path": "m"}, train_dataset={"path": "d"}, trainer={"learning_rate": 1e-5}),
+            "supervised fine-tuning",
+        ),
+        (
+            PreferenceConfig(model={"path": "m"}, train_dataset={"path": "d"}, algorithm_type="kto"),
+            "preference optimization (kto)",
+        ),
+    ],
+)
+def test_the_method_is_that_of_the_kind_of_run(tmp_path, config, method):
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert describe_method(RunRecord(tmp_path)) == method

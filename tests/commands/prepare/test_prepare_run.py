@@ -273,7 +273,9 @@ def test_the_same_settings_reuse_the_folder_and_others_are_refused(prepare, data
     again = prepare()
     assert again == first
     assert again.train_path.stat().st_mtime_ns == before
-    with pytest.raises(StorageError, match=r"prepared with other settings \(seed, style\)"):
+    with pytest.raises(
+        ConfigError, match=r"out was made with other settings: seed was 42, is 1; style was 'all', is 'last'. "
+    ):
         prepare(style="last", seed=1)
 
 
@@ -281,7 +283,7 @@ def test_changed_input_rows_are_detected(prepare, data):
     prepare(eval_data={"path": str(data)})
     train = (data / "train.jsonl").read_text()
     write(data / "train.jsonl", [make_row(7)])
-    with pytest.raises(StorageError, match="was prepared from other rows in data"):
+    with pytest.raises(ConfigError, match="settings: the content of data changed; the content of eval_data changed"):
         prepare(eval_data={"path": str(data)})
     (data / "train.jsonl").write_text(train)
     assert prepare(eval_data={"path": str(data)}).num_train == 2
@@ -295,7 +297,7 @@ def test_a_damaged_or_incomplete_folder_is_an_error(prepare, tmp_path):
     with pytest.raises(StorageError, match=r"train.jsonl is damaged: it has 3 bytes"):
         prepare()
     (report.folder / "DONE.json").unlink()
-    with pytest.raises(StorageError, match=r"incomplete or not a prepared folder \(no DONE.json\)"):
+    with pytest.raises(StorageError, match=r"already holds no DONE.json, but other files \(report.json, train.jsonl\)"):
         prepare()
     (tmp_path / "empty").mkdir()
     assert prepare(out="empty").num_train == 2

@@ -17,8 +17,7 @@ from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_config import build_section
-from tunesmith.runs.run_folder import acquire_lock
-from tunesmith.storage import RunPaths
+from tunesmith.runs.workspace import Workspace
 
 MAKER = """
 import json
@@ -293,8 +292,7 @@ def test_a_run_resumes_only_if_the_changed_settings_may_change(copied):
 
 
 def test_two_commands_cannot_write_one_pipeline(workdir):
-    (workdir / "out").mkdir()
-    with acquire_lock(RunPaths(workdir / "out")):
+    with Workspace(workdir / "out"):
         assert "is locked by process" in run(expected_status=1)
 
 

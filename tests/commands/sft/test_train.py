@@ -30,10 +30,10 @@ from tunesmith.config import (
 )
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.adapters.dropout import find_dropouts
-from tunesmith.model.checkpoint import find_checkpoints
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.load_config import build_section, dump_config, load_section
+from tunesmith.storage import find_checkpoints
 
 QUIET = {"trackers": (), "has_progress": False}
 

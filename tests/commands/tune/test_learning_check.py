@@ -81,6 +81,20 @@ def test_an_update_that_rounds_to_zero_is_reported(run, capsys):
     assert "step 1 changed nothing: the update rounds to zero at learning rate 1e-15" in first
 
 
+@pytest.mark.parametrize(
+    ("knob", "cause"),
+    [
+        ("trainer.learning_rate=1e-30", "learning rate 1e-30: raise trainer.learning_rate"),
+        ("trainer.max_grad_norm=1e-30", "trainer.max_grad_norm=1e-30: raise it"),
+    ],
+)
+def test_a_run_that_ends_with_the_weights_it_began_with_says_so(run, capsys, knob, cause):
+    """Single updates are compared on every tenth step only, the weights of the last step with those of the first."""
+    result = run(knob, "total_steps=3")
+    assert result.num_steps == 3 and not result.has_learned
+    assert read_warnings(capsys)[-1] == f"{SUMMARY}: 3 x the update rounds to zero at {cause}"
+
+
 @pytest.mark.parametrize("knob", ["model.max_model_len=2", "engine.kv_cache_tokens=2"])
 def test_lengths_too_small_for_any_prompt_are_refused(run, tmp_path, knob):
     with pytest.raises(ConfigError, match=r"=2 is too small for a reply.*the shortest prompt .* has \d+ tokens"):

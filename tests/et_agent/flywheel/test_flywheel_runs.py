@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -12,12 +13,13 @@ from forked_programs import start_forked_programs
 from tunesmith.commands.run.check import check_stage
 from tunesmith.commands.run.plan import PlannedStage
 from tunesmith.config import FlywheelConfig
-from tunesmith.errors import ConfigError, DataError, RolloutError
+from tunesmith.errors import ConfigError, DataError, RolloutError, StorageError
 from tunesmith.et_agent.flywheel.journal import Plan, Record
 from tunesmith.et_agent.flywheel.run import run_flywheel
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, plan_iteration
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import build_section
+from tunesmith.runs.workspace import Workspace
 
 FUNCTIONS = """
 from pathlib import Path
@@ -51,6 +53,7 @@ from pathlib import Path
 from tunesmith.config import FlywheelConfig
 from tunesmith.et_agent.flywheel.run import run_flywheel
 from tunesmith.runs.load_config import build_section
+from tunesmith.runs.workspace import Workspace
 from tunesmith.rollout.chat_model import ChatModel
 
 config = build_section(FlywheelConfig, json.loads(Path("values.json").read_text()))
@@ -185,23 +188,31 @@ def test_answers_that_change_are_not_joined_with_trajectories_judged_before(valu
     train = tmp_path / "train.jsonl"
     rows = train.read_text()
     train.write_text("".join(json.dumps({**json.loads(row), "answer": "-1"}) + "\n" for row in rows.splitlines()))
-    with pytest.raises(ConfigError, match="its questions changed"):
+    with pytest.raises(ConfigError, match="other settings: the content of questions changed"):
         run(values, tmp_path / "out")
     train.write_text(rows)
     journal = tmp_path / "out" / "attempts.jsonl"
     header, rest = journal.read_text().split("\n", 1)
-    old = {key: value for key, value in json.loads(header).items() if key != "questions"}
+    old = {key: value for key, value in json.loads(header).items() if key in ("digest", "seed")}
     journal.write_text(json.dumps(old) + "\n" + rest)
     run(values, tmp_path / "out")  # written by an earlier version
 
 
 def test_attempts_of_other_settings_are_not_continued(values, tmp_path):
     run(values | {"num_iterations": 0}, tmp_path / "out")
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match="attempts.jsonl was made with other settings: seed was 42, is 5"):
         run(values | {"num_iterations": 0, "seed": 5}, tmp_path / "out")
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Other?", "answer": "1"}) + "\n")
-    with pytest.raises(ConfigError, match="other attempts"):
+    with pytest.raises(ConfigError, match="the content of questions changed"):
         run(values | {"num_iterations": 0}, tmp_path / "out")
+
+
+def test_two_flywheels_cannot_write_one_folder(values, tmp_path):
+    with (
+        Workspace(tmp_path / "out"),
+        pytest.raises(StorageError, match=f"out is locked by process {os.getpid()}"),
+    ):
+        run(values, tmp_path / "out")
 
 
 def test_failures_are_counted_and_too_many_end_the_run_without_a_wrong_answer(values, tmp_path):

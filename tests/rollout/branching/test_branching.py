@@ -47,6 +47,9 @@ async def test_a_branch_shares_its_parents_turns_and_repeats_no_call_of_its_pare
         assert all(own is other for own, other in zip(run.turns[:shared], parent.turns[:shared], strict=True))
         assert run.turns[shared].prompt_ids == parent.turns[shared].prompt_ids
         assert run.branch_at == len(run.turns[shared].prompt_ids)
+        for turn, owner in enumerate(run.turn_owners):
+            sampler = group.trajectories[owner]
+            assert sampler.num_shared_turns <= turn and sampler.turns[turn] == run.turns[turn]
         assert run.turns[shared].sampled_ids != parent.turns[shared].sampled_ids
         assert len(run.turns) == NUM_ROUNDS + 1
         num_shared += shared

@@ -63,7 +63,7 @@ def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Traje
             reward=REWARDS[turns[0].sampled_ids[0], turns[1].sampled_ids[0]],
             parent=None if point is None else point.parent,
             branch_at=None if point is None else point.branch_at,
-            num_shared_turns=0 if point is None else point.num_shared_turns,
+            turn_owners=() if point is None else point.turn_owners,
         )
 
     branching = Branching(section=section, vocab_size=2)

@@ -4,49 +4,47 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
-from types import SimpleNamespace
+import socket
+import threading
 
 import pytest
 
-from tunesmith.tools.python import worker
-from tunesmith.tools.python.worker_process import WorkerProcess
+from tunesmith.config import PythonToolSection
+from tunesmith.tools.python.call import Call, Child, Control
+from tunesmith.tools.python.child import READY
+from tunesmith.tools.python.folder import SandboxFolder
+from tunesmith.tools.python.snippet import OK
+from tunesmith.tools.python.worker import CONTINUE, DONE, STOP, Report
 
 
-@pytest.fixture
-def pipe():
-    """Makes pipes with some bytes in them."""
-    opened = []
-
-    def build(data=b""):
-        ends = os.pipe()
-        for end in ends:
-            os.set_blocking(end, False)
-        opened.extend(ends)
-        os.write(ends[1], data)
-        return ends
-
-    yield build
-    for end in opened:
-        os.close(end)
+def answer_command(far):
+    if far.recv(1) == CONTINUE:
+        assert far.recv(1) == STOP
+    else:
+        far.sendall(bytes(Report(kind=DONE)))
 
 
 @pytest.mark.parametrize("is_session", [False, True])
-def test_a_worker_reads_an_answer_before_it_looks_at_the_time(pipe, monkeypatch, is_session):
-    answered, output = next(iter(worker.OUTCOMES)), pipe(b"42")[0]
-    child = SimpleNamespace(
-        pid=None, code=pipe()[1], status_pipe=pipe(answered)[0], stdout=output, stderr=pipe()[0], wait_status=None,
-        wait_ready=lambda: None, poll=lambda: False,
-    )  # fmt: skip
-    now = itertools.chain([0.0, 0.0], itertools.repeat(1000.0))
-    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    config = {"wall_s": 1.0, "is_session": is_session, "max_output_bytes": 100, "cpu_s": 1, "tmp": "/", "tmp_mb": None}
-    answer = worker.Call(config, child, b"print(42)").run(pipe()[0], pipe()[0])
-    assert (answer["outcome"], answer["stdout"]) == (worker.OUTCOMES[answered], "42")
-
-
-def test_the_pool_reads_an_answer_before_it_looks_at_the_time(pipe):
-    worker_process = WorkerProcess.__new__(WorkerProcess)
-    worker_process._process = SimpleNamespace(stdout=SimpleNamespace(fileno=lambda: answer))
-    answer = pipe(b"abcd")[0]
-    assert worker_process._read(4, time.monotonic() - 1) == b"abcd"
+def test_an_answer_is_read_before_the_time_is_looked_at(tmp_path, is_session):
+    """This test is the worker and the code; the clock says that the limit is long past."""
+    near, far = socket.socketpair()
+    with near, far:
+        control = Control(near, timeout_s=10)
+        child = Child(control)
+        _, files, _, _ = socket.recv_fds(far, 1, 4)
+        _, stdout, _, status = files
+        clock = itertools.chain([0.0, 0.0], itertools.repeat(1000.0))
+        call = Call(
+            child, control, "print(42)", PythonToolSection(wall_s=1), folder=SandboxFolder(str(tmp_path), max_mb=None),
+            is_session=is_session, clock=lambda: next(clock),
+        )  # fmt: skip
+        os.write(stdout, b"42")
+        os.write(status, READY + call.number + OK)
+        worker = threading.Thread(target=answer_command, args=(far,))
+        worker.start()
+        answer = call.run(start_timeout_s=10)
+        worker.join()
+        assert (answer.outcome, answer.stdout) == ("ok", "42")
+        child.close()
+        for fd in files:
+            os.close(fd)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tunesmith.tools.python.seccomp import (
+    ALLOWED_ARGUMENTS,
+    ALWAYS,
     CLONE,
     CLONE3,
-    FORK_CALLS,
-    HOST_CALLS,
-    KERNEL_CALLS,
-    PRLIMIT,
+    WITHOUT_NAMESPACES,
+    WITHOUT_PROCESSES,
     build_filter,
 )
 
@@ -59,9 +59,9 @@ def test_decisions(machine, can_fork, can_start_threads, is_only_barrier):
     program = build_filter(
         can_fork=can_fork, can_start_threads=can_start_threads, is_only_barrier=is_only_barrier, machine=machine
     )
-    denied = {*KERNEL_CALLS} | ({*HOST_CALLS} if is_only_barrier else set()) | (set() if can_fork else {*FORK_CALLS})
-    numbers = {calls[column] for name, calls in (KERNEL_CALLS | HOST_CALLS | FORK_CALLS).items() if name in denied}
-    special = {CLONE[column], CLONE3[column], PRLIMIT[column]}
+    denied = ALWAYS | (WITHOUT_NAMESPACES if is_only_barrier else {}) | ({} if can_fork else WITHOUT_PROCESSES)
+    numbers = {each[column] for each in denied.values()}
+    special = {CLONE[column], CLONE3[column], *(each[column] for each, _ in ALLOWED_ARGUMENTS.values())}
     for number in set(range(600)) - special:
         expected = EPERM if number in numbers else ALLOW
         assert decide(program, architecture=architecture, number=number) == expected, number
@@ -74,15 +74,25 @@ def test_decisions(machine, can_fork, can_start_threads, is_only_barrier):
     for namespace in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
         assert clone(namespace | 17) == clone(namespace | 0x10000) == EPERM
     assert decide(program, architecture=architecture, number=CLONE3[column]) == ENOSYS
-    assert decide(program, architecture=architecture, number=PRLIMIT[column], argument=0) == ALLOW
-    assert decide(program, architecture=architecture, number=PRLIMIT[column], argument=1) == EPERM
-    for numbers, allowed, forbidden in (
-        ((72, 25), (0, 1, 2, 3, 4, 1030), (8, 10, 15)),
-        ((16, 29), (0x5401,), (0x8901,)),
+
+    def call(name, first, second=0):
+        number = ALLOWED_ARGUMENTS[name][0][column]
+        return decide(program, architecture=architecture, number=number, argument=first, second=second)
+
+    for allowed in (
+        [("prlimit64", 0)],
+        [("fcntl", 3, command) for command in (0, 1, 2, 3, 4, 6, 7, 1027, 1030, 1031, 1032)],
+        [("ioctl", 3, request) for request in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)],
+        [("socketpair", 1, kind) for kind in (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)],
     ):
-        for values, expected in ((allowed, ALLOW), (forbidden, EPERM)):
-            for value in values:
-                assert decide(program, architecture=architecture, number=numbers[column], second=value) == expected
+        assert {call(*each) for each in allowed} == {ALLOW}
+    for refused in (
+        [("prlimit64", 1), ("prlimit64", 0xFFFFFFFF)],
+        [("fcntl", 3, command) for command in (5, 8, 10, 15, 36, 37, 38, 1024, 1026, 1033, 1036, 1038)],
+        [("ioctl", 3, request) for request in (0x5412, 0x541C, 0x8901, 0x8902, 0x40086602, 0x401C5820, 0xC0045877)],
+        [("socketpair", 1, kind) for kind in (2, 3, 5, 2 | 0o2000000)] + [("socketpair", 30, 1), ("socketpair", 16, 1)],
+    ):
+        assert {call(*each) for each in refused} == {EPERM}
 
 
 def test_foreign_architectures_and_the_x32_interface_are_refused():
@@ -101,8 +111,9 @@ def test_numbers_are_those_of_the_kernel(machine):
     listed = {name: int(number) for name, number in re.findall(
         r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()
     )}  # fmt: skip
-    calls = KERNEL_CALLS | HOST_CALLS | FORK_CALLS | {"clone": CLONE, "clone3": CLONE3, "prlimit64": PRLIMIT}
-    newest = max(listed.values())
+    calls = ALWAYS | WITHOUT_NAMESPACES | WITHOUT_PROCESSES | {"clone": CLONE, "clone3": CLONE3}
+    calls |= {name: numbers for name, (numbers, _) in ALLOWED_ARGUMENTS.items()}
+    newest = max(number for name, number in listed.items() if name != "syscalls")
     for name, numbers in calls.items():
         number = numbers[ARCHITECTURES[machine][0]]
         if number is None or number <= newest:

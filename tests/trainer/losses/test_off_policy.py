@@ -157,7 +157,7 @@ def test_proximal_scores_are_those_of_the_step_start_in_every_minibatch():
     three, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7, learning_rate=1e-2, num_minibatches=3)
     assert one["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(three["train/ppo_kl"]) > 1e-4
-    assert three["correction/mean_weight"] == pytest.approx((2 + 1 + 1) / 3, rel=1e-4)
+    assert three["correction/mean_weight"] == pytest.approx(one["correction/mean_weight"], rel=1e-4)
 
 
 def test_adaptive_kl_coef_is_updated_and_resumed():
@@ -199,3 +199,45 @@ def test_adaptive_kl_coef_is_updated_and_resumed():
 def test_options_without_effect_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         build_trainer(algorithm=AlgorithmSection(**changes))
+
+
+KL_COV = {"algorithm_type": "kl_cov", "terms_args": {"fraction": 0.5}}
+PACKINGS = [{}, {"has_prefix_sharing": False}, {"max_tokens_per_row": 25}]
+
+
+def step_kl_cov(samples: list[Sample], *, coef: float = 1.0, **settings):
+    section = AlgorithmSection(**KL_COV, loss_args={"penalty_coef": coef})
+    return build_trainer(build_trainable(dtype=torch.float32), section, **settings).step(samples)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_kl_cov_penalizes_no_rounding_of_tokens_that_the_policy_itself_sampled(packing):
+    """Before the policy moves d is 0 by definition; its rounded value has a sign, which depends on packing."""
+    samples = score(build_trainable(dtype=torch.float32), build_samples())
+    found, plain = step_kl_cov(samples, **packing), step_kl_cov(samples, coef=0.0)
+    assert found["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)
+    assert found["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-5)
+    assert found["train/kl_cov_frac"] == 0
+
+
+def test_kl_cov_penalizes_what_later_updates_and_older_policies_moved():
+    model = build_trainable(dtype=torch.float32)
+    later = step_kl_cov(score(model, build_samples()), num_minibatches=2)
+    assert later["train/kl_cov_frac"] > 0
+    mixed = build_mixed(model, shift=-0.7)
+    plain = AlgorithmSection(**KL_COV, correction={"importance": "none"})
+    step = build_trainer(build_trainable(dtype=torch.float32), plain).step(mixed, policy_version=4)
+    assert step["train/kl_cov_frac"] > 0
+    # with importance weights the ratio is against the policy at the start of the step, which has not moved
+    step = build_trainer(build_trainable(dtype=torch.float32), AlgorithmSection(**KL_COV)).step(mixed, policy_version=4)
+    assert step["train/kl_cov_frac"] == 0 and step["correction/mean_weight"] > 1
+
+
+def test_metrics_of_the_correction_are_means_over_the_tokens_of_a_step_with_one_update_or_several():
+    """Without a change of the weights; minibatches have unequal numbers of tokens."""
+    section = AlgorithmSection(**GRPO, correction={"mask": {"level": "token", "low": 0.9, "high": 1.1}})
+    one, _ = run_step(section, shift=-0.7, learning_rate=1e-30)
+    three, _ = run_step(section, shift=-0.7, learning_rate=1e-30, num_minibatches=3)
+    names = [name for name in one if name.startswith("correction/")]
+    assert names == ["correction/mean_weight", "correction/truncated_frac", "correction/masked_frac"]
+    assert {name: three[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-6)

@@ -14,6 +14,7 @@ from pydantic import PositiveFloat
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_groups
 from tunesmith.errors import ConfigError
+from tunesmith.types import are_equal, is_above
 
 
 def compute_reinforce_advantages(groups: Sequence[Sequence[RunOutcome]], *, baseline: float = 0.0) -> Advantages:
@@ -28,9 +29,7 @@ def compute_rloo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
     unbiased (Kool et al., 2019).
     """
 
-    def leave_one_out(rewards: list[float]) -> list[float] | None:
-        if len(set(rewards)) == 1:
-            return None
+    def leave_one_out(rewards: list[float]) -> list[float]:
         total, num_others = math.fsum(rewards), len(rewards) - 1
         return [reward - (total - reward) / num_others for reward in rewards]
 
@@ -47,7 +46,7 @@ def compute_opo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages
     for group in groups:
         lengths = [sum(map(len, run.turn_logprobs)) for run in group]
         scored = [(run.reward, n) for run, n in zip(group, lengths, strict=True) if run.reward is not None and n > 0]
-        if len({reward for reward, _ in scored}) <= 1:
+        if are_equal([reward for reward, _ in scored]):
             advantages.append([None] * len(group))
             continue
         baseline = math.fsum(reward * n for reward, n in scored) / sum(n for _, n in scored)
@@ -70,9 +69,7 @@ def compute_opmd_advantages(
     if baseline == "mean" and tau != 1.0:
         raise ConfigError(f"tau={tau:g} has no effect with baseline='mean': set baseline='logavgexp', or leave tau out")
 
-    def subtract(rewards: list[float]) -> list[float] | None:
-        if len(set(rewards)) == 1:
-            return None
+    def subtract(rewards: list[float]) -> list[float]:
         if baseline == "mean":
             value = math.fsum(rewards) / len(rewards)
         else:
@@ -110,6 +107,10 @@ def compute_rec_advantages(
     at random. The random generator is seeded with the group's logprobs, so a repeated or resumed run drops the same
     ones.
     """
+    if not std_normalize and epsilon != 1e-6:
+        raise ConfigError(
+            f"epsilon={epsilon:g} has no effect without std_normalize: set it to true, or leave epsilon out"
+        )
     advantages: Advantages = []
     for group in groups:
         kept = _select_balanced(group) if drop == "balance" else [run.reward is not None for run in group]
@@ -129,7 +130,12 @@ def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_rewar
     for group in groups:
         best = max((run.reward for run in group if run.reward is not None), default=0.0)
         is_selected = best > 0 if min_reward is None else best >= min_reward
-        advantages.append([1.0 if is_selected and run.reward == best else None for run in group])
+        advantages.append(
+            [
+                1.0 if is_selected and run.reward is not None and not is_above(best, run.reward) else None
+                for run in group
+            ]
+        )
     return advantages
 
 
@@ -137,16 +143,14 @@ def _select_balanced(group: Sequence[RunOutcome]) -> list[bool]:
     """Which rollouts to keep so that at most half of them are below the mean of the group."""
     rewards = [run.reward for run in group if run.reward is not None]
     mean = math.fsum(rewards) / max(len(rewards), 1)
-    below = [index for index, run in enumerate(group) if run.reward is not None and run.reward < mean]
+    below = [index for index, run in enumerate(group) if run.reward is not None and is_above(mean, run.reward)]
     num_surplus = max(2 * len(below) - len(rewards), 0)
     rng = random.Random(repr([run.turn_logprobs for run in group]))
     dropped = set(rng.sample(below, num_surplus))
     return [run.reward is not None and index not in dropped for index, run in enumerate(group)]
 
 
-def _normalize(rewards: list[float], std_normalize: bool, epsilon: float) -> list[float] | None:
-    if len(set(rewards)) == 1:
-        return None
+def _normalize(rewards: list[float], std_normalize: bool, epsilon: float) -> list[float]:
     mean = math.fsum(rewards) / len(rewards)
     std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
     return [(reward - mean) / (std + epsilon if std_normalize else 1.0) for reward in rewards]

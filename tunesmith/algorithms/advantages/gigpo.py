@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
 from tunesmith.errors import ConfigError
+from tunesmith.types import are_equal
 
 
 def compute_gigpo_advantages(
@@ -101,7 +102,7 @@ def _compute_turn_advantages(
 
 def _normalize(values: Sequence[float], fnorm: str, epsilon: float) -> list[float]:
     """(x - mean) / (scale + epsilon), scale the sample std or 1; exact zeros if all values are equal."""
-    if len(set(values)) <= 1:
+    if are_equal(values):
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from tunesmith.errors import ConfigError
-from tunesmith.types import RunAdvantage
+from tunesmith.types import RunAdvantage, are_equal, is_above
 
 Advantages = list[list[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
@@ -90,7 +90,7 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
     Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2. The paper's second change is the aggregation
     (`seq-mean-token-sum-norm`).
     """
-    return map_groups(groups, _subtract_mean_if_different)
+    return map_groups(groups, _subtract_mean)
 
 
 def compute_maxrl_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -102,15 +102,13 @@ def compute_maxrl_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantag
     paper's estimator of order n keeps the baseline there. Rewards must not be negative.
     """
     lowest = min((run.reward for group in groups for run in group if run.reward is not None), default=0.0)
-    if lowest < 0:
+    if is_above(0.0, lowest):
         raise ConfigError(
             f"algorithm_type='maxrl' divides by the mean reward and needs rewards of at least 0, got {lowest:g}: shift "
             "them in the judge, or choose grpo"
         )
 
-    def normalize(rewards: list[float]) -> list[float] | None:
-        if len(set(rewards)) == 1:
-            return None
+    def normalize(rewards: list[float]) -> list[float]:
         mean = math.fsum(rewards) / len(rewards)
         return [(reward - mean) / mean for reward in rewards]
 
@@ -127,7 +125,7 @@ def compute_batch_normalized_advantages(
     advantage is zero. The paper also subtracts the mean of R - mean over the batch, which is zero. Each rollout counts
     once (verl and OpenRLHF count each token, so long rollouts weigh more).
     """
-    return normalize_over_batch(map_scored(groups, _subtract_mean_if_different), groups, epsilon=epsilon)
+    return normalize_over_batch(map_scored(groups, _subtract_mean), groups, epsilon=epsilon)
 
 
 def normalize_over_batch(
@@ -157,16 +155,14 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
     means = [_compute_mean([run.reward for run in group if run.reward is not None]) for group in groups]
     known = [mean for mean in means if mean is not None]
     rewards = [run.reward for group in groups for run in group if run.reward is not None]
-    if rewards and not 0 <= min(rewards) <= max(rewards) <= 1:
+    if rewards and (is_above(0.0, min(rewards)) or is_above(max(rewards), 1.0)):
         raise ConfigError(
             f"algorithm_type='bnpo' needs rewards from 0 to 1, got {min(rewards):g} to {max(rewards):g}: scale them "
             "in the judge, or choose grpo"
         )
     a, b = fit_beta(known)
 
-    def normalize(rewards: list[float]) -> list[float] | None:
-        if len(set(rewards)) == 1:
-            return None
+    def normalize(rewards: list[float]) -> list[float]:
         density = compute_beta_density(math.fsum(rewards) / len(rewards), 1 + a / 3, 1 + b / 3)
         return [value / density for value in _subtract_mean(rewards)]
 
@@ -176,7 +172,7 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> Advantages:
-    """Apply `compute` to each group's scored rewards; None, or a single scored rollout, drops the group."""
+    """Apply `compute` to each group's scored rewards; None, or rewards that do not differ, drop the group."""
     return [list(row) for row in map_scored(groups, compute)]
 
 
@@ -187,7 +183,7 @@ def map_scored(
     advantages: list[list[float | None]] = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
-        values = compute(rewards) if len(rewards) > 1 else None
+        values = None if are_equal(rewards) else compute(rewards)
         remaining = iter(values if values is not None else [None] * len(rewards))
         advantages.append([None if run.reward is None else next(remaining) for run in group])
     return advantages
@@ -238,10 +234,6 @@ def _subtract_mean(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def _subtract_mean_if_different(rewards: Sequence[float]) -> list[float] | None:
-    return _subtract_mean(rewards) if len(set(rewards)) > 1 else None
-
-
 def _compute_advantages(
     groups: Sequence[Sequence[RunOutcome]],
     weights: Sequence[Sequence[int]],
@@ -255,7 +247,7 @@ def _compute_advantages(
     advantages: list[list[float | None]] = []
     for group, pairs in zip(groups, observed, strict=True):
         mean, std = _compute_mean_and_std(pairs)
-        if _has_no_variance(pairs) or std <= std_threshold:
+        if are_equal([reward for reward, _ in pairs]) or std <= std_threshold:
             advantages.append([None] * len(group))
         else:
             scale = (batch_std if is_batch else std) + epsilon
@@ -266,11 +258,6 @@ def _compute_advantages(
 def _select_observed(group: Sequence[RunOutcome], weights: Sequence[int]) -> list[tuple[float, int]]:
     """Reward and weight of the scored rollouts with positive weight."""
     return [(r.reward, w) for r, w in zip(group, weights, strict=True) if r.reward is not None and w > 0]
-
-
-def _has_no_variance(pairs: Sequence[tuple[float, int]]) -> bool:
-    """Compares rewards instead of the std, which rounding can make positive for equal rewards."""
-    return len({reward for reward, _ in pairs}) <= 1
 
 
 def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from pydantic import PositiveFloat
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_scored, normalize_over_batch
 from tunesmith.errors import ConfigError
+from tunesmith.types import are_equal
 
 
 def compute_gdpo_advantages(
@@ -40,7 +41,7 @@ def compute_gdpo_advantages(
                 None if total is None else total + weight * (value or 0.0)
                 for total, value in zip(row, added, strict=True)
             ]
-    rows = [row if any(row) else [None] * len(row) for row in rows]
+    rows = [[None] * len(row) if are_equal([value for value in row if value is not None]) else row for row in rows]
     return normalize_over_batch(rows, groups, epsilon=epsilon)
 
 
@@ -68,9 +69,7 @@ def _read_part(run: RunOutcome, name: str) -> RunOutcome:
     return RunOutcome(reward=float(run.metrics[name]), num_turns=run.num_turns)
 
 
-def _normalize(values: Sequence[float], epsilon: float) -> list[float] | None:
-    if len(set(values)) == 1:
-        return None
+def _normalize(values: Sequence[float], epsilon: float) -> list[float]:
     mean = math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
     return [(value - mean) / (std + epsilon) for value in values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
-from tunesmith.types import RunAdvantage
+from tunesmith.types import RunAdvantage, are_equal
 
 
 def keep_rewards(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -23,7 +23,9 @@ def compute_remax_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantag
 
 
 def _subtract_baseline(group: Sequence[RunOutcome]) -> list[RunAdvantage]:
-    row: list[RunAdvantage] = [
+    compared = [reward for run in group for reward in (run.reward, run.baseline_reward) if reward is not None]
+    if are_equal(compared):
+        return [None] * len(group)
+    return [
         None if run.reward is None or run.baseline_reward is None else run.reward - run.baseline_reward for run in group
     ]
-    return row if any(row) else [None] * len(group)

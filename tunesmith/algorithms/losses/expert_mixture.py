@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, compute_ppo_clip_losses
 from tunesmith.algorithms.scores import BatchScores, TokenTerms
+from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -40,6 +41,11 @@ def compute_chord_terms(
 
     The defaults are those of CHORD-phi: a constant 0.1. CHORD-mu decays from 0.9 to 0.05.
     """
+    if mu_decay_steps == 0 and mu_valley not in (0.1, mu_peak):
+        raise ConfigError(
+            f"mu_valley={mu_valley:g} has no effect with mu_decay_steps=0, where mu stays at mu_peak={mu_peak:g}: set "
+            "mu_decay_steps, or leave mu_valley out"
+        )
     mu = compute_mu(
         scores.step, peak=mu_peak, valley=mu_valley, num_warmup_steps=mu_warmup_steps, num_decay_steps=mu_decay_steps
     )

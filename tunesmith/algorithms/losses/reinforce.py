@@ -38,7 +38,7 @@ def compute_kl_cov_losses(scores: TokenScores, *, penalty_coef: NonNegativeFloat
     """-A r, plus coef |d| at the tokens that `compute_kl_cov_terms` selects (Cui et al., 2025, KL-Cov, eq. 14).
 
     |d| is the estimate of KL(old, policy) of the paper's listing 1; it has no gradient at d = 0. Metric: `kl_cov_frac`,
-    the share of selected tokens.
+    the share of penalized tokens.
     """
     assert scores.is_selected_N is not None
     log_ratio_N = clamp_log_ratio(scores.logprobs_N - scores.old_logprobs_N)

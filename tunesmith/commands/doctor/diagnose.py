@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tunesmith.commands.doctor.drift import (
     find_entropy,
@@ -20,7 +20,7 @@ from tunesmith.commands.doctor.fine_tuning import find_evaluation_loss, find_los
 from tunesmith.commands.doctor.in_flight import find_dropped_groups
 from tunesmith.commands.doctor.lengths import find_length_growth, find_refused_prompts, find_truncation
 from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
-from tunesmith.commands.doctor.record import RunRecord, find_run_folder, load_record
+from tunesmith.commands.doctor.record import CheckedRun, open_run
 from tunesmith.commands.doctor.rewards import find_equal_rewards, find_reward_trend, find_small_batch
 from tunesmith.commands.doctor.samples import find_branches, find_repeated_tasks
 from tunesmith.commands.doctor.speed import (
@@ -31,9 +31,8 @@ from tunesmith.commands.doctor.speed import (
     find_slow_evaluation,
     find_stragglers,
 )
-from tunesmith.config import OfflineConfig
 
-Check = Callable[[RunRecord], Outcome]
+Check = Callable[[CheckedRun[Any]], Outcome]
 
 SHARED_CHECKS: Mapping[str, Check] = {
     "stopped": find_stop,
@@ -77,21 +76,15 @@ class RunResult(Protocol):
 
 def diagnose(run: str | Path | RunResult) -> Diagnosis:
     """Check a run by its folder, a checkpoint or model in it, or its result; StorageError if there is no run."""
-    root = find_run_folder(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
-    return diagnose_record(load_record(root), folder=root)
-
-
-def diagnose_record(record: RunRecord, *, folder: Path) -> Diagnosis:
-    """Apply all checks of the kind of run."""
-    is_offline = isinstance(record.config, OfflineConfig)
-    checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if is_offline else RL_CHECKS)}
+    record = open_run(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
+    checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if record.is_offline else RL_CHECKS)}
     outcomes = {name: check(record) for name, check in checks.items()}
     findings = [each for each in outcomes.values() if isinstance(each, Finding)]
     return Diagnosis(
-        folder=folder,
+        folder=record.root,
         state=record.state,
         num_steps=record.num_steps,
-        total_steps=record.config.max_steps if isinstance(record.config, OfflineConfig) else record.config.total_steps,
+        total_steps=record.total_steps,
         findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
         passed=tuple(each for each in outcomes.values() if isinstance(each, Passed)),
         not_checked=tuple(name for name, each in outcomes.items() if each is None),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.commands.doctor.rewards import is_solved
 from tunesmith.commands.doctor.series import split_ends
-from tunesmith.config import RunConfig
 
 MISMATCH_GROWTH, MIN_GROWN_MISMATCH = 10.0, 1e-3
 """bfloat16 alone gives 1e-4 to 2e-3 nats per token; growth within float32's 1e-12 means nothing."""
@@ -25,10 +24,10 @@ MAX_REPLAYED_SHARE = 0.5
 MAX_TRUNCATED_WEIGHTS = 0.1
 
 
-def find_mismatch(run: RunRecord) -> Outcome:
+def find_mismatch(run: RlRun) -> Outcome:
     """Sampler and trainer disagree about the probability of sampled tokens."""
     series = run.get("mismatch/kl")
-    if series is None or not isinstance(run.config, RunConfig):
+    if series is None:
         return None
     recent, ends, warn = series.recent, split_ends(series), run.config.trainer.mismatch_warn
     growth = 1.0 if ends is None or ends[0].mean <= 0 else ends[1].mean / ends[0].mean
@@ -52,11 +51,11 @@ def find_mismatch(run: RunRecord) -> Outcome:
     )
 
 
-def find_entropy(run: RunRecord) -> Outcome:
+def find_entropy(run: RlRun) -> Outcome:
     """Entropy that collapsed before the tasks were solved, or that rises without bound."""
     series = run.get("train/entropy")
     ends = None if series is None else split_ends(series)
-    if series is None or ends is None or not isinstance(run.config, RunConfig):
+    if series is None or ends is None:
         return None
     first, last = ends
     observed = f"{first.mean:.3g} nats per token in the first steps, {last.mean:.3g} in the last"
@@ -87,10 +86,10 @@ def find_entropy(run: RunRecord) -> Outcome:
     return Passed(check="entropy", figure=observed)
 
 
-def find_kl(run: RunRecord) -> Outcome:
+def find_kl(run: RlRun) -> Outcome:
     """The policy runs away from the model that it started from."""
     series = run.get("train/kl")
-    if series is None or not isinstance(run.config, RunConfig):
+    if series is None:
         return None
     recent, ends = series.last(max(3, len(series) // 5)), split_ends(series)
     observed = f"{recent.mean:.3g} nats per token to the starting model"
@@ -110,11 +109,11 @@ def find_kl(run: RunRecord) -> Outcome:
     )
 
 
-def find_large_updates(run: RunRecord) -> Outcome:
+def find_large_updates(run: RlRun) -> Outcome:
     """Updates that move the policy far from the one that sampled."""
     kl, clipped = run.get_recent("train/ppo_kl"), run.get_recent("train/clip_frac")
     found = [series for series in (kl, clipped) if series is not None]
-    if not found or not isinstance(run.config, RunConfig):
+    if not found:
         return None
     size, share = abs(kl.mean) if kl is not None else 0.0, clipped.mean if clipped is not None else 0.0
     observed = f"mean log-ratio {size:.2g}, {share:.1%} of the tokens clipped"
@@ -133,11 +132,11 @@ def find_large_updates(run: RunRecord) -> Outcome:
     )
 
 
-def find_stale_samples(run: RunRecord) -> Outcome:
+def find_stale_samples(run: RlRun) -> Outcome:
     """Replay of old groups that the policy has moved away from."""
     replayed, trained = run.sum_recent("experience/num_replayed_groups"), run.sum_recent("algorithm/num_trained_groups")
     recent = run.get_recent("experience/num_replayed_groups")
-    if not isinstance(run.config, RunConfig) or recent is None or not run.config.experience.replay.num_groups:
+    if recent is None or not run.config.experience.replay.num_groups:
         return None
     share = 0.0 if not trained or replayed is None else replayed / trained
     truncated = run.get_recent("correction/truncated_frac")

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RunRecord
-from tunesmith.commands.doctor.series import Series, compute_slope_t
+from tunesmith.commands.doctor.record import RlRun
+from tunesmith.commands.doctor.series import compute_slope_t
 from tunesmith.commands.eval.statistics import Difference, compare_paired
 from tunesmith.config import RunConfig
+from tunesmith.monitor.metrics_log import Series
 
 REWARD = re.compile(r"eval/(.+)/reward")
 RISING_T = 3.0
 MIN_TREND_STEPS = 10
 
 
-def find_evaluation_trend(run: RunRecord) -> Outcome:
+def find_evaluation_trend(run: RlRun) -> Outcome:
     """The first task set whose evaluations fall, or do not rise significantly."""
-    if not isinstance(run.config, RunConfig):
-        return None
     outcomes = [
         judge_set(run, run.config, match[1], series.finite)
-        for name, series in run.evaluations.items()
-        if (match := REWARD.fullmatch(name)) and len(series.finite) > 1
+        for series in run.metrics.list_series("eval")
+        if (match := REWARD.fullmatch(series.name)) and len(series.finite) > 1
     ]
     findings = [each for each in outcomes if isinstance(each, Finding)]
     passed = [each for each in outcomes if isinstance(each, Passed)]
@@ -35,7 +35,7 @@ def find_evaluation_trend(run: RunRecord) -> Outcome:
     return Passed(check="evaluation", figure="; ".join(each.figure for each in passed)) if passed else None
 
 
-def judge_set(run: RunRecord, config: RunConfig, name: str, series: Series) -> Finding | Passed:
+def judge_set(run: RlRun, config: RunConfig, name: str, series: Series) -> Finding | Passed:
     """Compare the last evaluation of a set with the first and with the best one."""
     first, best, last = 0, int(np.argmax(series.values)), len(series) - 1
     gain, loss = compare(run, name, series, first, last), compare(run, name, series, best, last)
@@ -71,7 +71,7 @@ def judge_set(run: RunRecord, config: RunConfig, name: str, series: Series) -> F
     return Passed(check="evaluation", figure=f"{observed}, difference {low:+.3f} to {high:+.3f}")
 
 
-def compare(run: RunRecord, name: str, series: Series, before: int, after: int) -> Difference | None:
+def compare(run: RlRun, name: str, series: Series, before: int, after: int) -> Difference | None:
     """Paired difference of two evaluations on the same tasks; None if the results by task are missing."""
     scores = [load_scores(run, name, int(series.steps[index])) for index in (before, after)]
     shared = sorted(scores[0].keys() & scores[1].keys())
@@ -80,9 +80,10 @@ def compare(run: RunRecord, name: str, series: Series, before: int, after: int) 
     return compare_paired([scores[0][task] for task in shared], [scores[1][task] for task in shared], seed=0)
 
 
-def load_scores(run: RunRecord, name: str, step: int) -> dict[str, float]:
-    """Mean reward by task."""
-    result: dict[str, Any] = run.load_evaluation(step).get(name, {})
+def load_scores(run: RlRun, name: str, step: int) -> dict[str, float]:
+    """Mean reward by task; empty if the results by task are not on disk."""
+    is_stored = step in run.list_evaluated_steps()
+    result: Mapping[str, Any] = run.load_evaluation(step).get(name, {}) if is_stored else {}
     scored = {
         task["task_id"]: [reward for reward in task["rewards"] if reward is not None]
         for task in result.get("tasks", ())
@@ -102,7 +103,7 @@ def describe(series: Series, name: str, before: int, after: int, difference: Dif
     )
 
 
-def is_training_rising(run: RunRecord) -> bool:
+def is_training_rising(run: RlRun) -> bool:
     rewards = run.get("rollout/reward_mean")
     return rewards is not None and len(rewards) >= MIN_TREND_STEPS and compute_slope_t(rewards) > RISING_T
 

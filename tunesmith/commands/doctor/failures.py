@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import AnyRun, RlRun
 from tunesmith.config import RunConfig
 from tunesmith.rollout.failures import list_causes
+from tunesmith.runs.record import RunState
 from tunesmith.types import Failure, FailureWhere, Group, Task, Trajectory
 
 MAX_FAILURE_SHARE = 0.05
@@ -23,38 +24,39 @@ ADVICE: Mapping[FailureWhere, str] = {
 }
 
 
-def find_stop(run: RunRecord) -> Outcome:
-    """The error that stopped the run, or a kill."""
+def find_stop(run: AnyRun) -> Outcome:
+    """The error of a failed run, or that the run was interrupted."""
     if run.error is not None:
         message = " ".join(str(run.error["message"]).split())
         step = int(run.error["step"])
         return Finding(
             check="stopped",
             severity="error",
-            problem=f"the run stopped at step {step} with a {run.error['error']}",
+            problem=f"the run failed at step {step} with a {run.error['error']}",
             evidence=(Evidence(source="error.json", observed=message, steps=(step, step)),),
             change="change what the message names, then repeat the command with --resume",
         )
-    if run.state == "interrupted":
+    if run.state is RunState.INTERRUPTED:
         return Finding(
             check="stopped",
             severity="note",
-            problem="the run did not make all its steps, and recorded no error: it was interrupted or killed",
+            problem="the run was interrupted or killed: it did not make and save all its steps, and recorded no error",
             evidence=(Evidence(source="metrics.jsonl", observed=f"the last step is {run.num_steps}"),),
             change="repeat the command with --resume (continue_from_checkpoint=true); if the kernel killed it for its "
             "memory, lower engine.kv_cache_gib or trainer.max_tokens_per_row first",
             settings={"continue_from_checkpoint": True},
         )
-    return Passed(check="stopped", figure=f"{run.state}, no error recorded")
+    reason = "no error recorded" if run.stop_reason is None else run.stop_reason
+    return Passed(check="stopped", figure=f"{run.state}, {reason}")
 
 
-def find_failures(run: RunRecord) -> Outcome:
+def find_failures(run: RlRun) -> Outcome:
     """Rollouts without a reward, by boundary and cause."""
-    on_disk = run.list_rollout_steps()
+    on_disk = run.rollouts.list_steps()
     stopped_at = int(run.error["step"]) if run.error is not None and run.error["error"] == "RolloutError" else None
     if stopped_at is not None and stopped_at in on_disk:  # this step has no metrics
         causes = list_causes_by_boundary(run, [stopped_at])
-        total: float | None = run.load_rollouts(stopped_at, ("run_index",)).num_rows
+        total: float | None = run.rollouts.read_table(stopped_at, ("run_index",)).num_rows
         counts = {where: float(len(causes.get(where, ()))) for where in get_args(FailureWhere)}
         steps: tuple[int, int] | None = (stopped_at, stopped_at)
     else:
@@ -62,7 +64,7 @@ def find_failures(run: RunRecord) -> Outcome:
         total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
         counts = {where: run.sum_recent(f"rollout/num_failed_{where}") or 0.0 for where in get_args(FailureWhere)}
         steps = None if recent is None else recent.span
-    if not total or not isinstance(run.config, RunConfig):
+    if not total:
         return None
     failed = sum(counts.values())
     if not failed:
@@ -95,12 +97,12 @@ def advise(worst: FailureWhere, config: RunConfig) -> tuple[str, dict[str, float
     return change, {"rollout.timeout_s": timeout_s}
 
 
-def list_causes_by_boundary(run: RunRecord, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
+def list_causes_by_boundary(run: RlRun, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
     """Failed rollouts of steps on disk, each as a group of its own."""
     found: dict[FailureWhere, list[Group]] = {}
     columns = ("task_id", "task_index", "run_index", "failure_where", "failure_message", "failure_line")
     for step in steps:
-        for row in run.load_rollouts(step, columns).to_pylist():
+        for row in run.rollouts.read_table(step, columns).to_pylist():
             if row["failure_where"] is None:
                 continue
             failure = Failure(where=row["failure_where"], message=row["failure_message"], line=row.get("failure_line"))
@@ -110,7 +112,7 @@ def list_causes_by_boundary(run: RunRecord, steps: Sequence[int]) -> dict[Failur
     return found
 
 
-def find_late_calls(run: RunRecord) -> Outcome:
+def find_late_calls(run: RlRun) -> Outcome:
     """Model calls after the workflow has returned, which are refused."""
     series = run.get("rollout/num_late_calls")
     if series is None:

@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.commands.doctor.series import Series
+from tunesmith.monitor.metrics_log import Series
+from tunesmith.runs.record import RunState
 
 Severity = Literal["error", "warning", "note"]
 """error: the run stopped or cannot learn; warning: it learns less, slower or something else than it could; note: worth
 knowing, nothing may have to change."""
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-
-RunState = Literal["running", "finished", "stopped", "interrupted"]
-"""stopped: it raised an error; interrupted: it was killed, or ended with Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

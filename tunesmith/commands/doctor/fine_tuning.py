@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tunesmith.commands.doctor.finding import Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import OfflineRun
 from tunesmith.commands.doctor.series import compute_slope_t, split_ends
-from tunesmith.config import OfflineConfig
 
 MIN_LOSS_FALL = 0.05
 """A loss that falls by less than a twentieth has learned next to nothing."""
@@ -16,11 +15,11 @@ OVERFIT_RISE = 0.02
 """Share by which the evaluation loss exceeds its lowest value at the end."""
 
 
-def find_loss_trend(run: RunRecord) -> Outcome:
+def find_loss_trend(run: OfflineRun) -> Outcome:
     """A training loss that rises or does not fall."""
     series = run.get("train/loss")
     ends = None if series is None else split_ends(series)
-    if series is None or ends is None or not isinstance(run.config, OfflineConfig):
+    if series is None or ends is None:
         return None
     first, last = ends
     rate = run.config.trainer.learning_rate
@@ -41,10 +40,10 @@ def find_loss_trend(run: RunRecord) -> Outcome:
     )
 
 
-def find_evaluation_loss(run: RunRecord) -> Outcome:
+def find_evaluation_loss(run: OfflineRun) -> Outcome:
     """An evaluation loss that rises again: overfitting."""
-    series = run.evaluations.get("eval/loss")
-    if series is None or len(series.finite) < 2 or not isinstance(run.config, OfflineConfig):
+    series = run.metrics.get("eval/loss", "eval")
+    if series is None or len(series.finite) < 2:
         return None
     series = series.finite
     best, last = int(np.argmin(series.values)), float(series.values[-1])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.config import RunConfig
-from tunesmith.config.rollout.staleness import ON_POLICY_ONLY
 
 MAX_DROPPED_SHARE = 0.05
 """Dropped groups per trained one: slow groups are dropped more often, which biases what is trained; a few do not."""
@@ -13,10 +13,10 @@ MAX_SUGGESTED_STALENESS = 4
 """With more, steps are seldom faster, and samples are older."""
 
 
-def find_dropped_groups(run: RunRecord) -> Outcome:
+def find_dropped_groups(run: RlRun) -> Outcome:
     """Groups in flight that became too old to be trained; their tasks run again."""
     dropped, recent = run.sum_recent("staleness/num_dropped_groups"), run.get_recent("staleness/num_dropped_groups")
-    if dropped is None or recent is None or not isinstance(run.config, RunConfig):
+    if dropped is None or recent is None:
         return None
     algorithm, rollout = run.config.algorithm, run.config.rollout
     share = dropped / (len(recent) * algorithm.batch_size)
@@ -44,7 +44,7 @@ def find_dropped_groups(run: RunRecord) -> Outcome:
 def can_be_stale(config: RunConfig) -> bool:
     """Whether the run may keep rollouts in flight: what the run file's checks allow, on one rank."""
     return (
-        config.algorithm.algorithm_type not in ON_POLICY_ONLY
+        not ALGORITHMS[config.algorithm.algorithm_type].needs_current_weights
         and config.rollout.branching is None
         and config.serve is None
         and config.engine.kind == "tunesmith"

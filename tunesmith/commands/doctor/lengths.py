@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.commands.doctor.series import compute_slope_t, split_ends
-from tunesmith.config import RunConfig
 
 MAX_TRUNCATED_SHARE = 0.1
 """A few answers always ramble; from a tenth on the reward is partly a reward for brevity."""
@@ -17,7 +16,7 @@ GROWTH = 1.5
 NEAR_LIMIT = 0.8
 
 
-def find_truncation(run: RunRecord) -> Outcome:
+def find_truncation(run: RlRun) -> Outcome:
     """Responses cut off by `max_tokens` or the context."""
     truncated, total = run.sum_recent("rollout/num_truncated"), run.sum_recent("rollout/num_trajectories")
     source, unit = "rollout/num_truncated", "rollouts"
@@ -30,8 +29,6 @@ def find_truncation(run: RunRecord) -> Outcome:
         source, unit = "rollout/num_stop_length", "turns"
     recent = run.get_recent(source)
     if not total or truncated is None or length is None or context is None or recent is None:
-        return None
-    if not isinstance(run.config, RunConfig):
         return None
     share, longest = truncated / total, run.get_recent("rollout/sampled_tokens_per_turn_max")
     longest_text = "" if longest is None else f", the longest turn has {longest.values.max():.0f} tokens"
@@ -73,21 +70,21 @@ def find_truncation(run: RunRecord) -> Outcome:
     )
 
 
-def find_truncated_rollout(run: RunRecord) -> list[Evidence]:
+def find_truncated_rollout(run: RlRun) -> list[Evidence]:
     """A reference to a truncated rollout, if the rollouts are on disk."""
-    for step in run.list_rollout_steps()[-1:]:
-        for row in run.load_rollouts(step, ("task_id", "run_index", "turns.stop_reason")).to_pylist():
+    for step in run.rollouts.list_steps()[-1:]:
+        for row in run.rollouts.read_table(step, ("task_id", "run_index", "turns.stop_reason")).to_pylist():
             if row["turns"] and row["turns"][-1]["stop_reason"] in ("length", "context"):
                 observed = f"task {row['task_id']}, run {row['run_index']} was truncated"
                 return [Evidence(source=f"rollouts/step_{step:06d}.parquet", observed=observed, steps=(step, step))]
     return []
 
 
-def find_refused_prompts(run: RunRecord) -> Outcome:
+def find_refused_prompts(run: RlRun) -> Outcome:
     """Model calls refused because the prompt leaves no room for a token."""
     refused, calls = run.sum_recent("rollout/num_overlong"), run.sum_recent("rollout/num_calls")
     recent = run.get_recent("rollout/num_overlong")
-    if refused is None or not calls or recent is None or not isinstance(run.config, RunConfig):
+    if refused is None or not calls or recent is None:
         return None
     share = refused / calls
     if share < MAX_REFUSED_SHARE:
@@ -109,11 +106,11 @@ def find_refused_prompts(run: RunRecord) -> Outcome:
     )
 
 
-def find_length_growth(run: RunRecord) -> Outcome:
+def find_length_growth(run: RlRun) -> Outcome:
     """Responses that get longer while the reward does not rise, near their limit."""
     lengths, rewards = run.get("rollout/sampled_tokens_per_turn_mean"), run.get("rollout/reward_mean")
     ends = None if lengths is None else split_ends(lengths)
-    if lengths is None or ends is None or rewards is None or not isinstance(run.config, RunConfig):
+    if lengths is None or ends is None or rewards is None:
         return None
     first, last = ends
     observed = f"{first.mean:.0f} tokens a turn in the first steps, {last.mean:.0f} in the last"

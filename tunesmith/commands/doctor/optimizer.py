@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import RunRecord
-from tunesmith.commands.doctor.series import Series, find_longest_streak, find_spikes
+from tunesmith.commands.doctor.record import AnyRun
+from tunesmith.commands.doctor.series import find_longest_streak, find_spikes
+from tunesmith.monitor.metrics_log import Series
 
 MIN_RELATIVE_UPDATE = 1e-6
 """RMS of an update relative to that of the weights. A learning rate of 1e-6 gives 1e-5 to 1e-4; below 1e-6 a thousand
@@ -28,7 +29,7 @@ Norms that fall from the start on, as in fine-tuning, are no spikes."""
 NEAR_ZERO = 1e-12
 
 
-def find_dead_learning_rate(run: RunRecord) -> Outcome:
+def find_dead_learning_rate(run: AnyRun) -> Outcome:
     """Updates too small to change the model, or a schedule that has ended."""
     rates = run.get("train/learning_rate")
     if rates is None or not len(rates):
@@ -61,7 +62,7 @@ def find_dead_learning_rate(run: RunRecord) -> Outcome:
     return Passed(check="learning-rate", figure=observed)
 
 
-def explain_dead_rate(run: RunRecord, series: Series, observed: str, suggested: float) -> Finding:
+def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: float) -> Finding:
     rates = run.get("train/learning_rate")
     assert rates is not None
     settings = {"trainer.learning_rate": suggested}
@@ -76,7 +77,7 @@ def explain_dead_rate(run: RunRecord, series: Series, observed: str, suggested: 
     )
 
 
-def find_gradients(run: RunRecord) -> Outcome:
+def find_gradients(run: AnyRun) -> Outcome:
     """Gradients that are not finite, zero, spiking, or clipped on every step."""
     lost = find_non_finite(run)
     if lost is not None:
@@ -119,9 +120,9 @@ def find_gradients(run: RunRecord) -> Outcome:
     return Passed(check="gradients", figure=observed)
 
 
-def find_non_finite(run: RunRecord) -> Finding | None:
+def find_non_finite(run: AnyRun) -> Finding | None:
     """Metrics of training that were NaN or infinite."""
-    bad = [series.select(~np.isfinite(series.values)) for series in run.train.values()]
+    bad = [series.select(~np.isfinite(series.values)) for series in run.metrics.list_series("train")]
     bad = [series for series in bad if len(series)]
     if not bad:
         return None

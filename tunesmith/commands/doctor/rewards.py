@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, Severity
-from tunesmith.commands.doctor.record import RunRecord
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.commands.doctor.series import compute_slope_t, find_best_window, split_ends
 from tunesmith.config import RunConfig
 
@@ -48,11 +48,11 @@ class EqualGroups:
     evidence: Evidence
 
 
-def find_equal_rewards(run: RunRecord) -> Outcome:
+def find_equal_rewards(run: RlRun) -> Outcome:
     """Groups whose rollouts all have one reward give no gradient."""
     share = compute_equal_share(run)
     useful = run.get_recent("experience/num_useful_groups")
-    if share is None or useful is None or not isinstance(run.config, RunConfig):
+    if share is None or useful is None:
         return None
     if share < MAX_EQUAL_SHARE:
         return Passed(check="equal-rewards", figure=f"{share:.0%} of recent groups have equal rewards")
@@ -74,29 +74,29 @@ def find_equal_rewards(run: RunRecord) -> Outcome:
     )
 
 
-def compute_equal_share(run: RunRecord) -> float | None:
+def compute_equal_share(run: RlRun) -> float | None:
     """Share of the recent groups with a reward whose advantages are all zero."""
     tried, useful = run.sum_recent("experience/num_tasks_tried"), run.sum_recent("experience/num_useful_groups")
     scored = None if tried is None else tried - (run.sum_recent("algorithm/num_unscored_groups") or 0.0)
     return None if not scored or useful is None else 1 - useful / scored
 
 
-def has_risen(run: RunRecord) -> bool:
+def has_risen(run: RlRun) -> bool:
     """Whether the mean reward has risen by more than the noise of steps."""
     rewards = run.get("rollout/reward_mean")
     ends = None if rewards is None else split_ends(rewards)
     return rewards is not None and ends is not None and compute_slope_t(rewards) > SIGNIFICANT_T
 
 
-def explain_equal_groups(run: RunRecord) -> EqualGroups:
+def explain_equal_groups(run: RlRun) -> EqualGroups:
     """Read a few recent steps and compare the rewards of groups."""
     values: Counter[float] = Counter()
     seen: list[float] = []
     num_identical = 0
-    steps = run.list_rollout_steps()[-NUM_READ_STEPS:]
+    steps = run.rollouts.list_steps()[-NUM_READ_STEPS:]
     for step in steps:
         groups: dict[int, list[tuple[float, str]]] = {}
-        for row in run.load_rollouts(step, ("group_index", "reward", "turns.sampled_ids")).to_pylist():
+        for row in run.rollouts.read_table(step, ("group_index", "reward", "turns.sampled_ids")).to_pylist():
             if row["reward"] is not None:
                 groups.setdefault(row["group_index"], []).append((row["reward"], repr(row["turns"])))
         for members in groups.values():
@@ -123,7 +123,7 @@ def explain_equal_groups(run: RunRecord) -> EqualGroups:
     return EqualGroups(cause=cause, lowest=lowest, highest=highest, evidence=evidence)
 
 
-def explain_by_metrics(run: RunRecord) -> EqualGroups:
+def explain_by_metrics(run: RlRun) -> EqualGroups:
     """The same without rollouts, from the mean reward."""
     mean = run.get_recent("rollout/reward_mean")
     low, high = run.get_recent("rollout/reward_min"), run.get_recent("rollout/reward_max")
@@ -175,11 +175,11 @@ def describe_cause(config: RunConfig, groups: EqualGroups) -> tuple[str, str, di
     return problem, f"{change}experience.refill_budget={refill:g}", settings
 
 
-def find_small_batch(run: RunRecord) -> Outcome:
+def find_small_batch(run: RlRun) -> Outcome:
     """Updates on very few groups, because the others were dropped or minibatches are many."""
     groups, updates = run.sum_recent("experience/num_useful_groups"), run.sum_recent("train/num_updates")
     share, useful = compute_equal_share(run), run.get_recent("experience/num_useful_groups")
-    if not groups or not updates or useful is None or share is None or not isinstance(run.config, RunConfig):
+    if not groups or not updates or useful is None or share is None:
         return None
     per_update = groups / updates
     configured = run.config.algorithm.batch_size / run.config.trainer.num_minibatches
@@ -199,7 +199,7 @@ def find_small_batch(run: RunRecord) -> Outcome:
     )
 
 
-def find_reward_trend(run: RunRecord) -> Outcome:
+def find_reward_trend(run: RlRun) -> Outcome:
     """Rewards that fall, or stay where they were for many steps."""
     rewards = run.get("rollout/reward_mean")
     ends = None if rewards is None else split_ends(rewards)
@@ -240,7 +240,7 @@ def find_reward_trend(run: RunRecord) -> Outcome:
     return Passed(check="reward-trend", figure=observed)
 
 
-def is_solved(run: RunRecord) -> bool:
+def is_solved(run: RlRun) -> bool:
     """Whether the mean reward is near the highest one."""
     mean, low, high = (run.get(f"rollout/reward_{name}") for name in ("mean", "min", "max"))
     if mean is None or low is None or high is None:
@@ -249,14 +249,11 @@ def is_solved(run: RunRecord) -> bool:
     return lowest < highest and mean.recent.mean >= lowest + SOLVED_REWARD * (highest - lowest)
 
 
-def chooses_steadily(run: RunRecord) -> bool:
+def chooses_steadily(run: RlRun) -> bool:
     """Whether tasks are chosen independently of their difficulty."""
-    if not isinstance(run.config, RunConfig):
-        return False
     sets = run.config.training_sets.values()
     return all(each.task_selector.selector_type in STEADY_SELECTORS for each in sets)
 
 
-def _get_batch_size(run: RunRecord) -> int:
-    assert isinstance(run.config, RunConfig)
+def _get_batch_size(run: RlRun) -> int:
     return run.config.algorithm.batch_size

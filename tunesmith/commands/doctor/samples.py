@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RunRecord
-from tunesmith.config import RunConfig
+from tunesmith.commands.doctor.record import RlRun
 
 MAX_BRANCH_SHARE = 0.1
 """Branches per trained rollout: retries happen, but a branch in every tenth rollout is the way the agent works."""
@@ -16,7 +15,7 @@ MIN_VISITS = 2.0
 """Visits per distinct task in the steps read, from which the distinct tasks are nearly all tasks."""
 
 
-def find_branches(run: RunRecord) -> Outcome:
+def find_branches(run: RlRun) -> Outcome:
     """Turns that do not extend the history of their rollout, so that it is trained as several samples."""
     branches, trained = run.sum_recent("rollout/num_branches"), run.sum_recent("rollout/num_trained_trajectories")
     recent, unextended = run.get_recent("rollout/num_branches"), run.sum_recent("rollout/num_unextended")
@@ -46,16 +45,16 @@ def find_branches(run: RunRecord) -> Outcome:
     )
 
 
-def find_repeated_tasks(run: RunRecord) -> Outcome:
+def find_repeated_tasks(run: RlRun) -> Outcome:
     """A task pool so small that the model sees every task many times."""
-    tried, steps = run.get("experience/num_tasks_tried"), run.list_rollout_steps()
-    if tried is None or not steps or not isinstance(run.config, RunConfig):
+    tried, steps = run.get("experience/num_tasks_tried"), run.rollouts.list_steps()
+    if tried is None or not steps:
         return None
     visits, tasks = 0, set()
     for step in steps[:: -(-len(steps) // NUM_READ_STEPS)]:
         ids = {
             (row["group_index"], row["task_id"])
-            for row in run.load_rollouts(step, ("group_index", "task_id")).to_pylist()
+            for row in run.rollouts.read_table(step, ("group_index", "task_id")).to_pylist()
         }
         visits += len(ids)
         tasks |= {task_id for _, task_id in ids}

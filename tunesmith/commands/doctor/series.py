@@ -1,60 +1,14 @@
-"""A metric over the steps of a run, and comparisons between its beginning and its end."""
+"""Comparisons between the beginning and the end of a metric, and what stands out in between."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-RECENT_SHARE = 5
-"""The recent steps are the last fifth of a run ..."""
-MIN_RECENT_STEPS, MAX_RECENT_STEPS = 10, 100
-"""... but enough that the noise of single steps averages out, and not what happened long ago."""
+from tunesmith.monitor.metrics_log import RECENT_SHARE, Series
+
 MIN_TREND_STEPS = 10
 """A run has a beginning and an end to compare from this number of steps on."""
 MIN_WINDOW_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """Values of one metric at the steps that report it, in ascending order; NaN was not finite."""
-
-    name: str
-    steps: np.ndarray
-    values: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.values))
-
-    @property
-    def median(self) -> float:
-        return float(np.median(self.values))
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First and last step."""
-        return int(self.steps[0]), int(self.steps[-1])
-
-    @property
-    def recent(self) -> Series:
-        return self.last(min(max(MIN_RECENT_STEPS, len(self) // RECENT_SHARE), MAX_RECENT_STEPS))
-
-    def last(self, number: int) -> Series:
-        return Series(name=self.name, steps=self.steps[-number:], values=self.values[-number:])
-
-    def first(self, number: int) -> Series:
-        return Series(name=self.name, steps=self.steps[:number], values=self.values[:number])
-
-    def select(self, mask: np.ndarray | slice) -> Series:
-        return Series(name=self.name, steps=self.steps[mask], values=self.values[mask])
-
-    @property
-    def finite(self) -> Series:
-        return self.select(np.isfinite(self.values))
 
 
 def split_ends(series: Series) -> tuple[Series, Series] | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
 from tunesmith.commands.doctor.in_flight import can_be_stale
-from tunesmith.commands.doctor.record import RunRecord
-from tunesmith.config import RunConfig
+from tunesmith.commands.doctor.record import RlRun
 
 MAX_WAIT_SHARE, MIN_WAIT_S = 0.3, 0.2
 """Share of a step, and seconds of it, in which all workflows wait for something outside of the engine."""
@@ -19,10 +18,10 @@ MAX_EVALUATION_SHARE = 0.5
 CONCURRENCY_FACTOR = 2
 
 
-def find_idle_engine(run: RunRecord) -> Outcome:
+def find_idle_engine(run: RlRun) -> Outcome:
     """The engine idles while workflows wait for tools."""
     waited, step_s = run.get_recent("perf/tool_wait_s"), run.get_recent("perf/step_s")
-    if waited is None or step_s is None or not isinstance(run.config, RunConfig):
+    if waited is None or step_s is None:
         return None
     share = waited.mean / step_s.mean if step_s.mean else 0.0
     observed = f"{waited.mean:.2g} s of a step of {step_s.mean:.2g} s"
@@ -48,7 +47,7 @@ def find_idle_engine(run: RunRecord) -> Outcome:
     )
 
 
-def find_blocking_code(run: RunRecord) -> Outcome:
+def find_blocking_code(run: RlRun) -> Outcome:
     """Code of workflows and judges that keeps the event loop busy, so that the engine is not stepped."""
     names = ("tool_wait", "engine_busy", "rollout", "step")
     waited, busy, rollout_s, step_s = (run.get_recent(f"perf/{name}_s") for name in names)
@@ -73,11 +72,11 @@ def find_blocking_code(run: RunRecord) -> Outcome:
     )
 
 
-def find_stragglers(run: RunRecord) -> Outcome:
+def find_stragglers(run: RlRun) -> Outcome:
     """A few rollouts that take much longer than the others."""
     longest, mean = run.get_recent("perf/trajectory_s_max"), run.get_recent("perf/trajectory_s_mean")
     rollout_s, step_s = run.get_recent("perf/rollout_s"), run.get_recent("perf/step_s")
-    if longest is None or mean is None or rollout_s is None or step_s is None or not isinstance(run.config, RunConfig):
+    if longest is None or mean is None or rollout_s is None or step_s is None:
         return None
     factor = longest.mean / mean.mean if mean.mean else 1.0
     observed = f"the slowest rollout of a step takes {longest.mean:.2g} s, the mean one {mean.mean:.2g} s"
@@ -103,11 +102,11 @@ def find_stragglers(run: RunRecord) -> Outcome:
     )
 
 
-def find_preemptions(run: RunRecord) -> Outcome:
+def find_preemptions(run: RlRun) -> Outcome:
     """Requests thrown out of a full KV cache and computed again."""
     preempted, requests = run.sum_recent("engine/num_preemptions"), run.sum_recent("engine/num_requests")
     recent = run.get_recent("engine/num_preemptions")
-    if preempted is None or not requests or recent is None or not isinstance(run.config, RunConfig):
+    if preempted is None or not requests or recent is None:
         return None
     share, engine = preempted / requests, run.config.engine
     observed = f"{preempted:.0f} preemptions of {requests:.0f} requests"
@@ -129,10 +128,10 @@ def find_preemptions(run: RunRecord) -> Outcome:
     )
 
 
-def find_slow_evaluation(run: RunRecord) -> Outcome:
+def find_slow_evaluation(run: RlRun) -> Outcome:
     """Evaluations that take longer than the training between them."""
-    series, steps = run.evaluations.get("perf/evaluation_s"), run.get("perf/step_s")
-    if series is None or steps is None or not isinstance(run.config, RunConfig) or len(series.finite) < 2:
+    series, steps = run.metrics.get("perf/evaluation_s", "eval"), run.get("perf/step_s")
+    if series is None or steps is None or len(series.finite) < 2:
         return None
     total, train_s = float(series.finite.values.sum()), float(steps.values.sum())
     share = total / (total + train_s)
@@ -150,7 +149,7 @@ def find_slow_evaluation(run: RunRecord) -> Outcome:
     )
 
 
-def describe_step_time(run: RunRecord) -> str | None:
+def describe_step_time(run: RlRun) -> str | None:
     """Where the time of recent steps goes."""
     total, rollout, train = (run.get_recent(f"perf/{name}_s") for name in ("step", "rollout", "train"))
     if train is None:

@@ -11,7 +11,7 @@ import gc
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from tunesmith.commands.eval.comparison import Comparison, ModelResult, compare_
 from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
 from tunesmith.commands.eval.comparison_table import format_comparison
 from tunesmith.commands.eval.held_out import run_held_out
-from tunesmith.commands.eval.inputs import compute_digest
 from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
+from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import Dispatcher
@@ -37,8 +37,8 @@ from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
-from tunesmith.runs.run_folder import locked_folder
 from tunesmith.runs.trained_model import find_model_folder
+from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
@@ -79,46 +79,41 @@ def run_comparison(
         check_plot()
         if out is None:
             raise ConfigError("a plot is written to the output folder: set --out")
-    with nullcontext() if out is None else locked_folder(out):
-        check_output_folder(out, models)
-        results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
-        num_evaluations = len(models) * len(sets)
-        progress = ConsoleProgress(
-            first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
-        )
-        try:
-            for number, (label, path) in enumerate(models.items()):
-                model_config = with_model_path(config, path)
-                partial_files = {
-                    name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()
-                }
-                scores = evaluate_model(
-                    model_config,
-                    sets,
-                    partial_files,
-                    label=label,
-                    workflow=workflow,
-                    judge=judge,
-                    build_model=build_model,
-                    progress=progress,
-                    num_done=number * len(sets),
+    check_output_folder(out, models)
+    results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
+    num_evaluations = len(models) * len(sets)
+    progress = ConsoleProgress(
+        first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
+    )
+    with nullcontext() if out is None else Workspace(out), closing(progress):
+        for number, (label, path) in enumerate(models.items()):
+            model_config = with_model_path(config, path)
+            partial_files = {name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()}
+            scores = evaluate_model(
+                model_config,
+                sets,
+                partial_files,
+                label=label,
+                workflow=workflow,
+                judge=judge,
+                build_model=build_model,
+                progress=progress,
+                num_done=number * len(sets),
+            )
+            release_memory()
+            for name, set_scores in scores.items():
+                results[name][label] = compute_result(
+                    label,
+                    path,
+                    set_scores.tasks,
+                    seed=config.seed,
+                    seconds=set_scores.seconds,
+                    outcome_key=config.experience.outcome_key,
                 )
-                release_memory()
-                for name, set_scores in scores.items():
-                    results[name][label] = compute_result(
-                        label,
-                        path,
-                        set_scores.tasks,
-                        seed=config.seed,
-                        seconds=set_scores.seconds,
-                        outcome_key=config.experience.outcome_key,
-                    )
-        finally:
-            progress.close()
         comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
         if out is not None:
             save_comparison(out, comparison, has_plot=has_plot)
-        return comparison
+    return comparison
 
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
@@ -243,10 +238,7 @@ def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
         return
     for set_comparison in load_json(out / JSON_FILE).values():
         compared = {label: result["path"] for label, result in set_comparison["models"].items()}
-        if compared != models:
-            raise ConfigError(
-                f"{out} holds a comparison of other models ({', '.join(compared)}); choose another folder, or remove it"
-            )
+        Workspace(out).check_same({"models": compared}, {"models": models})
 
 
 def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:
@@ -254,7 +246,8 @@ def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Seq
     if out is None:
         return None
     settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
-    return out / PARTS / f"{compute_digest(settings, config, tasks, name)[:16]}.json"
+    digest = compute_digest([settings, describe_weights(config.model.path), describe_rows(tasks), name])
+    return out / PARTS / f"{digest[:16]}.json"
 
 
 def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:

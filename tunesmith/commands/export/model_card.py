@@ -19,12 +19,11 @@ from transformers import PretrainedConfig
 
 from tunesmith.config import ExportSection
 from tunesmith.hub import HUB_ID
-from tunesmith.model.checkpoint import DONE
 from tunesmith.model.source.adapter_files import AdapterFiles
-from tunesmith.monitor.metrics_file import load_metrics
-from tunesmith.runs.load_config import load_values
+from tunesmith.monitor.metrics_file import KINDS
+from tunesmith.runs.record import RunRecord
 from tunesmith.runs.trained_model import ExportSource, choose_name
-from tunesmith.storage import CHECKPOINT, RunPaths, load_json, parse_checkpoint_step, save_text
+from tunesmith.storage import CHECKPOINT, DONE, load_json, parse_checkpoint_step, save_text
 from tunesmith.version import __version__
 
 Row = Sequence[object]
@@ -118,55 +117,44 @@ def build_front_matter(card: Card, folder_format: FolderFormat) -> dict[str, Any
     return front
 
 
-def describe_training(source: ExportSource, run: RunPaths) -> Training:
+def describe_training(source: ExportSource, run: RunRecord) -> Training:
     """Data, settings, metrics and evaluations of the run up to the exported step."""
-    values = load_values(run.config)
-    step = find_step(Path(source.path))
+    values, step = run.settings, find_step(Path(source.path))
     rows = [("data", describe_data(values, "train_dataset")), ("held-out data", describe_data(values, "eval_dataset"))]
     adapter_values = describe_adapter(source.adapter)
     rows += [(key, adapter_values.get(key, read_key(values, key))) for key in SETTINGS]
-    records = [record for record in load_metrics(run.metrics) if step is None or record["step"] <= step]
-    train = [record for record in records if record["kind"] == "train"]
-    first, last = (train[0], train[-1]) if train else ({}, {})
+    train, evaluations = (
+        [(at, row) for at, row in run.metrics.to_table(kind).rows.items() if step is None or at <= step]
+        for kind in KINDS
+    )
+    (first_step, first), (last_step, last) = (train[0], train[-1]) if train else ((None, {}), (None, {}))
     return Training(
-        method=describe_method(values),
+        method=describe_method(run),
         step=step,
         settings=[row for row in rows if row[1] is not None],
-        first_step=first.get("step"),
-        last_step=last.get("step"),
+        first_step=first_step,
+        last_step=last_step,
         progress=[
             (name, format_number(first[name]), format_number(last[name]))
             for name in METRICS
             if name in first and name in last
         ],
-        losses=[
-            (record["step"], format_number(record["eval/loss"]))
-            for record in records
-            if record["kind"] == "eval" and "eval/loss" in record
-        ],
+        losses=[(at, format_number(row["eval/loss"])) for at, row in evaluations if "eval/loss" in row],
         evaluations=list_evaluations(run, step),
     )
 
 
-def list_evaluations(run: RunPaths, step: int | None) -> list[Row]:
+def list_evaluations(run: RunRecord, step: int | None) -> list[Row]:
     """Mean rewards on held-out tasks with their intervals, up to `step`."""
     rows: list[Row] = []
-    for path in sorted(run.evaluation(0).parent.glob("step_*.json")):
-        eval_step = int(path.stem.removeprefix("step_"))
+    for eval_step in run.list_evaluated_steps():
         if step is not None and eval_step > step:
             continue
-        for name, result in load_json(path).items():
+        for name, result in run.load_evaluation(eval_step).items():
             if result["mean"] is not None:
-                low, high = result["interval_95"]
-                rows.append(
-                    (
-                        eval_step,
-                        name,
-                        len(result["tasks"]),
-                        format_number(result["mean"]),
-                        f"{format_number(low)} to {format_number(high)}",
-                    )
-                )
+                low, high = map(format_number, result["interval_95"])
+                mean = format_number(result["mean"])
+                rows.append((eval_step, name, len(result["tasks"]), mean, f"{low} to {high}"))
     return rows
 
 
@@ -183,12 +171,11 @@ def describe_adapter(adapter: AdapterFiles | None) -> dict[str, str]:
     }
 
 
-def describe_method(values: Mapping[str, Any]) -> str:
-    method = read_key(values, "algorithm.algorithm_type")
-    if method is None:
+def describe_method(run: RunRecord) -> str:
+    if run.kind == "sft":
         return "supervised fine-tuning"
-    has_rollouts = read_key(values, "algorithm.group_size") is not None
-    return f"{'reinforcement learning' if has_rollouts else 'preference optimization'} ({method})"
+    method = run.settings.get("algorithm_type") or read_key(run.settings, "algorithm.algorithm_type")
+    return f"{'preference optimization' if run.is_offline else 'reinforcement learning'} ({method})"
 
 
 def find_base(card: Card) -> str | None:
@@ -196,7 +183,7 @@ def find_base(card: Card) -> str | None:
     if card.source.adapter is not None:
         return card.source.adapter.base
     if card.source.run is not None:
-        path = read_key(load_values(card.source.run.config), "model.path")
+        path = read_key(card.source.run.settings, "model.path")
         return None if path is None else str(path)
     return card.source.path if is_hub_id(card.source.path) else None
 

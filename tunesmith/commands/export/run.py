@@ -22,20 +22,16 @@ from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, pla
 from tunesmith.commands.export.model_card import Card, write_card
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.config import ExportSection
-from tunesmith.errors import ConfigError, ModelError, StorageError
+from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
-from tunesmith.model.checkpoint import DONE, SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
+from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
 from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
-from tunesmith.storage import (
-    check_free_space,
-    load_json,
-    remove_stale_folders,
-    storage_errors,
-)
+from tunesmith.runs.workspace import Workspace
+from tunesmith.storage import check_free_space, new_folder, storage_errors
 
 BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 """Bytes per parameter in the hf folder."""
@@ -95,16 +91,15 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
     """Export into the new folder `out_dir`; return the report of one that already holds this export."""
     root = Path(out_dir).expanduser().absolute()
     source = find_source(settings)
-    if (root / DONE).is_file():
-        return load_report(root, settings, source)
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise StorageError(f"{root} already holds something else: choose another folder, or remove it")
-    set_num_threads(settings.num_cpu_threads)
-    plan = build_plan(settings, source)
-    record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
-    remove_stale_folders(root)
-    with new_folder(root, record) as temporary:
-        record["figures"] = write_formats(plan, temporary)
+    workspace = Workspace(root, is_whole=True)
+    inputs = {"settings": list_settings(settings), "source": source.describe()}
+    record = workspace.find_result(inputs)
+    if record is None:
+        set_num_threads(settings.num_cpu_threads)
+        plan = build_plan(settings, source)
+        record = dict(inputs)
+        with workspace, new_folder(root, record) as temporary:
+            record["figures"] = write_formats(plan, temporary)
     return build_report(root, record["figures"])
 
 
@@ -225,15 +220,6 @@ def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
 def list_settings(settings: ExportSection) -> dict[str, Any]:
     """Settings that can change the export; the source is compared separately, threads change only the speed."""
     return settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
-
-
-def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportResult:
-    """The report of an existing export; raises StorageError if it is damaged or has other settings or sources."""
-    record = load_json(root / DONE)
-    if record.get("settings") != list_settings(settings) or record.get("source") != source.describe():
-        raise StorageError(f"{root} already holds another export: choose another folder, or remove it")
-    check_complete(root)
-    return build_report(root, record["figures"])
 
 
 def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:

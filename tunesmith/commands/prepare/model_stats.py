@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -10,7 +12,6 @@ from typing import Any
 
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.prepare.calculator_agent import calculator_agent
-from tunesmith.commands.prepare.folder import format_lines, hash_json
 from tunesmith.commands.prepare.rows import Candidate, DroppedRows
 from tunesmith.commands.prepare.trajectories import Style
 from tunesmith.commands.sft.conversations import ConversationReader
@@ -35,6 +36,16 @@ class ConversationLength:
     """Tokens of the assistant's messages, on which fine-tuning computes the loss."""
     num_samples: int
     """Above 1 if the template renders earlier turns differently later on, so that several sequences are needed."""
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON; names of files in existing work folders are made of it."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+def format_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
 def load_reader(section: TokensSection) -> ConversationReader:

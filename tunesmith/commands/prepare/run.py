@@ -9,23 +9,23 @@ Steps: read, verify with the calculator, remove contamination, paraphrase, measu
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.prepare.folder import (
-    EVALUATION,
-    PARAPHRASES,
-    TRAIN,
-    find_report,
-    hash_sources,
-    open_work_folder,
-    save_folder,
+from tunesmith.commands.prepare.model_stats import (
+    add_pass_rates,
+    check_pass_rate_models,
+    drop_long_rows,
+    format_lines,
+    hash_json,
+    load_reader,
 )
-from tunesmith.commands.prepare.model_stats import add_pass_rates, check_pass_rate_models, drop_long_rows, load_reader
 from tunesmith.commands.prepare.rows import (
     Candidate,
     DroppedRows,
@@ -39,7 +39,12 @@ from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.result import Result
-from tunesmith.tasks.load import check_required_fields, load_preview, load_rows
+from tunesmith.runs.workspace import Workspace
+from tunesmith.storage import load_json, new_folder, save_json, save_text, storage_errors
+from tunesmith.tasks.load import FORMATS, check_required_fields, load_preview, load_rows
+
+TRAIN, EVALUATION, REPORT, PARAPHRASES = "train.jsonl", "eval.jsonl", "report.json", "paraphrases.jsonl"
+CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -73,13 +78,17 @@ class PrepareResult(Result):
 def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
     """Write the prepared rows to the new folder `out_dir`; return the report of one that already holds them.
 
-    Raises ConfigError, DataError or ModelError for invalid input before any weights load, and StorageError if the
-    folder holds something else or cannot be written.
+    Raises ConfigError, DataError or ModelError for invalid input before any weights load, ConfigError if the folder was
+    prepared with other settings or from other rows, and StorageError if it holds other files or cannot be written.
     """
     folder = Path(out_dir).expanduser().absolute()
-    content = find_report(folder, settings)
-    if content is None:
-        content = prepare_folder(settings, folder)
+    workspace = Workspace(folder, is_whole=True)
+    inputs = {"settings": list_settings(settings), "sources": hash_sources(settings)}
+    if workspace.find_result(inputs) is None:
+        reader = check_settings(settings)
+        with workspace:
+            prepare_folder(settings, workspace, inputs, reader)
+    content = load_json(folder / REPORT)
     evaluation = content["eval"]
     return PrepareResult(
         folder=folder,
@@ -89,15 +98,43 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
     )
 
 
-def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
-    """Prepare all rows and write the folder; returns the report."""
-    reader = check_settings(settings)
-    sources = hash_sources(settings)
+def list_settings(settings: PrepareSection) -> dict[str, Any]:
+    """All settings but those that change only the speed."""
+    return settings.model_dump(mode="json", exclude={"num_cpu_threads": True, "paraphrase": {"max_concurrency"}})
+
+
+def hash_sources(settings: PrepareSection) -> dict[str, str | None]:
+    """SHA-256 of the files of each data set; None for one that is not a local path."""
+    sources = {"data": settings.data, "eval_data": settings.eval_data}
+    return {knob: hash_files(Path(section.path).expanduser()) for knob, section in sources.items() if section}
+
+
+def hash_files(path: Path) -> str | None:
+    """SHA-256 of a data file, or of all data files in a folder with their names; None if `path` does not exist."""
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(path)}\n{file.stat().st_size}\n".encode())
+        with storage_errors(file, "read"), file.open("rb") as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def prepare_folder(
+    settings: PrepareSection, workspace: Workspace, inputs: Mapping[str, Any], reader: ConversationReader | None
+) -> None:
+    """Prepare all rows and write the folder. Until it is there, expensive results (rewritten questions, pass rates) are
+    kept in `<name>.work` beside it."""
     rows = load_source(settings.data, settings, default_split="train", knob="data")
     held_out = None
     if settings.eval_data is not None:
         held_out = load_source(settings.eval_data, settings, default_split="test", knob="eval_data")
-    work = open_work_folder(folder)
+    work = workspace.root.with_name(f"{workspace.root.name}.work")
+    with storage_errors(work, "write"):
+        work.mkdir(exist_ok=True)
     dropped, eval_dropped = DroppedRows(), DroppedRows()
     evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_dropped)
     candidates = read_training_rows(rows, settings, dropped)
@@ -113,9 +150,14 @@ def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
         "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
         **report,
     }
-    eval_rows = None if evaluation is None else [candidate.build_row(settings.style) for candidate in evaluation]
-    save_folder(folder, settings, train=train, evaluation=eval_rows, report=content, sources=sources)
-    return content
+    with new_folder(workspace.root, {"settings_hash": hash_json(inputs["settings"]), **inputs}) as temporary:
+        save_text(temporary / TRAIN, format_lines(train))
+        if evaluation is not None:
+            save_text(temporary / EVALUATION, format_lines(each.build_row(settings.style) for each in evaluation))
+        if (work / PARAPHRASES).is_file():
+            shutil.copyfile(work / PARAPHRASES, temporary / PARAPHRASES)
+        save_json(temporary / REPORT, content)
+    workspace.remove(work)
 
 
 def filter_and_augment(

@@ -41,10 +41,10 @@ from tunesmith.et_agent.selection.diversity import format_diversity
 from tunesmith.et_agent.selection.pareto import run_pareto
 from tunesmith.et_agent.selection.rft import run_rft_filter
 from tunesmith.model.load import resolve_device
-from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_function import load_function, load_functions
 from tunesmith.runs.policy import BuildModel
-from tunesmith.storage import RunPaths, load_json_lines, remove_tree, storage_errors
+from tunesmith.runs.record import RunRecord
+from tunesmith.storage import load_json_lines, remove_tree, storage_errors
 
 Kind = TypeVar("Kind", bound=Section)
 TASKS_FILE = "tasks.jsonl"
@@ -139,7 +139,7 @@ def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) ->
     return StageResult(
         model=result.checkpoint,
         device=describe_device(config.model.device, config.num_cpu_threads),
-        **describe_training(RunPaths(result.folder)),
+        **describe_training(RunRecord(result.folder)),
     )
 
 
@@ -198,21 +198,24 @@ def tabulate(operators: Mapping[str, Mapping[str, int]]) -> str:
     return format_table(["operator", *columns], [[name, *map(str, row.values())] for name, row in operators.items()])
 
 
-def describe_training(paths: RunPaths) -> dict[str, Any]:
-    """Sampled tokens and figures of all steps of a run, from its metrics file."""
-    records = load_metrics(paths.metrics)
-    steps = [record for record in records if record["kind"] == "train"]
-    rewards = [record["rollout/reward_mean"] for record in steps if record.get("rollout/reward_mean") is not None]
-    figures: dict[str, Any] = {"steps": len(steps)}
+def describe_training(run: RunRecord) -> dict[str, Any]:
+    """Sampled tokens and figures of all steps of a run."""
+
+    def list_values(name: str) -> list[float]:
+        series = run.metrics.get(name, "train")
+        return [] if series is None else series.finite.values.tolist()
+
+    rewards = list_values("rollout/reward_mean")
+    figures: dict[str, Any] = {"steps": len(run.metrics.train_steps)}
     if rewards:
         tenth = max(1, len(rewards) // 10)
         figures["mean reward of the first tenth of the steps"] = sum(rewards[:tenth]) / tenth
         figures["mean reward of the last tenth of the steps"] = sum(rewards[-tenth:]) / tenth
     for name, key in (("seconds of rollouts", "perf/rollout_s"), ("seconds of training", "perf/train_s")):
-        figures[name] = sum(record.get(key) or 0.0 for record in steps)
-    figures["failed rollouts"] = int(sum(record["rollout/num_failed"] for record in steps))
-    figures["largest mismatch of sampler and trainer (KL)"] = max(record.get("mismatch/kl") or 0.0 for record in steps)
-    return {"tokens": int(sum(record["rollout/num_sampled_tokens"] for record in steps)), "figures": figures}
+        figures[name] = sum(list_values(key))
+    figures["failed rollouts"] = int(sum(list_values("rollout/num_failed")))
+    figures["largest mismatch of sampler and trainer (KL)"] = max([0.0, *list_values("mismatch/kl")])
+    return {"tokens": int(sum(list_values("rollout/num_sampled_tokens"))), "figures": figures}
 
 
 def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:

@@ -20,17 +20,16 @@ from typing import Any, Literal
 
 from tunesmith.commands.eval.compare import JSON_FILE
 from tunesmith.commands.run.plan import PlannedStage
-from tunesmith.commands.sft.folder import MUTABLE_KEYS as SFT_MUTABLE_KEYS
+from tunesmith.commands.sft.train import MUTABLE_KEYS as SFT_MUTABLE_KEYS
 from tunesmith.errors import StorageError
-from tunesmith.model.checkpoint import check_complete
 from tunesmith.runs.run_folder import MUTABLE_KEYS as RL_MUTABLE_KEYS
-from tunesmith.runs.run_folder import flatten, is_mutable_key
-from tunesmith.storage import load_json, remove_tree, save_json, storage_errors
+from tunesmith.runs.workspace import find_changes, is_mutable_key, name_aside
+from tunesmith.storage import DONE, check_complete, load_json, remove_tree, save_json, storage_errors
 
 CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.json"
 RADAR_PLOT = "radar.png"
 STATES = "stages"
-START, DONE = "START.json", "DONE.json"
+START = "START.json"
 MUTABLE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_MUTABLE_KEYS, "sft": SFT_MUTABLE_KEYS, "prefer": SFT_MUTABLE_KEYS}
 """Kinds whose runs can be resumed with changed settings, and the keys that may change."""
 
@@ -183,17 +182,12 @@ class PipelineFolder:
         """Rename the stage's output and remove its records; returns the new path, None if there was no output."""
         state, output, aside = self.root / STATES / name, self.output_folder(name), None
         if output.exists():
-            aside = self.find_unused_path(f"{name}.old-{datetime.now():%Y%m%d%H%M%S}")
+            aside = name_aside(self.root / f"{name}.old-")
             with storage_errors(output, "rename"):
                 output.rename(aside)
         if state.exists():
             remove_tree(state)
         return aside
-
-    def find_unused_path(self, wanted: str) -> Path:
-        """`wanted`, or `wanted` with the first free number appended."""
-        names = (wanted if number == 0 else f"{wanted}-{number}" for number in range(1000))
-        return next(path for name in names if not (path := self.root / name).exists())
 
 
 def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
@@ -203,6 +197,4 @@ def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
     mutable_keys = MUTABLE_KEYS.get(stage.kind)
     if mutable_keys is None:
         return False
-    before, after = flatten(start.values), flatten(stage.values)
-    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
-    return all(is_mutable_key(key, mutable_keys) for key in changed)
+    return all(is_mutable_key(key, mutable_keys) for key in find_changes(start.values, stage.values))

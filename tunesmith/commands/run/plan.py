@@ -5,8 +5,6 @@ A reference is a string `stage:NAME` (the stage's model) or `stage:NAME/FILE` (a
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from tunesmith.config import (
 )
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import build_section, describe_validation_error, load_values
+from tunesmith.runs.workspace import compute_digest
 
 REFERENCE = re.compile(r"stage:(?P<stage>[^/]+)(?:/(?P<file>.+))?")
 SECTIONS: Mapping[str, type[Section]] = {
@@ -83,7 +82,7 @@ class PlannedStage:
     def digest(self) -> str:
         """Hash of the kind and of all settings that can change the output."""
         relevant = {key: value for key, value in self.values.items() if key not in KEYS_WITHOUT_EFFECT}
-        return hashlib.sha256(json.dumps([self.kind, relevant], sort_keys=True).encode()).hexdigest()
+        return compute_digest([self.kind, relevant])
 
     def resolve(self, find: Callable[[Reference], str]) -> Section:
         """The settings object, with each reference replaced by the path that `find` returns."""

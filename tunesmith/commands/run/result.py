@@ -13,9 +13,9 @@ from tunesmith.commands.run.commands import RADAR, TABLES
 from tunesmith.commands.run.folder import REPORT_TABLE, PipelineFolder, State
 from tunesmith.commands.run.plan import PlannedStage
 from tunesmith.commands.run.report import STATE_LABELS, format_figure
-from tunesmith.monitor.metric_table import MetricTable, load_metric_table
+from tunesmith.monitor.metric_table import MetricTable
+from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import Result, load_for_inference, require_path
-from tunesmith.storage import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -40,7 +40,7 @@ class StageOutcome(Result):
     @property
     def history(self) -> MetricTable:
         """The metrics of every step of a training stage; empty for other kinds."""
-        return load_metric_table(RunPaths(self.folder).metrics)
+        return RunRecord(self.folder).metrics.to_table()
 
     def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the stage's model and its tokenizer; `options` are arguments of `from_pretrained`."""

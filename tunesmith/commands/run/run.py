@@ -25,7 +25,7 @@ from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.monitor.console import format_duration
 from tunesmith.runs.load_config import dump_config
-from tunesmith.runs.run_folder import locked_folder
+from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import save_text
 
 SKIPPED = "done, will be skipped"
@@ -49,7 +49,7 @@ def run_pipeline(
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
     check_selected(stages, selected, folder, is_rerun=selection.is_rerun)
-    with locked_folder(folder.root):
+    with Workspace(folder.root):
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in selected:
             title = f"stage {[each.name for each in stages].index(stage.name) + 1}/{len(stages)} {stage.name}"

@@ -3,13 +3,18 @@
 Rows of messages become samples whose assistant tokens are trained; batches are filled up to a token limit. Settings,
 rows and files are checked before weights are read. An interrupted run resumes from its last checkpoint. The result is
 `model/`: the weights with the lowest evaluation loss, or the last ones if no rows are held out.
+
+    config.yaml  metrics.jsonl  monitor/    settings and metrics
+    global_step_N/                          checkpoints; `keep_checkpoints` of them remain at the end
+    model/                                  the result; its DONE.json is written last and holds the summary
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,27 +22,42 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tunesmith.commands.sft.folder import (
-    MODEL,
-    OfflineFolder,
-    finish,
-    load_finished_result,
-    open_offline_folder,
-    remove_checkpoints,
-)
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
 from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, SftConfig
-from tunesmith.errors import TrainingError
-from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
+from tunesmith.errors import StorageError, TrainingError
+from tunesmith.model.checkpoint import (
+    TRAINER_FOLDER,
+    estimate_checkpoint_bytes,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.runs.early_stopping import EarlyStopping
+from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
-from tunesmith.storage import check_free_space
+from tunesmith.runs.workspace import Workspace
+from tunesmith.storage import (
+    DONE,
+    TEMPORARY,
+    RunPaths,
+    check_complete,
+    check_free_space,
+    find_checkpoints,
+    find_last_checkpoint,
+    load_json,
+    new_folder,
+    parse_checkpoint_step,
+    remove_leftovers,
+)
 from tunesmith.trainer.trainer import Trainer
+
+MUTABLE_KEYS = ("save_interval_steps", "keep_checkpoints", "monitor", "num_cpu_threads")
+"""Keys that may change when training is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -121,32 +141,33 @@ def run_offline(
 ) -> OfflineResult:
     """Like `run_sft`, for any plan and any trainer; `build_trainer` receives the model and the number of steps."""
     root = Path(out_dir).expanduser().absolute()
-    summary = load_finished_result(root, config)
+    workspace = Workspace(root)
+    summary = load_summary(workspace, config)
     if summary is not None:
         return OfflineResult(folder=root / MODEL, **summary)
     set_num_threads(config.num_cpu_threads)
     plan = build_plan()
-    with (
-        open_offline_folder(config, root) as folder,
-        Monitor(
+    with workspace:
+        checkpoint = resume_training(workspace, config)
+        with Monitor(
             root,
             config.monitor,
             total_steps=len(plan.batches),
-            committed_step=folder.committed_step,
+            committed_step=None if checkpoint is None else parse_checkpoint_step(checkpoint),
             run_settings=config.model_dump(mode="json"),
-        ) as monitor,
-    ):
-        model = load_section_model(config.model)
-        check_vocabulary(model, plan.tokenizer)
-        verify_model(model)  # as an engine does
-        trainer = build_trainer(model, len(plan.batches))
-        check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
-        progress = train(config, plan, model, trainer, folder, monitor)
-        assert progress.best_step is not None
-        summary = summarize_training(plan, progress)
-        num_kept = config.keep_checkpoints or 0
-        finish(folder, best_step=progress.best_step, num_kept=num_kept, summary=summary)
-    return OfflineResult(folder=folder.model, **summary)
+        ) as monitor:
+            model = load_section_model(config.model)
+            check_vocabulary(model, plan.tokenizer)
+            verify_model(model)  # as an engine does
+            trainer = build_trainer(model, len(plan.batches))
+            check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
+            progress = restore(checkpoint, model, trainer)
+            train(config, plan, model, trainer, progress, workspace.paths, monitor)
+            assert progress.best_step is not None
+            summary = summarize_training(plan, progress)
+            num_kept = config.keep_checkpoints or 0
+            finish(workspace.paths, best_step=progress.best_step, num_kept=num_kept, summary=summary)
+    return OfflineResult(folder=root / MODEL, **summary)
 
 
 def build_trainer(
@@ -174,12 +195,12 @@ def train(
     plan: OfflinePlan,
     model: PreTrainedModel,
     trainer: Trainer,
-    folder: OfflineFolder,
+    progress: Progress,
+    paths: RunPaths,
     monitor: Monitor,
-) -> Progress:
-    """Run all remaining steps, from the last checkpoint or the beginning; the last step is always saved."""
-    progress = restore(folder, model, trainer)
-    stopping = build_early_stopping(config, folder)
+) -> None:
+    """Run all remaining steps; the last step is always saved."""
+    stopping = build_early_stopping(config, paths)
     if plan.num_dropped_rows:
         monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
     batches, epochs = plan.batches, plan.progress
@@ -200,8 +221,7 @@ def train(
         if has_ended:
             monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
         if is_last or is_best or has_ended or step % config.save_interval_steps == 0:
-            commit(config, plan, model, trainer, folder, progress)
-    return progress
+            commit(config, plan, model, trainer, paths, progress)
 
 
 def evaluate(
@@ -237,22 +257,22 @@ def evaluate(
     return is_best
 
 
-def build_early_stopping(config: OfflineConfig, folder: OfflineFolder) -> EarlyStopping | None:
+def build_early_stopping(config: OfflineConfig, paths: RunPaths) -> EarlyStopping | None:
     """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""
     if config.early_stopping is None:
         return None
     rule = EarlyStoppingSection(metric="eval/loss", mode="min", **config.early_stopping.model_dump())
     stopping = EarlyStopping(rule)
-    for record in load_metrics(folder.paths.metrics):
+    for record in load_metrics(paths.metrics):
         stopping.add(record["step"], record["kind"], {"eval/loss": record.get("eval/loss")})
     return stopping
 
 
-def restore(folder: OfflineFolder, model: PreTrainedModel, trainer: Trainer) -> Progress:
+def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -> Progress:
     """Restore model and trainer from the last checkpoint."""
-    if folder.checkpoint is None:
+    if checkpoint is None:
         return Progress()
-    state = load_checkpoint(folder.checkpoint, model)
+    state = load_checkpoint(checkpoint, model)
     trainer.load_state_dict(state.trainer_state)
     return Progress(**state.run_state)
 
@@ -262,19 +282,19 @@ def commit(
     plan: OfflinePlan,
     model: PreTrainedModel,
     trainer: Trainer,
-    folder: OfflineFolder,
+    paths: RunPaths,
     progress: Progress,
 ) -> None:
     """Save the step's checkpoint and remove old ones."""
     save_checkpoint(
-        folder.paths.checkpoint(progress.step),
+        paths.checkpoint(progress.step),
         model,
         plan.tokenizer,
         trainer_state=trainer.state_dict(),
         run_state=asdict(progress),
     )
     best_step = progress.best_step if plan.eval_samples else None
-    remove_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
+    remove_old_checkpoints(paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
 
 
 def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
@@ -291,3 +311,52 @@ def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
         "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
         "stop_reason": progress.stop_reason,
     }
+
+
+def load_summary(workspace: Workspace, config: OfflineConfig) -> dict[str, Any] | None:
+    """The summary of a finished training, None if it has not finished; raises if the settings differ."""
+    root = workspace.root
+    if not (root / MODEL / DONE).is_file():
+        return None
+    workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
+    check_complete(root / MODEL)
+    num_kept = config.keep_checkpoints or 0
+    if len(find_checkpoints(root)) > num_kept or any(TEMPORARY.search(path.name) for path in root.iterdir()):
+        with workspace:  # interrupted after the model was written
+            remove_leftovers(root)
+            remove_old_checkpoints(root, num_kept=num_kept)
+    summary: dict[str, Any] = load_json(root / MODEL / DONE)["figures"]
+    return summary
+
+
+def resume_training(workspace: Workspace, config: OfflineConfig) -> Path | None:
+    """Prepare the locked folder for the remaining steps; returns the last checkpoint, None if there is none."""
+    workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
+    checkpoint = find_whole_checkpoint(workspace.root)
+    workspace.begin(config)
+    workspace.remove(workspace.root / MODEL)
+    return checkpoint
+
+
+def find_whole_checkpoint(root: Path) -> Path | None:
+    """The last checkpoint, None if there is none; if it is damaged, the error states how to resume from the one
+    before."""
+    checkpoint = find_last_checkpoint(root)
+    if checkpoint is None:
+        return None
+    try:
+        check_complete(checkpoint)
+    except StorageError as error:
+        older = [each.name for each in find_checkpoints(root)[:-1]]
+        way = f"to resume from {older[-1]}" if older else "to restart"
+        raise StorageError(f"{error}; restore it, or move {checkpoint.name} out of {root} {way}") from error
+    return checkpoint
+
+
+def finish(paths: RunPaths, *, best_step: int, num_kept: int, summary: Mapping[str, Any]) -> None:
+    """Copy the best checkpoint's model to `model/`, then remove checkpoints beyond `num_kept`."""
+    best = paths.checkpoint(best_step)
+    check_complete(best)
+    with new_folder(paths.root / MODEL, {"step": best_step, "figures": dict(summary)}) as temporary:
+        shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
+    remove_old_checkpoints(paths.root, num_kept=num_kept)

@@ -21,7 +21,6 @@ from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollou
 from tunesmith.loop import StepParts
 from tunesmith.model.checkpoint import (
     estimate_checkpoint_bytes,
-    find_last_checkpoint,
     load_checkpoint,
     remove_old_checkpoints,
     save_checkpoint,
@@ -141,15 +140,3 @@ class StepRollouts:
 def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:
     """Record the error that stopped the run at `step`."""
     save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
-
-
-def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
-    """The console line of an interrupted run: its last checkpoint and how to resume."""
-    checkpoint = find_last_checkpoint(folder.paths.root)
-    if checkpoint is None:
-        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
-    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
-    return (
-        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
-        f"(continue_from_checkpoint=true){name}"
-    )

@@ -2,7 +2,8 @@
 
 Settings under which no step can change the weights are refused before the first step. Causes found during the run:
 equal rewards in every group (zero advantage), no sampled token, a zero gradient, and an update that rounds to zero.
-Each cause is reported when it first occurs and again in a summary at the end.
+Each cause is reported when it first occurs and again in a summary at the end. Not every update is compared with the
+weights before it, so the weights at the end of a run are also compared with those at its start.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt, Renderer
-from tunesmith.config import RunConfig
+from tunesmith.config import RunConfig, TrainerSection
 from tunesmith.errors import ConfigError, RolloutError
-from tunesmith.types import Group
+from tunesmith.types import Group, are_equal
 
 SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
 """Numbers of consecutive unchanged steps at which the warning is repeated."""
@@ -50,8 +51,9 @@ def check_reply_fits(renderer: Renderer, *, max_model_len: int, kv_cache_tokens:
 class UpdateLog:
     """Counts the causes of steps that left the weights unchanged; `show_line` prints the warnings."""
 
-    def __init__(self, show_line: Callable[[str], None]) -> None:
+    def __init__(self, show_line: Callable[[str], None], trainer: TrainerSection = TrainerSection()) -> None:
         self._show_line = show_line
+        self._trainer = trainer
         self._causes: Counter[str] = Counter()
         self._num_steps = 0
         self._streak = 0
@@ -64,7 +66,7 @@ class UpdateLog:
 
     def add(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Check a step; raises RolloutError if no step so far sampled a token or made an update."""
-        cause = find_cause(metrics, groups)
+        cause = find_cause(metrics, groups, self._trainer)
         self._num_steps += 1
         self._has_sampled |= metrics["rollout/num_sampled_tokens"] > 0
         if cause is None:
@@ -79,8 +81,10 @@ class UpdateLog:
         elif self._streak in SHOWN_STREAKS:
             self._show_line(f"warning: the last {self._streak} steps changed nothing: {cause}")
 
-    def close(self) -> None:
-        """Print how many steps changed nothing, and why."""
+    def close(self, *, has_new_weights: bool = True) -> None:
+        """Print how many steps changed nothing, and why; all of them without new weights."""
+        if not has_new_weights and self._causes.total() < self._num_steps:
+            self._causes[explain_rounding(self._trainer)] += self._num_steps - self._causes.total()
         if not self._causes:
             return
         num_unchanged, num_steps = self._causes.total(), self._num_steps
@@ -93,7 +97,9 @@ class UpdateLog:
             self._show_line(f"warning: {num_unchanged} of {num_steps} steps changed nothing: {listed}")
 
 
-def find_cause(metrics: Mapping[str, float], groups: Sequence[Group]) -> str | None:
+def find_cause(
+    metrics: Mapping[str, float], groups: Sequence[Group], trainer: TrainerSection = TrainerSection()
+) -> str | None:
     """Why a step left the weights unchanged; None if it changed them."""
     if not metrics["train/num_updates"]:
         return explain_no_update(metrics, groups)
@@ -102,11 +108,16 @@ def find_cause(metrics: Mapping[str, float], groups: Sequence[Group]) -> str | N
             ": all rewards are 0" if metrics.get("rollout/reward_min") == metrics.get("rollout/reward_max") == 0 else ""
         )
     if metrics.get("train/changed_ratio") == 0:
-        return (
-            f"the update rounds to zero at learning rate {metrics['train/learning_rate']:g}: raise "
-            "trainer.learning_rate"
-        )
+        return explain_rounding(trainer, metrics["train/learning_rate"])
     return None
+
+
+def explain_rounding(trainer: TrainerSection, learning_rate: float | None = None) -> str:
+    """Why updates leave the weights as they are; AdamW divides a gradient below its epsilon by that."""
+    if trainer.max_grad_norm < trainer.epsilon:
+        return f"the update rounds to zero at trainer.max_grad_norm={trainer.max_grad_norm:g}: raise it"
+    rate = trainer.learning_rate if learning_rate is None else learning_rate
+    return f"the update rounds to zero at learning rate {rate:g}: raise trainer.learning_rate"
 
 
 def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> str:
@@ -119,7 +130,7 @@ def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> 
         return "experience.operators exclude every token from training"
     if not metrics["algorithm/num_dropped_groups"]:
         return "experience.operators removed every group that has a reward"
-    if metrics["rollout/reward_min"] == metrics["rollout/reward_max"]:
+    if are_equal([metrics["rollout/reward_min"], metrics["rollout/reward_max"]]):
         cause = f"all rewards are {metrics['rollout/reward_min']:g}"
     else:
         cause = "the rewards within each group are equal"

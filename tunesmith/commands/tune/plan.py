@@ -8,7 +8,7 @@ from functools import partial
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
-from tunesmith.algorithms.table import ALGORITHMS, PER_TOKEN_TERMS
+from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
 from tunesmith.commands.tune.load_experts import load_expert_feed
@@ -64,7 +64,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         check_online(config, algorithm)
     check_evaluation(config)
     check_refill(config)
-    check_credit(config)
+    check_rollouts(config, algorithm)
     check_sampling_is_random(config, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
@@ -145,15 +145,20 @@ def check_refill(config: RunConfig) -> None:
         )
 
 
-def check_credit(config: RunConfig) -> None:
-    """Refuse hard credit with algorithms whose advantages depend on all tokens of a rollout."""
-    branching, name = config.rollout.branching, config.algorithm.algorithm_type
-    if branching is None or branching.credit == "soft" or ALGORITHMS[name].compute_terms in PER_TOKEN_TERMS:
-        return
-    raise ConfigError(
-        f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {name!r} needs all tokens of "
-        "each rollout: set credit=soft, or choose an algorithm such as grpo"
-    )
+def check_rollouts(config: RunConfig, algorithm: Algorithm) -> None:
+    """Refuse rollouts that the algorithm is not defined for: in flight over several steps, or with hard credit."""
+    max_staleness, branching = config.rollout.max_staleness, config.rollout.branching
+    if max_staleness and ALGORITHMS[algorithm.name].needs_current_weights:
+        raise ConfigError(
+            f"rollout.max_staleness={max_staleness} does not work with algorithm.algorithm_type={algorithm.name!r}: it "
+            "is defined for tokens of the current weights only; choose another, such as multi_step_grpo"
+        )
+    knob = algorithm.find_sequence_knob()
+    if branching is not None and branching.credit == "hard" and knob is not None:
+        raise ConfigError(
+            f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {knob} needs all tokens of "
+            "each rollout: set credit=soft, or choose what is computed token by token, such as grpo"
+        )
 
 
 def build_expert_feed(config: RunConfig) -> ExpertFeed | None:

@@ -27,7 +27,6 @@ from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
     count_checkpoint_bytes,
-    describe_interruption,
     restore,
     restore_models,
     save_error,
@@ -65,6 +64,7 @@ from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy
 from tunesmith.runs.result import TrainingResult, require_path
+from tunesmith.runs.resume_point import describe_interruption
 from tunesmith.runs.run_folder import RunFolder, open_run_folder
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
@@ -200,7 +200,7 @@ def run_leader(
             serving = work_while_serving(leading, server, actors.service, roles.trainers, monitor.show_line)
             return run_lockstep(serving, config.rollout)
         except (KeyboardInterrupt, SystemExit):
-            monitor.show_line(describe_interruption(config, folder))
+            monitor.show_line(describe_interruption(config, folder.paths.root))
             raise
         finally:
             policy.close()
@@ -297,7 +297,7 @@ async def train(
         evaluations = await evaluate(config, plan, parts, folder, monitor, control, step=0)
         control.raise_error()
     metrics: dict[str, float] = {}
-    updates = UpdateLog(monitor.show_line)
+    updates, checksum = UpdateLog(monitor.show_line, config.trainer), parts.trainer.compute_checksum()
     while step < plan.total_steps and control.stop is None:
         step += 1
         result = await run_saved_step(parts, folder, monitor, step=step)
@@ -315,7 +315,7 @@ async def train(
             await parts.trainer.save(saving)
             await control.end_checkpoint(step)
         control.raise_error()
-    updates.close()
+    updates.close(has_new_weights=parts.trainer.compute_checksum() != checksum)
     if (ending := control.save_ending(step, first_step=first_step)) is not None:
         monitor.show_line(ending)
     checkpoint = folder.paths.checkpoint(step)

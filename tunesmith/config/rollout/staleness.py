@@ -8,10 +8,6 @@ from pydantic import Field
 
 from tunesmith.config.section import Needs, Section
 
-ON_POLICY_ONLY = frozenset({"opo", "remax", "on_policy_distill", "jsd"})
-"""Algorithms defined for tokens of the current weights only: the baselines of `opo` and `remax` are those of the
-policy that is trained, and distillation compares the current policy with its teacher on its own tokens."""
-
 
 class StalenessKnobs(Section):
     """How old a token may be when it is trained, and what unfinished replies continue from."""
@@ -27,7 +23,7 @@ class StalenessKnobs(Section):
 
 
 def check_staleness_knobs(
-    knobs: StalenessKnobs, *, algorithm: str, replay_staleness: int | None, has_branching: bool, is_served: bool
+    knobs: StalenessKnobs, *, replay_staleness: int | None, has_branching: bool, is_served: bool
 ) -> None:
     """Raise a ValueError if the run cannot train on tokens of older weights.
 
@@ -36,10 +32,6 @@ def check_staleness_knobs(
     if knobs.max_staleness == 0:
         return
     reasons = {
-        f"algorithm.algorithm_type={algorithm!r}": (
-            algorithm in ON_POLICY_ONLY,
-            "it is defined for tokens of the current weights only; choose another, such as multi_step_grpo",
-        ),
         "rollout.branching": (
             has_branching,
             "a branch would continue a rollout of other weights; leave one of them out",

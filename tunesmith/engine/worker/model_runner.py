@@ -221,6 +221,7 @@ class ModelRunner:
                 distribution=request.sampling.distribution,
                 prompt_ids=request.prompt_ids,
                 output_ids=request.token_ids[len(request.prompt_ids) :],
+                num_outputs=len(request.token_ids) - len(request.prompt_ids),
                 token_mask=masks.get(id(request)),
             )
             for request in requests

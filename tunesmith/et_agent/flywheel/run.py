@@ -9,8 +9,6 @@ right and wrong, as `rft_filter` reads them, and `report.json` the counts by ope
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from tunesmith.commands.eval.inputs import describe_value
 from tunesmith.config import FlywheelConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.errors import DataError, RolloutError
 from tunesmith.et_agent.flywheel.crew import Crew, check_roles, load_crew
-from tunesmith.et_agent.flywheel.journal import OUTCOMES, Journal, Plan, Record
+from tunesmith.et_agent.flywheel.journal import OUTCOMES, Attempts, Plan, Record
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
 from tunesmith.et_agent.selection.rows import write_rows
 from tunesmith.monitor.console import format_duration
@@ -35,10 +32,11 @@ from tunesmith.rollout.actors import Actors
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_environment, load_function
 from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import load_tasks
 
-ATTEMPTS_FILE, TRAJECTORIES_FILE, REPORT_FILE = "attempts.jsonl", "trajectories.jsonl", "report.json"
+TRAJECTORIES_FILE, REPORT_FILE = "trajectories.jsonl", "report.json"
 KEYS_WITHOUT_EFFECT = {"has_progress"}
 
 
@@ -79,9 +77,20 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
     states = load_questions(config)
     check_policy(config.model)
     check_roles(config)
-    journal = Journal(
-        out_dir / ATTEMPTS_FILE, digest=compute_digest(config), questions=hash_questions(states), seed=config.seed
-    )
+    with Workspace(out_dir) as workspace:
+        attempts = Attempts(workspace, describe_inputs(config, states))
+        return make_attempts(config, states, attempts, out_dir=out_dir, build_model=build_model)
+
+
+def make_attempts(
+    config: FlywheelConfig,
+    states: Mapping[str, QuestionState],
+    attempts: Attempts,
+    *,
+    out_dir: Path,
+    build_model: BuildModel,
+) -> FlywheelResult:
+    """Make the attempts that are not saved yet, and write the result of all."""
     run_config = config.to_run_config()
     judge = load_function(config.judge, knob="judge")
     environment = load_environment(config.environment)
@@ -97,10 +106,10 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
             progress.begin(iteration, len(plans))
             for start in range(0, len(plans), config.batch_size):
                 batch = plans[start : start + config.batch_size]
-                made = journal.take(batch)
+                made = attempts.take(batch)
                 if made is None:
                     made = await sample_batch(batch, states, crew, actors)
-                    journal.add(made)
+                    attempts.add(made)
                     progress.count(len(batch))
                 else:
                     progress.skip(len(batch))
@@ -142,16 +151,16 @@ def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
     return {task.task_id: QuestionState(question_id=task.task_id, row=task.row) for task in tasks}
 
 
-def compute_digest(config: FlywheelConfig) -> str:
-    """Hash of the settings that change what is made."""
-    values = config.model_dump(mode="json", exclude=KEYS_WITHOUT_EFFECT)
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def hash_questions(states: Mapping[str, QuestionState]) -> str:
-    """Hash of the rows of all questions."""
-    rows = [[name, dict(state.row)] for name, state in states.items()]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=describe_value).encode()).hexdigest()
+def describe_inputs(config: FlywheelConfig, states: Mapping[str, QuestionState]) -> dict[str, Any]:
+    """What the attempts depend on."""
+    settings = config.model_dump(mode="json", exclude=KEYS_WITHOUT_EFFECT)
+    questions = [[name, dict(state.row)] for name, state in states.items()]
+    return {
+        "digest": compute_digest(settings),
+        "questions": compute_digest(questions),
+        "seed": config.seed,
+        "settings": settings,
+    }
 
 
 def write_result(

@@ -15,7 +15,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
+from tunesmith.model.source.adapter_files import ADAPTER_WEIGHTS
 from tunesmith.model.source.resolve import find_exported
+from tunesmith.storage import compute_checksum
 
 
 def compute_fingerprint(path: str) -> dict[str, str] | None:
@@ -37,6 +39,12 @@ def compute_fingerprint(path: str) -> dict[str, str] | None:
         layout.update(f"{name} {kind}\n".encode())
         rows.update(row_bytes)
     return {"layout": layout.hexdigest(), "rows": rows.hexdigest()}
+
+
+def describe_weights(path: str) -> dict[str, str] | str | None:
+    """The fingerprint of a model's weights, or the checksum of an adapter's."""
+    adapter = Path(path).expanduser() / ADAPTER_WEIGHTS
+    return compute_checksum(adapter) if adapter.is_file() else compute_fingerprint(path)
 
 
 def find_folder(path: str) -> Path | None:

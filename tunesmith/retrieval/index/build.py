@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from tunesmith.errors import StorageError
@@ -13,7 +11,7 @@ from tunesmith.retrieval.index.dense import write_dense
 from tunesmith.retrieval.index.manifest import IndexInfo, describe_index, write_manifest
 from tunesmith.retrieval.index.passage_store import PassageStore, write_passages
 from tunesmith.retrieval.settings import IndexSettings
-from tunesmith.storage import remove_stale_folders, storage_errors, sync_tree
+from tunesmith.storage import locked_beside, renamed_folder
 
 BM25_FOLDER, DENSE_FOLDER = "bm25", "dense"
 
@@ -43,22 +41,14 @@ def build_index(
     folder = Path(out).expanduser()
     if folder.exists():
         raise StorageError(f"{folder} exists; choose another folder for the index, or remove this one")
-    remove_stale_folders(folder)
     passages = iter_passages(source, settings, name=name, split=split)
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
-        with storage_errors(folder, "write"):
-            temporary.mkdir(parents=True)
-            corpus = write_passages(temporary, passages)
-            store = PassageStore(temporary)
-            if settings.has_bm25:
-                write_bm25(temporary / BM25_FOLDER, store.iter_contents(), settings)
-            if settings.has_dense:
-                write_dense(temporary / DENSE_FOLDER, store.iter_contents(), len(store), settings)
-            info = describe_index(corpus, settings, source=str(source))
-            write_manifest(temporary, info)
-            sync_tree(temporary)
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with locked_beside(folder), renamed_folder(folder) as temporary:
+        corpus = write_passages(temporary, passages)
+        store = PassageStore(temporary)
+        if settings.has_bm25:
+            write_bm25(temporary / BM25_FOLDER, store.iter_contents(), settings)
+        if settings.has_dense:
+            write_dense(temporary / DENSE_FOLDER, store.iter_contents(), len(store), settings)
+        info = describe_index(corpus, settings, source=str(source))
+        write_manifest(temporary, info)
     return info

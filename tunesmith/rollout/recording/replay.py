@@ -51,6 +51,8 @@ class BranchPoint:
 
     parent: int
     """`run_index` of the parent."""
+    parent_owners: tuple[int, ...]
+    """`Trajectory.turn_owners` of the parent."""
     index: int
     """The model call that the branch samples anew."""
     calls: Mapping[int, RecordedCall]
@@ -62,8 +64,10 @@ class BranchPoint:
         return len(self.calls[self.index].prompt_ids)
 
     @property
-    def num_shared_turns(self) -> int:
-        return sum(len(call.turns) for index, call in self.calls.items() if index < self.index)
+    def turn_owners(self) -> tuple[int, ...]:
+        """`Trajectory.turn_owners` of the branch."""
+        num_shared = sum(len(call.turns) for index, call in self.calls.items() if index < self.index)
+        return (self.parent_owners + (self.parent,) * num_shared)[:num_shared]
 
 
 class RolloutRecord:
@@ -139,6 +143,7 @@ class RolloutRecord:
         """The point at which a branch of this rollout samples `call` anew."""
         return BranchPoint(
             parent=run_index,
+            parent_owners=() if self.point is None else self.point.turn_owners,
             index=call.index,
             calls={index: each for index, each in self.calls.items() if index <= call.index},
             tool_calls=tuple(self.tools.calls[: call.num_tool_calls]),

@@ -1,8 +1,13 @@
 """One process that runs code: forked by the worker before the code arrives, limited, and killed after the call.
 
 The child sends `READY` once its limits are set; an earlier error is one of the sandbox and never one of the code. It
-then reads code (four bytes of length, then UTF-8) and answers with one byte: the status of `snippet`. In a session it
-waits for more code; otherwise it ends as an interpreter does: it joins threads and calls exit handlers.
+then reads a request (four bytes of length, the number of the call, which is random, and code in UTF-8) and answers with
+that number and one byte, the status of `snippet`. In a session it waits for more code; otherwise it ends as an
+interpreter does: it joins threads and calls exit handlers.
+
+Code shares this process, so it may answer its own call early. It cannot answer a call in advance, whose number it does
+not know: whatever else is written to the status pipe ends the process. What code can do to its interpreter, such as
+replacing `print`, holds for the later calls of its session, as in a notebook.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from tunesmith.tools.python.snippet import CpuTimeError, build_module, run_snipp
 
 READY = b"r"
 CODE_FD, STATUS_FD = 3, 4
+NUM_NUMBER_BYTES = 16
 MAX_FD = 4096
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
@@ -32,71 +38,7 @@ MIB = 1 << 20
 Config = dict[str, Any]
 
 
-class SetupError(Exception):
-    """The sandbox cannot run code at all; the message is for the user."""
-
-
-class Child:
-    """A forked process and the pipes to it, in the worker."""
-
-    def __init__(self, config: Config) -> None:
-        code_read, self.code = os.pipe()
-        self.status_pipe, status_write = os.pipe()
-        self.stdout, stdout_write = os.pipe()
-        self.stderr, stderr_write = os.pipe()
-        self.wait_status: int | None = None
-        """How the process ended; None while it runs."""
-        self.cpu_s = 0.0
-        """CPU time of the ended process."""
-        self._is_ready = False
-        self._has_group = config["has_group"]
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run(config, code_read, stdout_write, stderr_write, status_write)
-        for fd in (code_read, stdout_write, stderr_write, status_write):
-            os.close(fd)
-
-    def wait_ready(self) -> None:
-        """Wait until the limits are set. Non-blocking pipes from then on."""
-        if self._is_ready:
-            return
-        if os.read(self.status_pipe, 1) != READY:
-            raise SetupError(os.read(self.stderr, 10_000).decode(errors="replace").strip())
-        self._is_ready = True
-        for fd in (self.code, self.status_pipe, self.stdout, self.stderr):
-            os.set_blocking(fd, False)
-
-    def poll(self) -> bool:
-        """Reap ended processes; True once the child has ended."""
-        with contextlib.suppress(ChildProcessError):
-            while self.wait_status is None and self._reap(os.WNOHANG):
-                pass
-        return self.wait_status is not None
-
-    def end(self) -> None:
-        """Kill all processes of the call and wait for their end; as process 1 the worker adopts orphans."""
-        is_first = os.getpid() == 1
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if is_first:
-                os.kill(-1, signal.SIGKILL)
-            elif self._has_group:
-                os.killpg(self.pid, signal.SIGKILL)
-            elif self.wait_status is None:
-                os.kill(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while is_first or self.wait_status is None:
-                self._reap(0)
-        for fd in (self.code, self.status_pipe, self.stdout, self.stderr):
-            os.close(fd)
-
-    def _reap(self, options: int) -> int:
-        pid, status, usage = os.wait4(-1, options)
-        if pid == self.pid:
-            self.wait_status, self.cpu_s = status, usage.ru_utime + usage.ru_stime
-        return pid
-
-
-def _run(config: Config, code_read: int, stdout: int, stderr: int, status: int) -> NoReturn:
+def run_child(config: Config, code_read: int, stdout: int, stderr: int, status: int) -> NoReturn:
     """The child's life. It never returns into the worker's code."""
     try:
         os.dup2(stderr, 2)
@@ -104,7 +46,7 @@ def _run(config: Config, code_read: int, stdout: int, stderr: int, status: int) 
         _set_limits(config)
         os.closerange(STATUS_FD + 1, MAX_FD)
         _serve(config)
-    except BaseException as error:  # noqa: BLE001 - reported by `Child.wait_ready`
+    except BaseException as error:  # noqa: BLE001 - the pool reports it
         os.write(2, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os._exit(0)
@@ -138,14 +80,12 @@ def _set_limits(config: Config) -> None:
         if number is not None and value is not None and not (name == "RLIMIT_AS" and sys.platform == "darwin"):
             resource.setrlimit(number, (value, value))
     _set_cpu_limit(config)
+    os.setsid()
     if sys.platform != "linux":
-        os.setsid()
         return
     libc: ctypes.CDLL = config["libc"]
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    if config["has_group"]:
-        os.setsid()
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     if config["ruleset"] is not None:
         restrict_self(libc, config["ruleset"])
@@ -154,7 +94,7 @@ def _set_limits(config: Config) -> None:
 
 
 def _set_cpu_limit(config: Config) -> None:
-    """A stateless call is killed; code of a session gets an exception first, and new CPU time with each call."""
+    """A stateless call is killed; code of a session gets an exception, and the worker kills it if it goes on."""
     if not config["is_session"]:
         resource.setrlimit(resource.RLIMIT_CPU, (config["cpu_s"], config["cpu_s"] + 1))
         return
@@ -180,7 +120,8 @@ def _serve(config: Config) -> None:
     os.write(STATUS_FD, READY)
     pid = os.getpid()
     num_calls = 0
-    while (source := _read_code()) is not None:
+    while (request := _read_request()) is not None:
+        number, source = request
         num_calls += 1
         name = f"<python {num_calls}>" if config["is_session"] else "<python>"
         status = run_snippet(source, module, filename=name)
@@ -194,7 +135,7 @@ def _serve(config: Config) -> None:
         if os.getpid() != pid:
             # A process that the code forked has come to the end of the code.
             os._exit(0)
-        os.write(STATUS_FD, status)
+        os.write(STATUS_FD, number + status)
         if config["is_session"]:
             _set_cpu_limit(config)
 
@@ -203,9 +144,11 @@ def _open_output(fd: int) -> Any:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def _read_code() -> bytes | None:
-    header = _read(4)
-    return None if header is None else _read(int.from_bytes(header, "big"))
+def _read_request() -> tuple[bytes, bytes] | None:
+    """The number of the call, and its code."""
+    header = _read(4 + NUM_NUMBER_BYTES)
+    code = None if header is None else _read(int.from_bytes(header[:4], "big"))
+    return None if header is None or code is None else (header[4:], code)
 
 
 def _read(size: int) -> bytes | None:

@@ -1,15 +1,44 @@
 """The temporary folder of a sandbox: how full it is, and its removal.
 
-Code may leave folders that are closed, or nested deeper than a path is long. Both are removed step by step from the
-top: a folder is opened, its folders are moved up, and its files are deleted. No symbolic link is followed.
+The pool looks after it: names and sizes of one call's files must not pass through the worker, whose memory the next
+call inherits. Code may leave folders that are closed, or nested deeper than a path is long. Both are removed step by
+step from the top: a folder is opened, its folders are moved up, and its files are deleted. No symbolic link is
+followed.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from itertools import count
+
+MIB = 1 << 20
+MAX_FILES = 10_000
+"""Files and folders in a temporary folder."""
+MAX_REMOVED_FILES = 1000
+"""A worker whose temporary folder holds more is replaced, which takes less time than to remove them."""
+KEPT_ATTRIBUTES = ("st_mode", "st_uid", "st_gid", "st_nlink", "st_size")
+
+
+class SandboxFolder:
+    """The temporary folder of a worker that runs."""
+
+    def __init__(self, path: str, *, max_mb: int | None) -> None:
+        self._path = path
+        self._max_mb = max_mb
+        """None where a file system of its own limits the size."""
+        self._first = os.stat(path)  # noqa: PTH116
+
+    def is_full(self) -> bool:
+        if self._max_mb is None:
+            return count_files_of_file_system(self._path) > MAX_FILES
+        return measure_folder(self._path, max_bytes=self._max_mb * MIB, max_files=MAX_FILES)
+
+    def restore(self) -> bool:
+        """Remove the contents and reset the folder itself; False if it is not as it was at first."""
+        return empty_folder(self._path, max_files=MAX_REMOVED_FILES) and reset_folder(self._path, self._first)
 
 
 def measure_folder(path: str, *, max_bytes: int, max_files: int) -> bool:
@@ -61,6 +90,22 @@ def empty_folder(path: str, *, max_files: int | None = None) -> bool:
     except OSError:
         return False
     return True
+
+
+def reset_folder(path: str, first: os.stat_result) -> bool:
+    """Undo changes of the empty folder itself; False if it is not as it was at first."""
+    try:
+        if hasattr(os, "listxattr"):
+            for name in os.listxattr(path):
+                if not name.startswith(("security.", "trusted.")):  # of the system
+                    os.removexattr(path, name)
+        os.chmod(path, stat.S_IMODE(first.st_mode))  # noqa: PTH101
+        os.utime(path, (0, 0))
+        now = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return False
+    # The folder of a disk stays as large as its list of files has been.
+    return all(getattr(now, name) == getattr(first, name) for name in KEPT_ATTRIBUTES)
 
 
 def remove_folder(path: str) -> None:

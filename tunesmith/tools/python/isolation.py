@@ -57,8 +57,11 @@ class LaunchPlan:
     command: tuple[str, ...]
     environment: dict[str, str]
     configuration: dict[str, Any]
+    is_session: bool
     folder: str | None
     """A folder of the worker on the file system of the machine, removed with the worker."""
+    tmp_mb: int | None
+    """Size of the temporary folder where no file system of its own limits it."""
 
 
 def list_isolations(settings: PythonToolSection) -> list[str]:
@@ -132,7 +135,9 @@ def _plan_bubblewrap(
         command=(*START, program, *arguments, files.interpreter, *WORKER),
         environment=ENVIRONMENT | {"PYTHONPATH": IMPORT_FOLDER},
         configuration=configuration,
+        is_session=is_session,
         folder=None,
+        tmp_mb=None,
     )
 
 
@@ -166,19 +171,19 @@ def _plan_plain(
     configuration = _configure(settings, files, is_session=is_session) | {
         "uid": uid,
         "tmp": str(temporary),
-        "tmp_mb": settings.tmp_mb,
         "folder": str(folder),
         "filter": system_filter,
         "readable": [*paths, str(imports), *DEVICES] if is_isolated else None,
         "max_tasks": 2 + settings.max_threads if uid is not None else None,
-        "has_group": not is_isolated,
     }
     return LaunchPlan(
         isolation="seccomp" if is_isolated else "none",
         command=(*START, files.interpreter, *WORKER),
         environment=ENVIRONMENT | {"PYTHONPATH": str(imports), "HOME": str(temporary), "TMPDIR": str(temporary)},
         configuration=configuration,
+        is_session=is_session,
         folder=str(folder),
+        tmp_mb=settings.tmp_mb,
     )
 
 
@@ -194,11 +199,8 @@ def _build_filter(
 
 
 def _configure(settings: PythonToolSection, files: InstalledFiles, *, is_session: bool) -> dict[str, Any]:
-    limits = settings.model_dump(
-        include={"wall_s", "cpu_s", "memory_mb", "max_file_mb", "max_open_files", "max_output_bytes"}
-    )
-    own = {"preload": files.preload, "is_session": is_session, "has_group": True}
-    return limits | own | {"readable": None, "tmp_mb": None, "folder": None}
+    limits = settings.model_dump(include={"cpu_s", "memory_mb", "max_file_mb", "max_open_files"})
+    return limits | {"preload": files.preload, "is_session": is_session, "readable": None, "folder": None}
 
 
 def _choose_user_id() -> int:

@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.worker_process import Launcher, WorkerLostError, WorkerProcess
+from tunesmith.tools.python.call import WorkerLostError
+from tunesmith.tools.python.result import Answer
+from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
 
 NUM_TRIES = 2
 
@@ -99,7 +101,7 @@ class WorkerPool:
         self._is_closed = False
         weakref.finalize(self, _close_workers, self._idle)
 
-    async def run(self, code: str, on_start: OnStart = ignore_start) -> dict[str, Any]:
+    async def run(self, code: str, on_start: OnStart = ignore_start) -> Answer:
         """The answer of a worker to the code; `on_start` is called when a worker takes it."""
         call = PendingCall(on_start)
         limit = asyncio.timeout(self._max_wait_s)
@@ -130,13 +132,13 @@ class WorkerPool:
     def _start_idle(self) -> None:
         self._idle.append(self.launcher.start())
 
-    def _run(self, code: str, call: PendingCall) -> dict[str, Any]:
+    def _run(self, code: str, call: PendingCall) -> Answer:
         for number in range(1, NUM_TRIES + 1):
             # Idle workers may have been lost together, so the last try is in a new one.
             worker = self._take() if number < NUM_TRIES else self.launcher.start()
             call.attach(worker)
             try:
-                answer = worker.request(code)
+                answer = worker.run(code)
             except WorkerLostError as error:
                 worker.close()
                 if call.is_cancelled:
@@ -144,7 +146,7 @@ class WorkerPool:
                 logger.warning("a Python sandbox was lost in a call (try %d of %d): %s", number, NUM_TRIES, error)
                 reason = error
                 continue
-            if answer["is_worker_kept"] and not call.is_cancelled and not self._is_closed:
+            if answer.is_worker_kept and not call.is_cancelled and not self._is_closed:
                 self._idle.append(worker)
             else:
                 worker.close()

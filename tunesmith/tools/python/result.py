@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tunesmith.config.tools import PythonToolSection
 
@@ -32,22 +31,37 @@ class PythonResult:
         return self.text
 
 
-def build_result(answer: Mapping[str, Any], settings: PythonToolSection) -> PythonResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a call did."""
+
+    outcome: Outcome
+    reason: str
+    """Why the call ended, where the output does not say it."""
+    stdout: str
+    stderr: str
+    is_state_lost: bool
+    """Whether a session's process has ended."""
+    is_worker_kept: bool
+    """Whether the worker can run another call."""
+
+
+def build_result(answer: Answer, settings: PythonToolSection) -> PythonResult:
     """The result from the answer of a worker."""
     notes = []
-    if answer["outcome"] != "ok":
-        notes += [answer["stderr"].strip("\n"), describe_outcome(answer, settings)]
-    if answer["is_state_lost"]:
+    if answer.outcome != "ok":
+        notes += [answer.stderr.strip("\n"), describe_outcome(answer, settings)]
+    if answer.is_state_lost:
         notes.append(STATE_LOST)
     notes_text = "\n".join(filter(None, notes))
-    output = answer["stdout"].strip("\n").rstrip()
+    output = answer.stdout.strip("\n").rstrip()
     text = "\n".join(filter(None, [output, notes_text]))
     return PythonResult(
-        outcome=answer["outcome"],
+        outcome=answer.outcome,
         text=shorten_text(text or NO_OUTPUT, settings.max_result_chars),
-        stdout=answer["stdout"],
-        stderr=answer["stderr"],
-        is_state_lost=answer["is_state_lost"],
+        stdout=answer.stdout,
+        stderr=answer.stderr,
+        is_state_lost=answer.is_state_lost,
     )
 
 
@@ -56,10 +70,10 @@ def build_error(sentence: str) -> PythonResult:
     return PythonResult(outcome="error", text=f"Error: {sentence}", stdout="", stderr="")
 
 
-def describe_outcome(answer: Mapping[str, Any], settings: PythonToolSection) -> str:
+def describe_outcome(answer: Answer, settings: PythonToolSection) -> str:
     """One sentence on a broken limit or an abnormal end; empty if the traceback says all."""
-    match answer["outcome"]:
-        case "timeout" if answer["reason"] == "cpu":
+    match answer.outcome:
+        case "timeout" if answer.reason == "cpu":
             return f"Timeout: the code used more than {settings.cpu_s} s of CPU time and was stopped."
         case "timeout":
             return f"Timeout: the code ran longer than {settings.wall_s:g} s and was stopped."
@@ -67,7 +81,7 @@ def describe_outcome(answer: Mapping[str, Any], settings: PythonToolSection) -> 
             return f"The code needs more than the {settings.memory_mb} MiB of memory that it may use."
         case "output_limit":
             return f"The code printed more than {settings.max_output_bytes} bytes and was stopped."
-    return f"Error: {answer['reason']}." if answer["reason"] else ""
+    return f"Error: {answer.reason}." if answer.reason else ""
 
 
 def shorten_text(text: str, limit: int) -> str:

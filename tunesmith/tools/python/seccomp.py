@@ -1,9 +1,10 @@
 """The system-call filter of the Python sandbox, as a classic BPF program for the kernel's seccomp.
 
-A denied call fails with EPERM. The filter denies sockets, tracing, namespaces, mounts, kernel administration,
-scheduling (which reaches the worker), memory outside of the limits and, depending on the limits, processes and
-threads. Where no namespace hides other processes and files (`is_only_barrier`), it also denies signals, `exec`, and
-changes to files that Landlock does not cover.
+This is the one list of what is denied; a denied call fails with EPERM. The filter denies sockets, objects and locks
+that sandboxes would share, tracing, namespaces, mounts, kernel administration, scheduling (which reaches the worker),
+memory outside of the limits and, depending on the limits, processes and threads. Where no namespace hides other
+processes and files (`is_only_barrier`), it also denies signals, `exec`, and changes to files that Landlock does not
+cover. Of calls that do many things (`fcntl`, `ioctl`), the filter lists what is allowed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,40 @@ CLONE_THREAD = 0x00010000
 CLONE_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 
-KERNEL_CALLS = {
+ALWAYS = {
+    # Sockets; `socketpair` is below.
     "socket": (41, 198),
+    "bind": (49, 200),
+    "connect": (42, 203),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    # Objects of the machine without a path: System V memory, semaphores and messages, and POSIX queues.
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "shmdt": (67, 197),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
+    # Locks and watches of files that all sandboxes share.
+    "flock": (73, 32),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "cachestat": (451, 451),
+    # Tracing.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -33,6 +66,7 @@ KERNEL_CALLS = {
     "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438),
     "pidfd_send_signal": (424, 424),
+    # Namespaces and mounts.
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -46,15 +80,33 @@ KERNEL_CALLS = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
+    "open_tree_attr": (467, 467),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "listns": (470, 470),
+    # Memory outside of the address space limit, and interfaces past this filter.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "io_setup": (206, 0),
+    # Scheduling.
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # Administration of the kernel, its keys and its file systems.
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
     "init_module": (175, 105),
     "finit_module": (313, 273),
     "delete_module": (176, 106),
@@ -78,26 +130,14 @@ KERNEL_CALLS = {
     "iopl": (172, None),
     "ioperm": (173, None),
     "vhangup": (153, 58),
-    "fanotify_init": (300, 262),
     "personality": (135, 92),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
+    "file_setattr": (469, 469),
+    "lsm_set_self_attr": (460, 460),
 }
-"""Numbers on x86_64 and aarch64. `memfd_create` and System V memory are outside of the address space limit."""
-FORK_CALLS = {"fork": (57, None), "vfork": (58, None)}
-HOST_CALLS = {
+"""Denied system calls: their numbers on x86_64 and aarch64, None where there is no such call."""
+WITHOUT_PROCESSES = {"fork": (57, None), "vfork": (58, None)}
+"""Denied where code may not start processes; `clone` is checked by its flags."""
+WITHOUT_NAMESPACES = {
     "execve": (59, 221),
     "execveat": (322, 281),
     "kill": (62, 129),
@@ -127,21 +167,25 @@ HOST_CALLS = {
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
     "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
     "truncate": (76, 45),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
 }
+"""Denied where processes and files of the machine are in sight, besides."""
+ALLOWED_ARGUMENTS: dict[str, tuple[tuple[int, int], dict[int, tuple[int, ...]]]] = {
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_SETLK, F_SETLKW (of sqlite), F_DUPFD_QUERY, F_DUPFD_CLOEXEC,
+    # F_SETPIPE_SZ, F_GETPIPE_SZ. Others set leases, hints and owners that get signals, or read others' locks.
+    "fcntl": ((72, 25), {1: (0, 1, 2, 3, 4, 6, 7, 1027, 1030, 1031, 1032)}),
+    # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE. Others reach terminals, devices,
+    # file systems and the flags of files.
+    "ioctl": ((16, 29), {1: (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)}),
+    # AF_UNIX and SOCK_STREAM, with SOCK_NONBLOCK and SOCK_CLOEXEC: a connected stream cannot be sent elsewhere.
+    "socketpair": ((53, 199), {0: (1,), 1: (0x1, 0x801, 0x80001, 0x80801)}),
+    # The caller's own limits.
+    "prlimit64": ((302, 261), {0: (0,)}),
+}
+"""Numbers of system calls, and the values that an argument may have, by its index."""
 CLONE, CLONE3 = (56, 220), (435, 435)
-DENIED_ARGUMENTS = (
-    # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX; ioctl: FIOSETOWN, SIOCSPGRP. A file sends a signal to its owner.
-    ((72, 25), 1, (8, 10, 15)),
-    ((16, 29), 1, (0x8901, 0x8902, 0x5412)),
-)
-"""Numbers, index of an argument, and its values that are denied. 0x5412, TIOCSTI, types on a terminal."""
-PRLIMIT = (302, 261)
 
 
 def build_filter(
@@ -152,9 +196,9 @@ def build_filter(
     if machine not in AUDIT_ARCHITECTURES:
         return None
     column = list(AUDIT_ARCHITECTURES).index(machine)
-    calls: dict[str, tuple[int, int | None]] = dict(KERNEL_CALLS)
-    calls |= {} if can_fork else FORK_CALLS
-    calls |= HOST_CALLS if is_only_barrier else {}
+    calls: dict[str, tuple[int, int | None]] = dict(ALWAYS)
+    calls |= {} if can_fork else WITHOUT_PROCESSES
+    calls |= WITHOUT_NAMESPACES if is_only_barrier else {}
     instructions = [
         _encode(LOAD_WORD, ARCHITECTURE_OFFSET),
         _encode(JUMP_EQUAL, AUDIT_ARCHITECTURES[machine], if_true=1),
@@ -171,11 +215,8 @@ def build_filter(
     instructions += _match_call(
         CLONE[column], list(_check_clone(can_fork=can_fork, can_start_threads=can_start_threads))
     )
-    for numbers, index, values in DENIED_ARGUMENTS:
-        instructions += _match_call(numbers[column], list(_deny_values(index, values)))
-    # The limits of other processes: only the caller's own, pid 0, may be read or set.
-    own_limits = [_encode(JUMP_EQUAL, 0, if_true=1), _encode(RETURN, DENY), _encode(RETURN, ALLOW)]
-    instructions += _match_call(PRLIMIT[column], [_load_argument(0), *own_limits])
+    for numbers, allowed in ALLOWED_ARGUMENTS.values():
+        instructions += _match_call(numbers[column], list(_check_arguments(allowed)))
     return b"".join([*instructions, _encode(RETURN, ALLOW)])
 
 
@@ -193,10 +234,12 @@ def _check_clone(*, can_fork: bool, can_start_threads: bool) -> Iterator[bytes]:
     yield _encode(RETURN, ALLOW if can_fork else DENY)
 
 
-def _deny_values(index: int, values: tuple[int, ...]) -> Iterator[bytes]:
-    yield _load_argument(index)
-    for value in values:
-        yield _encode(JUMP_EQUAL, value, if_false=1)
+def _check_arguments(allowed: dict[int, tuple[int, ...]]) -> Iterator[bytes]:
+    for index, values in allowed.items():
+        yield _load_argument(index)
+        for left in range(len(values), 0, -1):
+            # Past the other values and the refusal.
+            yield _encode(JUMP_EQUAL, values[-left], if_true=left)
         yield _encode(RETURN, DENY)
     yield _encode(RETURN, ALLOW)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
+from tunesmith.tools.python.call import WorkerLostError
 from tunesmith.tools.python.pool import CancelledCallError, OnStart, PendingCall, ignore_start, run_in_threads
-from tunesmith.tools.python.result import PythonResult, build_result
-from tunesmith.tools.python.worker_process import Launcher, WorkerLostError, WorkerProcess
+from tunesmith.tools.python.result import Answer, PythonResult, build_result
+from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
 
 
 class PythonSession:
@@ -84,20 +84,20 @@ class PythonSession:
     ) -> None:
         self.close()
 
-    def _run(self, code: str, call: PendingCall) -> dict[str, Any]:
+    def _run(self, code: str, call: PendingCall) -> Answer:
         worker = self._worker = self._worker or self._launcher.start(is_session=True)
         if self._is_closed:
             worker.close()
             raise CancelledCallError
         call.attach(worker)
         try:
-            answer = worker.request(code)
+            answer = worker.run(code)
         except WorkerLostError as error:
             worker.close()
             if call.is_cancelled:
                 raise CancelledCallError from error
             raise SandboxError(f"the sandbox of a Python session was lost: {error}") from error
-        if not answer["is_worker_kept"]:
+        if not answer.is_worker_kept:
             worker.close()
             self._worker = None
         return answer

@@ -1,9 +1,22 @@
-"""The program of a sandbox: runs one call at a time in a forked child and ends it at the limits.
+"""The program of a sandbox: forks a child for each call, and ends it. It never sees code, output or names of files.
 
-Started by the pool with the interpreter of the sandbox. Frames on standard input and output are four bytes of length,
-then JSON. The first one configures the worker, each further one holds code, and the answer is the outcome with the
-output. In a process namespace the worker is process 1: code cannot signal it, and all processes of a call are killed
-before the answer. Nothing that code writes is parsed: output is text, and of the status pipe one byte is read.
+A child starts as a copy of this process, with all of its memory. Nothing of one call may therefore pass through here,
+or the next call could read it: the pool makes pipes for each child and sends the far ends, so that code and output
+travel between the pool and the child alone; how a child ended is passed on in a buffer that is cleared; and it is the
+pool that empties the temporary folder.
+
+Standard input is a socket to the pool. First comes the configuration (four bytes of length, then JSON), which is
+answered with a report `READY`. After that each command is one byte, and reports are records of one size:
+
+    pool                            worker
+    FORK with four files            a child is forked; it writes to its status pipe when it is ready
+    CONTINUE, STOP                  a session's processes run only during its calls
+    INTERRUPT                       SIGINT to the child
+                                    ENDED: the child has ended; with its wait status and CPU time
+                                    CPU_LIMIT: a session's child was killed
+    END                             all processes of the call are killed; ENDED, if it was not reported; DONE
+
+In a process namespace the worker is process 1: code cannot signal it, and a kill reaches all processes of a call.
 """
 
 from __future__ import annotations
@@ -11,41 +24,50 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
+import socket
 import sys
 import time
 from typing import Any
 
-from tunesmith.tools.python.child import MIB, PR_SET_DUMPABLE, Child, Config, SetupError
-from tunesmith.tools.python.folder import (
-    count_files_of_file_system,
-    empty_folder,
-    measure_folder,
-    remove_folder,
-)
+from tunesmith.tools.python.child import Config, run_child
+from tunesmith.tools.python.folder import remove_folder
 from tunesmith.tools.python.landlock import build_ruleset, check
-from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 
-CHUNK_BYTES = 65536
-MAX_REMOVED_FILES = 1000
-"""A worker whose temporary folder holds more is replaced, which takes less time than to remove them."""
-INTERRUPT_GRACE_S = 2.0
-"""Seconds that code of a session has after an interrupt at the time limit; then its process is killed."""
-MAX_FILES = 10_000
-"""Files and folders in the temporary folder."""
-FOLDER_CHECK_S = 0.1
+FORK, CONTINUE, STOP, INTERRUPT, END = b"f", b"c", b"s", b"i", b"e"
+READY, ENDED, CPU_LIMIT, DONE = 1, 2, 3, 4
+NUM_CHILD_FILES = 4
+CPU_CHECK_S = 0.1
+CPU_GRACE_S = 2.0
+"""CPU seconds beyond the limit in which code of a session may react to `CpuTimeError`."""
+PR_SET_DUMPABLE = 4
+CAPABILITY_VERSION = 0x20080522
 COMMON_MODULES = (
     "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
     "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "time", "typing",
 )  # fmt: skip
 """Imported once per worker, so that no call waits for them."""
-OUTCOMES = {OK: "ok", ERROR: "error", MEMORY: "memory", CPU_TIME: "timeout"}
+
+
+class Report(ctypes.Structure):
+    """What the worker tells the pool; `ENDED` has the wait status and the beginning of `struct rusage`."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int),
+        ("wait_status", ctypes.c_int),
+        ("user_s", ctypes.c_long),
+        ("user_us", ctypes.c_long),
+        ("system_s", ctypes.c_long),
+        ("system_us", ctypes.c_long),
+        ("other_usage", ctypes.c_long * 14),
+    ]
 
 
 class SockFilterProgram(ctypes.Structure):
@@ -55,44 +77,20 @@ class SockFilterProgram(ctypes.Structure):
 
 
 def main() -> None:
-    requests, replies = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (0, 1))
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
+    control = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake = _install_wakeup()
-    config = read_frame(requests)
-    if config is None:
-        return
+    config = _read_configuration(control)
     try:
         prepare(config)
-        serve(config, requests, replies, wake)
-    except (OSError, ImportError, SetupError) as error:
+        Worker(config, control, wake).serve()
+    except (OSError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     finally:
         # The pool removes the folder of a worker that it ends; here it has ended itself.
         if config["folder"] is not None:
             remove_folder(config["folder"])
-
-
-def serve(config: Config, requests: int, replies: int, wake: int) -> None:
-    """Answer requests until there are no more, or until the temporary folder cannot be emptied."""
-    child = Child(config)
-    child.wait_ready()
-    write_frame(replies, {})
-    while (request := read_frame(requests)) is not None:
-        call = Call(config, child, request["code"].encode("utf-8", "surrogatepass"))
-        reply = call.run(requests, wake)
-        if call.is_child_kept:
-            write_frame(replies, reply)
-            continue
-        child.end()
-        is_clean = empty_folder(config["tmp"], max_files=MAX_REMOVED_FILES)
-        write_frame(replies, reply | {"is_worker_kept": is_clean})
-        if not is_clean:
-            return
-        child = Child(config)
-    child.end()
 
 
 def _install_wakeup() -> int:
@@ -105,6 +103,17 @@ def _install_wakeup() -> int:
     return wake_read
 
 
+def _read_configuration(control: socket.socket) -> Config:
+    with control.makefile("rb", buffering=0) as stream:
+        size, data = int.from_bytes(stream.read(4) or b"", "big"), bytearray()
+        while len(data) < size and (chunk := stream.read(size - len(data))):
+            data += chunk
+    if not data:
+        sys.exit("the pool has ended")
+    config: Config = json.loads(data)
+    return config
+
+
 def prepare(config: Config) -> None:
     """Give up privileges, refuse to be traced, and import what code may need."""
     libc = config["libc"] = ctypes.CDLL(None, use_errno=True)
@@ -113,6 +122,7 @@ def prepare(config: Config) -> None:
         os.setresgid(*[config["uid"]] * 3)
         os.setresuid(*[config["uid"]] * 3)
     if sys.platform == "linux":
+        drop_capabilities(libc)
         check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
     os.chdir(config["tmp"])
     # The module `site`, which is not loaded, defines these.
@@ -133,164 +143,124 @@ def prepare(config: Config) -> None:
     gc.freeze()
 
 
-class Call:
-    """Sends code to a child, collects its output up to the limit, and decides on the outcome."""
+def drop_capabilities(libc: Any) -> None:
+    """Give up the rights of root, which a worker keeps where the interpreter is readable by root alone."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
-    def __init__(self, config: Config, child: Child, code: bytes) -> None:
+
+class Worker:
+    """Forks children on command, one at a time."""
+
+    def __init__(self, config: Config, control: socket.socket, wake: int) -> None:
         self._config = config
-        self._child = child
-        self._unsent = len(code).to_bytes(4, "big") + code
-        self._output = {child.stdout: bytearray(), child.stderr: bytearray()}
-        self._outcome: str | None = None
-        self._reason = ""
-        self._is_interrupted = False
-        self._has_answered = False
-        self._next_check = time.monotonic() + FOLDER_CHECK_S
-        self._selector = selectors.DefaultSelector()
+        self._libc = config["libc"]
+        self._control = control
+        self._wake = wake
+        self._report = Report()
+        self._group = 0
+        """Process group of the call."""
+        self._pid = 0
+        """The child; 0 once it has been reaped."""
+        self._max_cpu_s: float | None = None
+        """CPU time of the child at which it is killed; None outside of calls of a session."""
 
-    @property
-    def is_child_kept(self) -> bool:
-        """The process of a session continues unless it ended or broke a limit."""
-        return self._config["is_session"] and self._has_answered and self._outcome != "output_limit"
+    def serve(self) -> None:
+        """Follow commands until the pool closes the socket."""
+        # The pool measures and empties the temporary folder, which in a mount namespace has no path outside of it.
+        folder = os.open(".", os.O_RDONLY)
+        self._report.kind = READY
+        socket.send_fds(self._control, [bytes(self._report)], [folder])
+        os.close(folder)
+        while True:
+            timeout_s = None if self._max_cpu_s is None else CPU_CHECK_S
+            ready, _, _ = select.select([self._control.fileno(), self._wake], [], [], timeout_s)
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+            while self._reap(os.WNOHANG) > 0:
+                pass
+            self._check_cpu()
+            if self._control.fileno() in ready and not self._follow():
+                self._kill()
+                return
 
-    def run(self, requests: int, wake: int) -> dict[str, Any]:
-        """The answer to one request. The worker ends if the pool closes `requests` during the call."""
-        child = self._child
-        child.wait_ready()
-        deadline = time.monotonic() + self._config["wall_s"]
-        with self._selector:
-            for fd in (requests, wake, child.status_pipe, *self._output):
-                self._selector.register(fd, selectors.EVENT_READ)
-            self._selector.register(child.code, selectors.EVENT_WRITE)
-            while self._outcome is None:
-                left_s = deadline - time.monotonic()
-                for key, _ in self._selector.select(max(0.0, min(left_s, FOLDER_CHECK_S))):
-                    self._handle(key.fd, requests, wake)
-                if self._outcome is None and child.poll():
-                    self._judge_end()
-                self._check_folder()
-                if self._outcome is None and left_s <= 0:  # last: an answer counts that came while this process waited
-                    deadline += INTERRUPT_GRACE_S
-                    self._time_out()
-        for fd in self._output:
-            self._read_output(fd)
-        return self._describe()
+    def _follow(self) -> bool:
+        """Follow one command; False if the pool has closed the socket."""
+        command, files, _, _ = socket.recv_fds(self._control, 1, NUM_CHILD_FILES)
+        if command == FORK:
+            self._fork(files)
+        elif command == CONTINUE:
+            if self._pid and sys.platform == "linux":  # other systems have no clock of another process
+                self._max_cpu_s = _read_cpu_s(self._pid) + self._config["cpu_s"] + CPU_GRACE_S
+            self._signal_all(signal.SIGCONT)
+        elif command == STOP:
+            self._max_cpu_s = None
+            self._signal_all(signal.SIGSTOP)
+        elif command == INTERRUPT and self._pid:
+            os.kill(self._pid, signal.SIGINT)
+        elif command == END:
+            self._kill()
+            self._send(DONE)
+        return bool(command)
 
-    def _handle(self, fd: int, requests: int, wake: int) -> None:
-        if fd == requests:
-            self._child.end()
-            sys.exit()
-        elif fd == wake:
-            os.read(wake, CHUNK_BYTES)
-        elif fd == self._child.code:
-            self._send_code()
-        elif fd == self._child.status_pipe:
-            self._read_status()
-        elif not self._read_output(fd):
-            self._selector.unregister(fd)
+    def _fork(self, files: list[int]) -> None:
+        self._group = self._pid = os.fork()
+        if self._pid == 0:
+            run_child(self._config, *files)
+        for fd in files:
+            os.close(fd)
 
-    def _send_code(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            self._unsent = self._unsent[os.write(self._child.code, self._unsent) :]
-        if not self._unsent:
-            self._selector.unregister(self._child.code)
+    def _kill(self) -> None:
+        """Kill all processes of the call and wait for their end; as process 1 the worker adopts orphans."""
+        self._max_cpu_s = None
+        self._signal_all(signal.SIGKILL)
+        if self._pid:  # its group may not exist yet
+            os.kill(self._pid, signal.SIGKILL)
+        while (self._pid or os.getpid() == 1) and self._reap(0) >= 0:
+            pass
+        self._group = 0
 
-    def _read_status(self) -> None:
-        status = os.read(self._child.status_pipe, 1)
-        if not status:
-            # Closed by the code, or by the end of the process, which `poll` finds.
-            self._selector.unregister(self._child.status_pipe)
-            return
-        self._has_answered = True
-        self._outcome = "timeout" if self._is_interrupted else OUTCOMES.get(status, "error")
-        self._reason = "cpu" if status == CPU_TIME else ""
+    def _signal_all(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpid() == 1:
+                os.kill(-1, number)
+            elif self._group:
+                os.killpg(self._group, number)
 
-    def _read_output(self, fd: int) -> bool:
-        """Read what there is; False at the end of the pipe."""
-        collected, limit = self._output[fd], self._config["max_output_bytes"]
-        with contextlib.suppress(BlockingIOError):
-            while len(collected) <= limit:
-                chunk = os.read(fd, CHUNK_BYTES)
-                if not chunk:
-                    return False
-                collected += chunk
-            if self._outcome in (None, "ok", "error", "memory"):
-                self._outcome = "output_limit"
-        return True
+    def _check_cpu(self) -> None:
+        if self._pid and self._max_cpu_s is not None and _read_cpu_s(self._pid) >= self._max_cpu_s:
+            self._max_cpu_s = None
+            self._send(CPU_LIMIT)
+            os.kill(self._pid, signal.SIGKILL)
 
-    def _time_out(self) -> None:
-        """Interrupt code of a session, once; end any other code."""
-        if self._config["is_session"] and not self._is_interrupted:
-            self._is_interrupted = True
-            os.kill(self._child.pid, signal.SIGINT)
-        else:
-            self._outcome = "timeout"
+    def _reap(self, options: int) -> int:
+        """Reap one process; its id, 0 if none has ended, -1 if there is none."""
+        report, at = self._report, ctypes.addressof(self._report)
+        while True:
+            pid: int = self._libc.wait4(
+                -1,
+                ctypes.c_void_p(at + Report.wait_status.offset),
+                options,
+                ctypes.c_void_p(at + Report.user_s.offset),
+            )
+            if pid >= 0 or ctypes.get_errno() != errno.EINTR:
+                break
+        if pid == self._pid and pid > 0:
+            self._pid = 0
+            self._send(ENDED)
+        ctypes.memset(at, 0, ctypes.sizeof(report))
+        return pid
 
-    def _judge_end(self) -> None:
-        """The outcome of a process that ended without an answer."""
-        status = self._child.wait_status or 0
-        if self._is_interrupted:
-            self._outcome = "timeout"
-            return
-        if not os.WIFSIGNALED(status):
-            code = os.waitstatus_to_exitcode(status)
-            self._outcome = "ok" if code == 0 else "error"
-            self._reason = f"the process exited with status {code}" if code else ""
-            return
-        number = os.WTERMSIG(status)
-        if number == signal.SIGXCPU or (number == signal.SIGKILL and self._child.cpu_s >= self._config["cpu_s"]):
-            self._outcome, self._reason = "timeout", "cpu"
-        else:
-            self._outcome, self._reason = "error", f"the process was killed by {signal.Signals(number).name}"
-
-    def _check_folder(self) -> None:
-        """Count files; where no file system of its own limits the size of the temporary folder, measure it too."""
-        if self._outcome is not None or time.monotonic() < self._next_check:
-            return
-        self._next_check = time.monotonic() + FOLDER_CHECK_S
-        path, limit_mb = self._config["tmp"], self._config["tmp_mb"]
-        if limit_mb is None:
-            is_full = count_files_of_file_system(path) > MAX_FILES
-        else:
-            is_full = measure_folder(path, max_bytes=limit_mb * MIB, max_files=MAX_FILES)
-        if is_full:
-            self._outcome, self._reason = "error", "the temporary folder is full"
-
-    def _describe(self) -> dict[str, Any]:
-        limit = self._config["max_output_bytes"]
-        stdout, stderr = (bytes(part[:limit]).decode("utf-8", "replace") for part in self._output.values())
-        return {
-            "outcome": self._outcome,
-            "reason": self._reason,
-            "stdout": stdout,
-            "stderr": stderr,
-            "is_worker_kept": True,
-            "is_state_lost": self._config["is_session"] and not self.is_child_kept,
-        }
+    def _send(self, kind: int) -> None:
+        self._report.kind = kind
+        self._control.sendall(self._report)
+        self._report.kind = 0
 
 
-def read_frame(fd: int) -> dict[str, Any] | None:
-    """The next frame, or None at the end."""
-    header = _read(fd, 4)
-    data = None if header is None else _read(fd, int.from_bytes(header, "big"))
-    return None if data is None else json.loads(data)
-
-
-def write_frame(fd: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    view = memoryview(len(data).to_bytes(4, "big") + data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _read(fd: int, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        chunk = os.read(fd, size - len(data))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
+def _read_cpu_s(pid: int) -> float:
+    """CPU time of another process, from the clock that `clock_getcpuclockid` names."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 if __name__ == "__main__":

@@ -1,70 +1,94 @@
-"""A worker process as the training process sees it: start, one request at a time, kill.
+"""A worker process as the training process sees it: start, one call at a time, kill.
 
-All methods block, and run in threads of the pool. A request ends with its answer or with `WorkerLostError`; a worker
-that does not answer in time is killed. When the training process ends, the worker sees the end of its input and ends
-all that it started.
+All methods block, and run in threads of the pool. A call ends with its answer or with `WorkerLostError`; a worker that
+does not answer in time is killed. When the training process ends, the worker sees the end of its socket and ends all
+that it started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
-import select
 import signal
+import socket
 import subprocess
 import threading
-import time
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
-from tunesmith.tools.python.folder import remove_folder
+from tunesmith.tools.python.call import Call, Child, Control, WorkerLostError
+from tunesmith.tools.python.folder import SandboxFolder, remove_folder
 from tunesmith.tools.python.installed import find_installed_files
 from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, iter_plans
+from tunesmith.tools.python.result import Answer
 
-START_TIMEOUT_S = 120.0
-"""Generous, because packages are imported at the start."""
-ANSWER_GRACE_S = 60.0
-"""Time beyond the wall time limit, which the worker itself enforces."""
+TIMEOUT_S = 120.0
+"""For what a worker does itself; generous, because packages are imported at its start."""
 END_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
-class WorkerLostError(Exception):
-    """The worker ended, was killed, or did not answer."""
-
-
 class WorkerProcess:
-    """A running worker; at most one thread sends requests, any thread may kill it."""
+    """A running worker; at most one thread runs calls, any thread may kill it."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, settings: PythonToolSection) -> None:
         self.isolation = plan.isolation
+        self._settings = settings
+        self._is_session = plan.is_session
         self._folder = plan.folder
-        self._answer_timeout_s = plan.configuration["wall_s"] + ANSWER_GRACE_S
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._is_killed = False
-        self._process = subprocess.Popen(
-            plan.command,
-            env=plan.environment,
-            cwd="/",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._child: Child | None = None
+        self._tmp_fd: int | None = None
+        near, far = socket.socketpair()
+        self._control = Control(near, timeout_s=TIMEOUT_S)
+        with far:
+            try:
+                self._process = subprocess.Popen(
+                    plan.command,
+                    env=plan.environment,
+                    cwd="/",
+                    stdin=far.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._control.close()
+                raise
         try:
-            self._exchange(plan.configuration, START_TIMEOUT_S)
+            with self._naming_its_end():
+                self._tmp = self._start(plan)
+                if (child := self._fork()) is None:
+                    raise WorkerLostError("its temporary folder cannot be emptied")
+                child.wait_ready(TIMEOUT_S)
         except BaseException:
             self.close()
             raise
+        # A worker that is ready writes nothing; each file counts where there are many workers.
+        self._close_stderr()
 
-    def request(self, code: str) -> dict[str, Any]:
-        """Run code; the answer of `worker.Call`."""
-        return self._exchange({"code": code}, self._answer_timeout_s)
+    def run(self, code: str) -> Answer:
+        """Run code, in a process of its own or in that of the session."""
+        with self._naming_its_end():
+            assert self._child is not None
+            call = Call(self._child, self._control, code, self._settings, folder=self._tmp, is_session=self._is_session)
+            answer = call.run(start_timeout_s=TIMEOUT_S)
+        if self._is_session and not answer.is_state_lost:
+            return answer
+        self._child.close()
+        try:
+            is_kept = self._fork() is not None
+        except OSError:
+            is_kept = False
+        return replace(answer, is_worker_kept=is_kept)
 
     def kill(self) -> None:
         """Signal the worker and all its processes to end, without waiting; harmless if it ended before."""
@@ -78,16 +102,43 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the worker, wait for its end, and release its files; only while no request runs."""
+        """Kill the worker, wait for its end, and release its files; only while no call runs."""
         if os.getpid() != self._owner:
             return
         self._wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        self._control.close()
+        self._close_stderr()
+        if self._child is not None:
+            self._child.close()
+        if self._tmp_fd is not None:
+            os.close(self._tmp_fd)
+            self._tmp_fd = None
         if self._folder is not None:
             remove_folder(self._folder)
+
+    def _start(self, plan: LaunchPlan) -> SandboxFolder:
+        """Configure the worker; its temporary folder, where this process finds it."""
+        data = json.dumps(plan.configuration).encode()
+        self._control.send(len(data).to_bytes(4, "big") + data)
+        _, (self._tmp_fd,) = self._control.read_report()
+        # In a mount namespace the folder has no path outside; macOS has no paths of files, and no such namespace.
+        path = f"/proc/self/fd/{self._tmp_fd}" if plan.folder is None else plan.configuration["tmp"]
+        return SandboxFolder(path, max_mb=plan.tmp_mb)
+
+    def _fork(self) -> Child | None:
+        """Have the next child forked, in a folder as new; None if the folder cannot be made so."""
+        self._child = Child(self._control) if self._tmp.restore() else None
+        return self._child
+
+    @contextlib.contextmanager
+    def _naming_its_end(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            self.kill()
+            raise WorkerLostError("it did not answer in time") from error
+        except ConnectionError as error:
+            raise WorkerLostError(self._describe_end()) from error
 
     def _wait(self) -> None:
         self.kill()
@@ -96,49 +147,18 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             logger.warning("the process %d of a Python sandbox does not end", self._process.pid)
 
-    def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        data = json.dumps(message).encode()
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._write(len(data).to_bytes(4, "big") + data)
-            reply: dict[str, Any] = json.loads(self._read(int.from_bytes(self._read(4, deadline), "big"), deadline))
-            return reply
-        except BrokenPipeError as error:
-            raise WorkerLostError(self._describe_end()) from error
-
-    def _write(self, data: bytes) -> None:
-        """Blocks only while the worker, which is idle, reads."""
-        assert self._process.stdin is not None
-        fd = self._process.stdin.fileno()
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        data = bytearray()
-        while len(data) < size:
-            left_s = deadline - time.monotonic()
-            if poller.poll(max(0.0, left_s * 1000)):
-                chunk = os.read(fd, size - len(data))
-                if not chunk:
-                    raise WorkerLostError(self._describe_end())
-                data += chunk
-            elif left_s <= 0:
-                self.kill()
-                raise WorkerLostError("it did not answer in time")
-        return bytes(data)
-
     def _describe_end(self) -> str:
-        """What the worker wrote to standard error before it ended."""
+        """What the worker wrote to standard error before it ended, if that was at its start."""
         was_killed = self._is_killed
         self._wait()
-        assert self._process.stderr is not None
-        text = "" if was_killed else self._process.stderr.read().decode(errors="replace").strip()
+        stderr = self._process.stderr
+        text = "" if was_killed or stderr is None or stderr.closed else stderr.read().decode(errors="replace").strip()
         return text or f"it ended with status {self._process.returncode}"
+
+    def _close_stderr(self) -> None:
+        if self._process.stderr is not None:
+            with contextlib.suppress(OSError):
+                self._process.stderr.close()
 
 
 class Launcher:
@@ -165,9 +185,9 @@ class Launcher:
                 reasons.append(f"{kind}: {plan}")
                 continue
             try:
-                worker = _launch(plan)
+                worker = _launch(plan, self._settings)
             except (WorkerLostError, OSError) as error:
-                reasons.append(f"{kind}: {error}")
+                reasons.append(f"{kind}: {_describe_error(error)}")
                 continue
             self._kind = kind
             if worker.isolation == "none":
@@ -180,15 +200,21 @@ class Launcher:
 
     def _start_kind(self, kind: str, *, is_session: bool) -> WorkerProcess:
         try:
-            return _launch(build_plan(kind, self._settings, is_session=is_session))
+            return _launch(build_plan(kind, self._settings, is_session=is_session), self._settings)
         except (WorkerLostError, OSError, ConfigError) as error:
-            raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {error}") from error
+            raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {_describe_error(error)}") from error
 
 
-def _launch(plan: LaunchPlan) -> WorkerProcess:
+def _launch(plan: LaunchPlan, settings: PythonToolSection) -> WorkerProcess:
     try:
-        return WorkerProcess(plan)
+        return WorkerProcess(plan, settings)
     except BaseException:
         if plan.folder is not None:
             remove_folder(plan.folder)
         raise
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return f"{error}; a sandbox needs 7: raise the limit of open files (ulimit -n), or lower num_workers"
+    return str(error)

@@ -33,7 +33,7 @@ def list_failures(run: Run) -> dict[str, Any]:
     causes = []
     for code in ordered[:MAX_CAUSES]:
         cause, row = run.index.causes[code], newest[code]
-        stored = next(run.files.iter_rows(int(row["step"]), FAILURE, first=int(row["position"]), num_rows=1))
+        stored = next(run.rollouts.iter_rows(int(row["step"]), FAILURE, first=int(row["position"]), num_rows=1))
         causes.append(
             {
                 "where": cause.where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tunesmith.storage import load_json
+from tunesmith.runs.record import RunState
 from tunesmith.viewer.reading.run import Run
 
 MAX_POINTS = 1000
@@ -15,35 +15,39 @@ REWARD = "rollout/reward_mean"
 def describe_runs(runs: Sequence[Run]) -> dict[str, Any]:
     """State, steps and metrics of every run, and all names of metrics."""
     described = [describe_run(number, run) for number, run in enumerate(runs)]
-    names = sorted({name for run in runs for name in run.metrics.columns})
+    names = sorted({name for run in runs for name in run.metrics.names})
     return {"runs": described, "metrics": names}
 
 
 def describe_run(number: int, run: Run) -> dict[str, Any]:
     run.metrics.refresh()
-    steps, evaluations, config = run.files.list_steps(), run.list_evaluated_steps(), run.config
+    steps, evaluations, config = run.rollouts.list_steps(), run.list_evaluated_steps(), run.settings
     algorithm = config.get("algorithm") if isinstance(config.get("algorithm"), dict) else {}
     model = config.get("model") if isinstance(config.get("model"), dict) else {}
     assert isinstance(algorithm, dict) and isinstance(model, dict)
-    error = load_json(run.paths.error) if run.paths.error.is_file() else None
-    reward = run.metrics.columns.get(REWARD)
+    reward = run.metrics.get(REWARD)
     return {
         "id": number,
         "name": run.name,
         "path": str(run.root),
-        "state": run.find_state(),
-        "error": error,
-        "stop_reason": load_json(run.paths.stopped).get("reason") if run.paths.stopped.is_file() else None,
-        "last_step": run.metrics.last_step,
-        "total_steps": config.get("total_steps"),
+        "state": describe_state(run),
+        "error": run.error,
+        "stop_reason": run.stop_reason,
+        "last_step": run.num_steps,
+        "total_steps": run.total_steps,
         "algorithm": algorithm.get("algorithm_type") or config.get("algorithm_type"),
         "model": model.get("path"),
-        "reward": reward.thin(2)[1][-1:] if reward is not None else [],
+        "reward": [] if reward is None else reward.finite.last(1).values.tolist(),
         "steps": compress_steps(steps),
         "evaluations": evaluations,
-        "has_selection": run.list_selected_steps(),
-        "version": f"{run.metrics.size}.{len(steps)}.{steps[-1] if steps else 0}.{len(evaluations)}",
+        "has_selection": run.has_selection,
+        "version": describe_version(run),
     }
+
+
+def describe_state(run: Run) -> str:
+    """The state of a run; a comparison of models has none."""
+    return "comparison" if run.kind == "eval" else run.state
 
 
 def compress_steps(steps: Sequence[int]) -> list[list[int]]:
@@ -61,20 +65,21 @@ def get_metric(runs: Sequence[Run], name: str, *, max_points: int = MAX_POINTS) 
     """The series of one metric in every run that has it."""
     series = []
     for number, run in enumerate(runs):
-        if (column := run.metrics.columns.get(name)) is not None:
-            steps, values = column.thin(max_points)
-            series.append({"run": number, "steps": steps, "values": values})
+        if (found := run.metrics.get(name)) is not None:
+            thinned = found.thin(max_points)
+            series.append({"run": number, "steps": thinned.steps.tolist(), "values": thinned.values.tolist()})
     return {"name": name, "series": series}
 
 
 def get_versions(runs: Sequence[Run]) -> dict[str, Any]:
     """What changes when a run is written: for following it at little cost."""
-    found = []
     for run in runs:
         run.metrics.refresh()
-        steps = run.files.list_steps()
-        state = run.find_state()
-        found.append(
-            f"{state}.{run.metrics.size}.{len(steps)}.{steps[-1] if steps else 0}.{len(run.list_evaluated_steps())}"
-        )
-    return {"versions": found, "is_running": any(version.startswith("running") for version in found)}
+    states = [run.state for run in runs]
+    versions = [f"{state}.{describe_version(run)}" for run, state in zip(runs, states, strict=True)]
+    return {"versions": versions, "is_running": RunState.RUNNING in states}
+
+
+def describe_version(run: Run) -> str:
+    steps, evaluations = run.rollouts.list_steps(), run.list_evaluated_steps()
+    return f"{run.metrics.size}.{len(steps)}.{steps[-1] if steps else 0}.{len(evaluations)}"

@@ -168,7 +168,7 @@ def match_block(run: Run, block: Rows, filters: Filters) -> list[dict[str, Any]]
     wanted = set(block["position"].tolist())
     columns = [*TEXT, "task_id", *(["turns.sampled_ids"] if needs_replies else [])]
     matched: dict[int, dict[str, Any]] = {}
-    rows = run.files.iter_rows(step, columns, first=first, num_rows=last - first + 1)
+    rows = run.rollouts.iter_rows(step, columns, first=first, num_rows=last - first + 1)
     for position, row in enumerate(rows, start=first):
         if position not in wanted:
             continue

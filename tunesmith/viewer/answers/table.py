@@ -101,7 +101,7 @@ class Answers:
             case "search", []:
                 return search_rollouts(run, params)
             case "config", []:
-                return {"config": run.config}
+                return {"config": run.settings}
         raise KeyError(kind)
 
 

@@ -29,7 +29,7 @@ def describe_task(run: Run, task_id: str) -> dict[str, Any]:
         members = found[(found["step"] == step) & (found["group"] == group)]
         first, last = int(members["position"].min()), int(members["position"].max())
         stored = list(
-            run.files.iter_rows(
+            run.rollouts.iter_rows(
                 step, ["task_row", "response_text", "failure_message"], first=first, num_rows=last - first + 1
             )
         )

@@ -1,29 +1,21 @@
-"""An opened run folder: its state, metrics, rollouts and evaluations, all read when they are asked for."""
+"""A run in the viewer: its record, an index of its rollouts, its tokenizer, and the groups read last."""
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Any
 
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import load_step_json
 from tunesmith.experience.store import parse_row
-from tunesmith.storage import CHECKPOINT, RunPaths, is_locked, load_json, storage_errors
+from tunesmith.runs.record import RunRecord, find_run_folders
 from tunesmith.types import Trajectory
-from tunesmith.viewer.reading.metrics_log import MetricsLog
 from tunesmith.viewer.reading.reply_format import find_reply_format
-from tunesmith.viewer.reading.rollout_files import RolloutFiles
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, Rows
 from tunesmith.viewer.reading.token_text import TokenText, find_tokenizer
 
-State = Literal["running", "stopped", "interrupted", "finished", "comparison"]
-COMPARISON = "comparison.json"
 NUM_KEPT_GROUPS = 3
 ROLLOUT = ["group_index", "run_index", "task_id", "task_index", "task_row", "reward", "advantage", "turn_advantages"]
 ROLLOUT += ["baseline_reward", "failure_where", "failure_message", "failure_line", "failure_traceback"]
@@ -40,91 +32,29 @@ class StoredRollout:
     baseline_reward: float | None
 
 
-class Run:
-    """A folder of a training run, of a fine-tuning, or of a comparison of models."""
+class Run(RunRecord):
+    """The folder of a training run, of a fine-tuning, or of a comparison of models."""
 
     def __init__(self, root: Path, *, name: str) -> None:
-        self.root, self.name, self.paths = root, name, RunPaths(root)
-        self.metrics = MetricsLog(self.paths.metrics)
-        self.files = RolloutFiles(self.paths.rollouts(0).parent)
-        self.index = RolloutIndex(self.files)
+        super().__init__(root)
+        self.name = name
+        self.index = RolloutIndex(self.rollouts)
         self.last_candidates: tuple[Any, Rows] | None = None
         """Filters of the last search and the rows of the index that they select."""
         self._text: TokenText | None = None
         self._groups: dict[tuple[int, int, tuple[int, int]], list[StoredRollout]] = {}
-        self._evaluation = functools.lru_cache(maxsize=16)(self._load_evaluation)
-
-    @functools.cached_property
-    def config(self) -> Mapping[str, Any]:
-        """The values of config.yaml; empty if there is none."""
-        if not self.paths.config.is_file():
-            return {}
-        with storage_errors(self.paths.config, "read"):
-            text = self.paths.config.read_text(encoding="utf-8")
-        try:
-            values = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except yaml.YAMLError as error:
-            raise StorageError(f"cannot read {self.paths.config}: it is not YAML ({error})") from error
-        return values if isinstance(values, dict) else {}
 
     @property
     def text(self) -> TokenText | None:
         """The run's tokenizer; None while there is none, for example before the first checkpoint."""
-        if self._text is None and (path := find_tokenizer(self.root, self.config)) is not None:
-            self._text = TokenText(path, find_reply_format(path.parent, self.config))
+        if self._text is None and (path := find_tokenizer(self)) is not None:
+            self._text = TokenText(path, find_reply_format(path.parent, self.settings))
         return self._text
 
     @property
-    def is_comparison(self) -> bool:
-        return not self.paths.metrics.is_file()
-
-    def find_state(self) -> State:
-        """Whether the run is still running, and how it ended."""
-        if self.is_comparison:
-            return "comparison"
-        if is_locked(self.paths.lock):
-            return "running"
-        if self.paths.error.is_file():
-            return "stopped"
-        if self.paths.stopped.is_file():
-            return "finished"
-        total = self.config.get("total_steps")
-        if isinstance(total, int):
-            return "finished" if self.metrics.last_step >= total else "interrupted"
-        has_end = (self.root / "model" / "DONE.json").is_file() or self.paths.checkpoint(
-            self.metrics.last_step
-        ).is_dir()
-        return "finished" if has_end else "interrupted"
-
-    def list_evaluated_steps(self) -> list[int]:
-        """Steps that have an evaluation file."""
-        names = [
-            re.fullmatch(r"step_(\d+)\.json", path.name) for path in self.paths.evaluation(0).parent.glob("*.json")
-        ]
-        return sorted(int(match[1]) for match in names if match)
-
-    def list_selected_steps(self) -> bool:
+    def has_selection(self) -> bool:
         """Whether a selector explained its choices."""
         return self.paths.selection(0).parent.is_dir()
-
-    def load_evaluation(self, step: int) -> Mapping[str, Any]:
-        """The content of eval/step_N.json."""
-        path = self.paths.evaluation(step)
-        with storage_errors(path, "read"):
-            modified = path.stat().st_mtime_ns
-        loaded: Mapping[str, Any] = self._evaluation(step, modified)
-        return loaded
-
-    def _load_evaluation(self, step: int, modified: int) -> Mapping[str, Any]:
-        loaded: Mapping[str, Any] = load_json(self.paths.evaluation(step))
-        return loaded
-
-    @functools.cached_property
-    def comparison(self) -> Mapping[str, Any]:
-        """The content of comparison.json; empty if there is none."""
-        path = self.root / COMPARISON
-        loaded: Mapping[str, Any] = load_json(path) if path.is_file() else {}
-        return loaded
 
     def load_selection(self, step: int) -> Mapping[str, Any]:
         """The choices of a selector for a step."""
@@ -140,7 +70,7 @@ class Run:
 
     def load_group(self, step: int, group: int) -> list[StoredRollout]:
         """The trajectories of a group with their tokens; those of the last groups are kept."""
-        key = (step, group, self.files.stamp(step))
+        key = (step, group, self.rollouts.stamp(step))
         if key not in self._groups:
             self._groups = dict([*self._groups.items()][1 - NUM_KEPT_GROUPS :])
             self._groups[key] = self._load_group(step, group)
@@ -152,7 +82,7 @@ class Run:
         if not len(positions):
             raise StorageError(f"step {step} has no group {group}")
         first, last = int(positions.min()), int(positions.max())
-        found = self.files.iter_rows(step, ROLLOUT, first=first, num_rows=last - first + 1)
+        found = self.rollouts.iter_rows(step, ROLLOUT, first=first, num_rows=last - first + 1)
         return [parse_rollout(row) for row in found if row["group_index"] == group]
 
 
@@ -170,32 +100,8 @@ def open_runs(paths: Sequence[str | Path]) -> list[Run]:
     holds such folders. StorageError if a path has none."""
     roots: dict[Path, None] = {}
     for path in paths:
-        roots |= dict.fromkeys(find_roots(Path(path).expanduser().absolute()))
+        roots |= dict.fromkeys(find_run_folders(Path(path).expanduser().absolute()))
     return [Run(root, name=name) for root, name in zip(roots, name_runs(list(roots)), strict=True)]
-
-
-def find_roots(path: Path) -> list[Path]:
-    """The run folders at or below a path."""
-    if not path.is_dir():
-        raise StorageError(f"{path} is not the folder of a run: there is no such folder")
-    if (CHECKPOINT.fullmatch(path.name) or path.name == "model") and is_run(path.parent):
-        return [path.parent]
-    if is_run(path):
-        return [path]
-    names = ("metrics.jsonl", COMPARISON)
-    below = sorted(
-        {each.parent for depth in ("*", "*/*", "*/*/*") for name in names for each in path.glob(f"{depth}/{name}")}
-    )
-    found = [each for each in below if not any(part.startswith("old-") for part in each.parts)]
-    if not found:
-        raise StorageError(
-            f"{path} is not the folder of a run: it has no metrics.jsonl or {COMPARISON}, nor any below it"
-        )
-    return found
-
-
-def is_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").is_file() or (path / COMPARISON).is_file()
 
 
 def name_runs(roots: Sequence[Path]) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tunesmith.storage import CHECKPOINT
+from tunesmith.runs.record import MODEL, RunRecord
 from tunesmith.viewer.reading.reply_format import ReplyFormat
 
 TOKENIZER = "tokenizer.json"
@@ -63,14 +62,12 @@ class TokenText:
         return text.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd")
 
 
-def find_tokenizer(root: Path, config: Mapping[str, Any]) -> Path | None:
+def find_tokenizer(run: RunRecord) -> Path | None:
     """The tokenizer of a run: that of its newest checkpoint, or of the model it started from."""
-    checkpoints = [path for path in root.iterdir() if CHECKPOINT.fullmatch(path.name)]
-    newest = sorted(checkpoints, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
-    model = config.get("model") if isinstance(config.get("model"), dict) else {}
-    assert isinstance(model, dict)
-    names = [str(model[key]) for key in ("path", "base_path") if model.get(key)]
-    folders = [*newest, root / "model", *(Path(name).expanduser() for name in names)]
+    model = run.settings.get("model")
+    given = [model.get(key) for key in ("path", "base_path")] if isinstance(model, dict) else []
+    names = [str(name) for name in given if name]
+    folders = [*reversed(run.checkpoints), run.root / MODEL, *(Path(name).expanduser() for name in names)]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
             return folder / TOKENIZER

@@ -36,8 +36,7 @@ function RunTable({ runs, hidden }) {
       style=${{ accentColor: runColor(run.id) }} /></td>
     <td><a href=${run.steps.length ? link("step", [run.id, "latest"]) : link("config", [run.id])} title=${run.path}>
       <i class="swatch" style=${{ background: runColor(run.id) }}></i>${run.name}</a></td>
-    <td><span class="state ${run.state}">${run.state}</span>${run.error && html` <span class="error" title=${JSON.stringify(run.error)}>error</span>`}${
-      run.stop_reason && html` <span class="dim" title=${run.stop_reason}>ended early</span>`}</td>
+    <td><span class="state ${run.state}" title=${run.stop_reason || (run.error && run.error.message) || ""}>${run.state}</span></td>
     <td class="r">${run.last_step}${run.total_steps ? html`<span class="dim"> / ${run.total_steps}</span>` : ""}</td>
     <td class="r">${run.reward.length ? num(run.reward[0]) : "–"}</td>
     <td>${run.algorithm || ""}</td><td class="clip" title=${run.model || ""}>${(run.model || "").split("/").slice(-2).join("/")}</td></tr>`)}</tbody></table>`;

@@ -167,7 +167,19 @@ def test_distillation_trains_a_shared_turn_once_with_hard_credit(run, tmp_path, 
         ({}, ("rollout.branching.beam=1",), "beam"),
         ({}, ("rollout.branching.base_probability=1.5",), "base_probability"),
         ({"workflow": agent_with_helper}, (), "agent_with_helper cannot branch: it takes auxiliary_models"),
-        ({}, ("algorithm.algorithm_type=ppo", "rollout.branching.credit=hard"), "'ppo' needs all tokens of each"),
+        *(
+            ({}, (*overrides, "rollout.branching.credit=hard"), f"{cause} needs all tokens of each rollout")
+            for cause, overrides in (
+                ("'ppo'", ["algorithm.algorithm_type=ppo"]),
+                ("'gspo'", ["algorithm.algorithm_type=gspo"]),
+                ("correction.importance=sequence", ["algorithm.correction.importance=sequence"]),
+                ("mask.level=geometric", ["algorithm.correction.mask={level: geometric, low: 0.9, high: 1.1}"]),
+                ("mask.level=sequence", ["algorithm.correction.mask={level: sequence, low: 0.5, high: 2}"]),
+                ("negative_sequence_delta=0.1", ["algorithm.correction.negative_sequence_delta=0.1"]),
+                ("seq-mean-token-mean", ["algorithm.loss_aggregation=seq-mean-token-mean"]),
+                ("seq-mean-token-mean", ["algorithm.algorithm_type=sapo"]),
+            )
+        ),
     ],
 )
 def test_what_cannot_branch_is_refused_before_a_model_loads(run, tmp_path, options, overrides, message):

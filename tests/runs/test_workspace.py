@@ -1,0 +1,163 @@
+"""The workspace of a command: one process at a time, inputs compared by key, finished parts kept, results whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import date, datetime
+
+import pytest
+
+from tunesmith.errors import ConfigError, StorageError
+from tunesmith.runs.workspace import Workspace, compute_digest, name_aside
+from tunesmith.storage import Journal, load_json, new_folder, save_json, save_text
+
+INPUTS = {"settings": {"seed": 0, "model": {"path": "m"}}, "rows": compute_digest([1, 2])}
+
+
+def measure(root, inputs, *, num_parts=3):
+    """The worked example of the module: squares of the rows."""
+    workspace = Workspace(root, is_whole=True)
+    if (record := workspace.find_result(inputs)) is not None:
+        return record
+    with workspace:
+        journal = workspace.open_journal(root.with_name("out.part"), inputs)
+        for row in range(len(journal.rows), num_parts):
+            journal.append(row * row)
+        with new_folder(root, inputs) as folder:
+            save_json(folder / "values.json", [*journal.rows, "then new ones"])
+        workspace.remove(journal.path)
+    return workspace.find_result(inputs)
+
+
+def test_a_result_is_made_once_and_leaves_nothing_else(tmp_path):
+    first = measure(tmp_path / "out", INPUTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    written = (tmp_path / "out/values.json").stat().st_mtime_ns
+    assert measure(tmp_path / "out", INPUTS) == first
+    assert (tmp_path / "out/values.json").stat().st_mtime_ns == written
+
+
+def test_finished_parts_are_not_repeated_and_a_half_written_one_is(tmp_path):
+    workspace = Workspace(tmp_path / "out", is_whole=True)
+    with workspace:
+        workspace.open_journal(tmp_path / "out.part", INPUTS).append(70, 71)
+    with (tmp_path / "out.part").open("a") as file:
+        file.write("7")
+    measure(tmp_path / "out", INPUTS)
+    assert load_json(tmp_path / "out/values.json") == [70, 71, "then new ones"]
+
+
+def test_other_inputs_are_refused_by_name_before_and_after_the_end(tmp_path):
+    other = {"settings": {"seed": 1, "model": {"path": "n"}}, "rows": compute_digest([1])}
+    sentence = (
+        "was made with other settings: the content of rows changed; model.path was 'm', is 'n'; seed was 0, is 1. "
+        "Restore them, or choose another output"
+    )
+    workspace = Workspace(tmp_path / "out", is_whole=True)
+    workspace.open_journal(tmp_path / "out.part", INPUTS).append(70)
+    with pytest.raises(ConfigError) as refused:
+        measure(tmp_path / "out", other)
+    assert str(refused.value) == f"{tmp_path / 'out.part'} {sentence}"
+    measure(tmp_path / "out", INPUTS)
+    with pytest.raises(ConfigError) as refused:
+        measure(tmp_path / "out", other)
+    assert str(refused.value) == f"{tmp_path / 'out'} {sentence}"
+
+
+def test_records_of_earlier_versions_are_compared_in_what_they_hold(tmp_path):
+    workspace = Workspace(tmp_path)
+    given = {"digest": "b", "settings": {"seed": 1}, "rows": "c"}
+    assert workspace.check_same({"digest": "b"}, given) == ()
+    with pytest.raises(
+        ConfigError, match="other settings: which ones is unknown, as an earlier version wrote it. Rest"
+    ):
+        workspace.check_same({"digest": "a"}, given)
+    with pytest.raises(ConfigError, match="other settings: seed was 2, is 1. Rest"):
+        workspace.check_same({"digest": "a", "settings": {"seed": 2}}, given)
+
+
+def test_content_that_is_not_there_any_more_is_not_compared(tmp_path):
+    workspace = Workspace(tmp_path)
+    assert workspace.check_same({"sources": {"data": "a"}}, {"sources": {"data": None}}) == ()
+    with pytest.raises(ConfigError, match="the content of data changed"):
+        workspace.check_same({"sources": {"data": "a"}}, {"sources": {"data": "b"}})
+    with pytest.raises(ConfigError, match="data was 'a', is None"):
+        workspace.check_same({"settings": {"data": "a"}}, {"settings": {"data": None}})
+
+
+def test_keys_that_may_change_are_returned(tmp_path):
+    saved, given = {"monitor": {"trackers": ["a"]}, "steps": 2}, {"monitor": {"trackers": []}, "steps": 2}
+    assert Workspace(tmp_path).check_same(saved, given, mutable_keys=("monitor",)) == ("monitor.trackers",)
+
+
+def test_the_process_that_holds_the_lock_is_named_and_a_killed_one_holds_none(tmp_path):
+    for is_whole in (False, True):
+        root, ready = tmp_path / f"out-{is_whole}", tmp_path / f"ready-{is_whole}"
+        child = os.fork()
+        if child == 0:
+            held = Workspace(root, is_whole=is_whole).lock()
+            (tmp_path / f"{root.name}.tmp-{os.getpid()}").write_text("half")
+            ready.touch()
+            time.sleep(60)
+            held.close()
+            os._exit(0)
+        while not ready.exists():
+            time.sleep(0.01)
+        with pytest.raises(StorageError, match=f"{root.name} is locked by process {child}: wait for it to exit, or"):
+            Workspace(root, is_whole=is_whole).lock()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with Workspace(root, is_whole=is_whole):
+            assert (tmp_path / f"{root.name}.tmp-{child}").exists() == (not is_whole)
+        assert not (tmp_path / f"{root.name}.lock").exists()
+
+
+def test_other_files_and_damage_are_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("keep")
+    with pytest.raises(
+        StorageError, match=r"already holds no DONE.json, but other files \(thesis.txt\): choose another"
+    ):
+        Workspace(tmp_path, is_whole=True).find_result(INPUTS)
+    with pytest.raises(StorageError, match=r"thesis.txt already holds other files \(thesis.txt\)"):
+        Workspace(tmp_path / "thesis.txt").check_unused()
+    measure(tmp_path / "out", INPUTS)
+    (tmp_path / "out/values.json").write_text("[]")
+    with pytest.raises(StorageError, match="values.json is damaged"):
+        measure(tmp_path / "out", INPUTS)
+
+
+def test_a_journal_keeps_complete_rows_of_any_text(tmp_path):
+    rows = [{"text": "\u2028 \ud800 ä\r"}, [1, None], "x"]
+    Journal(tmp_path / "new/rows").append(*rows[:2])
+    Journal(tmp_path / "new/rows").append(rows[2])
+    whole = (tmp_path / "new/rows").read_bytes()
+    for num_bytes in range(len(whole) + 1):
+        (tmp_path / "new/rows").write_bytes(whole[:num_bytes])
+        journal = Journal(tmp_path / "new/rows")
+        assert journal.rows == rows[: whole[:num_bytes].count(b"\n")]
+        journal.append("next")
+        assert Journal(tmp_path / "new/rows").rows == [*journal.rows, "next"]
+    journal = Journal(tmp_path / "new/rows")
+    journal.keep(1)
+    assert journal.rows == Journal(tmp_path / "new/rows").rows == rows[:1]
+    save_text(tmp_path / "rows", "1\n{\n3\n")
+    with pytest.raises(StorageError, match="line 2 is not JSON"):
+        Journal(tmp_path / "rows")
+
+
+def test_what_is_set_aside_gets_an_unused_name(tmp_path):
+    now = datetime(2025, 3, 4, 5, 6, 7)
+    first = name_aside(tmp_path / "rl.old-", now=now)
+    first.mkdir()
+    assert first.name == "rl.old-20250304050607"
+    assert name_aside(tmp_path / "rl.old-", now=now).name == "rl.old-20250304050607-2"
+
+
+def test_a_digest_is_that_of_json_and_does_not_depend_on_where_values_are_in_memory():
+    assert compute_digest({"b": 1, "a": [None]}) == "ba22878bdd35d8a55ab6eabae428dda7478f680ab4e886fce4b6373a5127df71"
+    images = [object(), object()]
+    assert str(images[0]) != str(images[1])
+    assert compute_digest(images[0]) == compute_digest(images[1]) == compute_digest("<object object>")
+    assert compute_digest(date(2026, 1, 2)) == compute_digest("2026-01-02")

@@ -1,0 +1,239 @@
+"""The workspace of a command: one process writes it at a time, and the repeated command resumes what a kill left.
+
+Two kinds of output have a workspace: a folder that fills up (`tune`, `sft`, `prefer`, `run`, `eval`, the flywheel), and
+a result that appears whole, by one rename (`prepare`, `export`, `pass-rate`). Their parts are the same:
+
+    lock      `run.lock` in the folder, or `NAME.lock` beside a result until it is there. A second process is refused;
+              the operating system releases the lock of a process that ends in any way.
+    inputs    What the content depends on: settings, and digests of rows and weights. They are on disk before the first
+              part, or in the `DONE.json` of a result. Other inputs are refused by a sentence that names each key.
+    journal   Finished parts: lines that are appended and synced (`Journal`), or a file or folder for each part.
+    commit    A file or folder is written under a temporary name and renamed (`open_atomic`, `new_folder`), so a part is
+              there or is not. What a kill leaves under temporary names is removed by the next process with the lock.
+    finish    The result with its `DONE.json`; then unfinished work is removed.
+
+A worked example, a measurement of many rows into the new folder `out`:
+
+    workspace, inputs = Workspace(Path("out"), is_whole=True), {"settings": {"seed": 0}, "rows": compute_digest(rows)}
+    record = workspace.find_result(inputs)                       # None: there is no folder yet
+    if record is None:
+        with workspace:                                          # out.lock
+            journal = workspace.open_journal(Path("out.part"), inputs)
+            for row in rows[len(journal.rows) :]:
+                journal.append(measure(row))
+            with new_folder(workspace.root, inputs) as folder:   # renamed to out, with DONE.json
+                save_json(folder / "values.json", journal.rows)
+            workspace.remove(journal.path)
+
+Killed after row 60, it leaves `out.part` with 60 lines and `out.part.json` with the inputs. The same command measures
+row 61 next; with seed 1 it ends with "out.part was made with other settings: seed was 0, is 1. Restore them, or choose
+another output". Once `out` is there, the same command returns its record at once, without a lock, and seed 1 is refused
+by the same sentence.
+
+Which checkpoint reinforcement learning resumes from, and where files of later steps go, is decided in `run_folder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from tunesmith.config import Section
+from tunesmith.errors import ConfigError, StorageError
+from tunesmith.runs.load_config import dump_config, load_section
+from tunesmith.storage import (
+    DONE,
+    Journal,
+    RunPaths,
+    check_complete,
+    load_json,
+    locked,
+    locked_beside,
+    remove_leftovers,
+    remove_tree,
+    save_json,
+    save_text,
+    storage_errors,
+)
+from tunesmith.types import Task
+
+CONTENTS = ("sources", "questions", "rows", "weights")
+"""Inputs that are digests of content. One that is None on one side, such as a file that is gone, is not compared."""
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+class Workspace:
+    """The output of one command, locked between `lock` and `close`."""
+
+    def __init__(self, root: Path, *, is_whole: bool = False) -> None:
+        """`is_whole`: the output appears by one rename; otherwise it is a folder that fills up."""
+        self.root = root
+        self.paths = RunPaths(root)
+        self._is_whole = is_whole
+        self._held = ExitStack()
+
+    def lock(self) -> Self:
+        """Lock the output, and make the folder that the lock is in; StorageError if another process holds the lock."""
+        self._held.enter_context(locked_beside(self.root) if self._is_whole else locked(self.paths.lock, self.root))
+        return self
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self.lock()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def find_result(self, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The DONE.json of a whole result that was made from these inputs; None if there is no result yet.
+
+        Raises:
+            ConfigError: the result was made from other inputs.
+            StorageError: the result is damaged, or other files are in its place.
+        """
+        if not (self.root / DONE).is_file():
+            self.check_unused(f"no {DONE}, but other files")
+            return None
+        record: dict[str, Any] = load_json(self.root / DONE)
+        self.check_same(record, inputs)
+        check_complete(self.root)
+        return record
+
+    def check_unused(self, what: str = "other files") -> None:
+        """Raise StorageError if there are files other than the lock."""
+        found = self.root.iterdir() if self.root.is_dir() else filter(Path.exists, [self.root])
+        names = sorted(path.name for path in found if path != self.paths.lock)
+        if names:
+            listed = ", ".join(names[:3])
+            raise StorageError(f"{self.root} already holds {what} ({listed}): choose another folder, or remove it")
+
+    def check_same(
+        self,
+        saved: Mapping[str, Any],
+        given: Mapping[str, Any],
+        *,
+        mutable_keys: Sequence[str] = (),
+        place: Path | None = None,
+    ) -> tuple[str, ...]:
+        """Raise ConfigError if a key outside `mutable_keys` changed; return the changed keys.
+
+        Records of earlier versions lack some of the inputs, which are then not compared; some have a `digest` of all
+        inputs alone. `place` is the file that holds them, if not the root.
+        """
+        keys = [key for key in given if key in saved and not (key == "digest" and "settings" in saved)]
+        changes = find_changes({key: saved[key] for key in keys}, {key: given[key] for key in keys})
+        refused = {key: change for key, change in changes.items() if not is_mutable_key(key, mutable_keys)}
+        if refused:
+            raise ConfigError(
+                f"{place or self.root} was made with other settings: {'; '.join(refused.values())}. Restore them, or "
+                "choose another output"
+            )
+        return tuple(changes)
+
+    def check_config(self, config: Section, *, mutable_keys: Sequence[str]) -> tuple[str, ...]:
+        """`check_same` for the settings in config.yaml; a folder without one must be empty."""
+        if not self.paths.config.is_file():
+            self.check_unused()
+            return ()
+        try:
+            saved = load_section(type(config), self.paths.config)
+        except ConfigError as error:
+            raise StorageError(
+                f"{self.root} already holds other files ({self.paths.config.name}: {error}): choose another folder"
+            ) from error
+        return self.check_same(saved.model_dump(mode="json"), config.model_dump(mode="json"), mutable_keys=mutable_keys)
+
+    def begin(self, config: Section) -> None:
+        """Save the settings in config.yaml and remove what a killed process left, after all checks."""
+        save_text(self.paths.config, dump_config(config))
+        remove_leftovers(self.root)
+
+    def open_journal(self, path: Path, inputs: Mapping[str, Any]) -> Journal:
+        """The finished parts of work from these inputs, which the file `<path>.json` holds; ConfigError for others."""
+        record = name_inputs(path)
+        if not path.exists():
+            save_json(record, dict(inputs))
+        elif record.exists():  # earlier versions wrote none
+            self.check_same(load_json(record), inputs, place=path)
+        return Journal(path)
+
+    def remove(self, unfinished: Path) -> None:
+        """Remove unfinished work that the result replaces: a folder, or a journal with its inputs."""
+        if unfinished.is_dir():
+            remove_tree(unfinished)
+            return
+        for path in (unfinished, name_inputs(unfinished)):
+            with storage_errors(path, "remove"):
+                path.unlink(missing_ok=True)
+
+
+def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> how it changed, for the keys that did."""
+    old, new = flatten(before), flatten(after)
+    changes = {}
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key), new.get(key)
+        if was == now:
+            continue
+        name = key.removeprefix("settings.")
+        if key == "digest":
+            changes[name] = "which ones is unknown, as an earlier version wrote it"
+        elif key.split(".")[0] not in CONTENTS:
+            changes[name] = f"{name} was {was!r}, is {now!r}"
+        elif None not in (was, now):
+            changes[name] = f"the content of {name.removeprefix('sources.')} changed"
+    if len(changes) > 1:
+        changes.pop("digest", None)
+    return changes
+
+
+def name_inputs(journal: Path) -> Path:
+    """The file with the inputs of a journal."""
+    return journal.with_name(f"{journal.name}.json")
+
+
+def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in mutable_keys)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys; an empty mapping stays a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def compute_digest(value: Any) -> str:
+    """SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=describe_value).encode()).hexdigest()
+
+
+def describe_rows(tasks: Sequence[Task]) -> list[list[Any]]:
+    """What scores depend on in the rows of tasks; the code of workflow and judge is no part of it, only their names."""
+    return [[task.task_id, dict(task.row)] for task in tasks]
+
+
+def describe_value(value: Any) -> str:
+    """A value that JSON does not have, such as a date or an image, without its address in this process."""
+    return ADDRESS.sub("", str(value))
+
+
+def name_aside(path: Path, *, now: datetime | None = None) -> Path:
+    """`path` with the time appended: an unused name for what is set aside."""
+    stamped = path.with_name(f"{path.name}{now or datetime.now():%Y%m%d%H%M%S}")
+    names = (stamped if number == 1 else stamped.with_name(f"{stamped.name}-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
