@@ -297,7 +297,7 @@ async def train(
         evaluations = await evaluate(config, plan, parts, folder, monitor, control, step=0)
         control.raise_error()
     metrics: dict[str, float] = {}
-    updates, checksum = UpdateLog(monitor.show_line, config.trainer), parts.trainer.compute_checksum()
+    updates, checksum = UpdateLog(monitor.show_line, config.trainer), parts.trainer.trainer.compute_checksum()
     while step < plan.total_steps and control.stop is None:
         step += 1
         result = await run_saved_step(parts, folder, monitor, step=step)
@@ -315,7 +315,7 @@ async def train(
             await parts.trainer.save(saving)
             await control.end_checkpoint(step)
         control.raise_error()
-    updates.close(has_new_weights=parts.trainer.compute_checksum() != checksum)
+    updates.close(has_new_weights=parts.trainer.trainer.compute_checksum() != checksum)
     if (ending := control.save_ending(step, first_step=first_step)) is not None:
         monitor.show_line(ending)
     checkpoint = folder.paths.checkpoint(step)
