@@ -27,7 +27,7 @@ LAYERS = [
     },
     {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
-    {"shared_step", "environments"},
+    {"environments"},
     {"loop"},
     {"runs"},
     {"compat"},

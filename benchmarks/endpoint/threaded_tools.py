@@ -25,8 +25,9 @@ from benchmarks.shared.report import publish
 from tunesmith.config import RolloutSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model
-from tunesmith.rollout.actors import run_tasks
 from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.types import Group, Task, WorkflowOutput
 
@@ -86,12 +87,11 @@ def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, 
 
     async def run() -> tuple[list[float], list[Group]]:
         seconds, groups = [], []
-        for step in range(arguments.steps):
-            actors.engine.resume(step)
-            started = time.perf_counter()
-            groups = await run_tasks(actors, tasks, group_size=GROUP_SIZE, seed=0, step=step)
-            seconds.append(time.perf_counter() - started)
-            actors.engine.pause()
+        async with Dispatcher([LocalWorker(actors)]) as dispatcher:
+            for step in range(arguments.steps):
+                started = time.perf_counter()
+                groups = await dispatcher.evaluate(tasks, size=GROUP_SIZE, seed=0, step=step, policy_version=step)
+                seconds.append(time.perf_counter() - started)
         return seconds, groups
 
     seconds, groups = run_lockstep(run())

@@ -22,11 +22,12 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.request import RequestParser
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.workers.group_runner import run_groups
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group, JudgeOutput, Sampling, Task, WorkflowOutput
 
@@ -80,7 +81,10 @@ def build_agents(
     def run(step: int) -> list[Group]:
         return run_lockstep(
             run_groups(
-                tasks, group_size=GROUP_SIZE, agent=agent, model=service, seed=0, step=step, max_concurrency=num_agents
+                build_requests(tasks, size=GROUP_SIZE, seed=0, step=step),
+                agent=agent,
+                model=service,
+                max_concurrency=num_agents,
             )
         )
 

@@ -1,4 +1,4 @@
-"""CPU time of handing the groups of a rank to the first one: whole, and as outlines, which are sent before the update.
+"""CPU time of handing a rank's groups to the first one: whole, and as references, which are sent before the update.
 
 python -m benchmarks.ranks.group_exchange --out results/ranks/group_exchange.json
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shared.report import describe_environment
-from tunesmith.rollout.rank_shares import outline_group
+from tunesmith.experience.finished_group import build_reference
 from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 
 
@@ -67,12 +67,12 @@ def main() -> None:
     tasks = [group.task for group in groups]
 
     def build(data: bytes) -> list[Group]:
-        return [outline.build_group(task) for outline, task in zip(pickle.loads(data), tasks, strict=True)]
+        return [reference.build_group(task) for reference, task in zip(pickle.loads(data), tasks, strict=True)]
 
     ways = {
         "whole": time_parts(lambda: pickle.dumps(groups), pickle.loads, repeats=arguments.repeats),
-        "outlines": time_parts(
-            lambda: pickle.dumps([outline_group(group) for group in groups]), build, repeats=arguments.repeats
+        "references": time_parts(
+            lambda: pickle.dumps([build_reference(group) for group in groups]), build, repeats=arguments.repeats
         ),
     }
     for name, row in ways.items():

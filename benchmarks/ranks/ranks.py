@@ -3,8 +3,8 @@
 Each number of ranks trains `--tasks` tasks a rank of a model with random weights. One rank runs without a process
 group, as `tunesmith tune` does on one GPU. The table says where the time of a step goes: sampling, training, waiting
 for the slowest rank, collectives of gradients and weights, and handing groups between ranks on the host. The raw
-results also have the seconds of rollouts and of the update of each rank and step: a rank whose GPU or host is slower
-has long rollouts and a short `train_wait_s`, and the others wait for it.
+results also have the seconds of the update of each rank and step: a rank whose GPU or host is slower has a short
+`train_wait_s`, and the others wait for it.
 
     python -m benchmarks.ranks.ranks --gpus 1,2,4 --shape qwen3-0.6b --tasks 64 --group 8 --max-new-tokens 256
     python -m benchmarks.ranks.ranks --gpus 1,2 --device cpu --shape pocket --tasks 4 --max-new-tokens 16
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from benchmarks.shared.training_step import (
     build_rank_command,
     build_step_config,
     build_trainer,
+    follow_steps,
     list_tasks,
     load_step_actors,
     run_ranks,
@@ -45,13 +46,11 @@ from benchmarks.shared.training_step import (
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.config import RunConfig
+from tunesmith.cluster.roles import RankRoles
+from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.loop import run_step
+from tunesmith.loop import StepParts, run_step
 from tunesmith.model.load import resolve_device
-from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.rank_shares import RankLedger
-from tunesmith.shared_step import end_run, follow
 from tunesmith.trainer.trainer import Trainer
 
 PARTS = (
@@ -117,22 +116,6 @@ class TimedTrainer(Trainer):
         return taken
 
 
-@dataclass(slots=True, kw_only=True)
-class TimedLedger(RankLedger):
-    """Keeps the seconds of rollouts of each step and rank, on the first rank, and when this rank's rollouts ended."""
-
-    rollout_times: list[list[float]] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-
-    def keep(self, *arguments: Any) -> None:
-        self.ends.append(time.perf_counter())
-        RankLedger.keep(self, *arguments)
-
-    def clear(self) -> None:
-        self.rollout_times.append(self.rollout_s)
-        RankLedger.clear(self)
-
-
 def run_rank(arguments: argparse.Namespace) -> None:
     """One rank of one measurement; the first writes the result."""
     place = find_place()
@@ -152,34 +135,30 @@ def run_rank(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     with open_ranks(place, device=resolve_device(config.model.device), timeout_s=900) as ranks:
         policy, actors = load_step_actors(config, ranks=ranks)
-        actors = replace(actors, ledger=TimedLedger())
         trainer = build_trainer(
             config, policy, num_steps=arguments.steps + 2, kind=TimedTrainer, ranks=ranks,
             has_sharded_gradients=True if arguments.sharded_gradients else None,
         )  # fmt: skip
         assert isinstance(trainer, TimedTrainer)
+        roles = RankRoles(world=ranks, trainers=ranks)
+        links = connect_ranks(config, roles)
         if ranks.is_first:
-            history = run_lockstep(run_steps(arguments, config, actors, trainer, ranks), config.rollout)
+            feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
+            parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)
+            steps = partial(run_steps, arguments, parts, trainer, ranks)
+            history = run_lockstep(lead(steps, parts.dispatcher, links, print), config.rollout)
         else:
-            history = run_lockstep(follow(actors, trainer), config.rollout)
+            history = run_lockstep(follow_steps(config, policy, actors, trainer, roles, links), config.rollout)
         memory = 0 if arguments.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
-        for step, rollouts_at in zip(trainer.times, actors.ledger.ends, strict=False):
-            step["rollouts_at"] = rollouts_at
         gathered = ranks.all_gather_objects({"memory_gib": memory, "steps": trainer.times})
-    if place.world_size > 1 and place.is_first:
-        for rank, each in enumerate(gathered):
-            for step, seconds in zip(each["steps"], actors.ledger.rollout_times, strict=True):
-                step["rollout_s"] = seconds[rank]
     if place.is_first:
         result = {"num_ranks": place.world_size, "steps": history, "ranks": gathered}
         Path(arguments.worker).write_text(json.dumps(result | {"environment": describe_environment(arguments.device)}))
 
 
 async def run_steps(
-    arguments: argparse.Namespace, config: RunConfig, actors: Actors, trainer: TimedTrainer, ranks: Ranks
+    arguments: argparse.Namespace, parts: StepParts, trainer: TimedTrainer, ranks: Ranks
 ) -> list[dict[str, float]]:
-    feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
-    parts = build_parts(config, feed, actors, trainer)
     history: list[dict[str, float]] = []
     started = time.perf_counter()
     for step in range(1, arguments.steps + arguments.warmup + 1):
@@ -188,8 +167,6 @@ async def run_steps(
         history.append(result.metrics | {"slack_s": trainer.times[-1]["slack_s"], "seconds": ended - started})
         started = ended
         print(f"{ranks.world_size} ranks, step {step}: {history[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
-    if not ranks.is_alone:
-        end_run(ranks, history)
     return history
 
 

@@ -25,11 +25,13 @@ import torch
 from benchmarks.shared.report import describe_environment, describe_settings, save_record
 from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
+    TOTAL_STEPS,
     add_step_arguments,
     build_feed,
     build_parts,
     build_step_config,
     build_trainer,
+    follow_steps,
     list_tasks,
     load_step_actors,
     run_ranks,
@@ -37,21 +39,19 @@ from benchmarks.shared.training_step import (
     time_step,
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
+from tunesmith.cluster.links import Links
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.roles import RankRoles, split_ranks
-from tunesmith.commands.tune.staleness import build_in_flight, build_member, build_sampling_rank
+from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
 from tunesmith.rollout.actors import Actors
 from tunesmith.runs.placement import place_engine
 from tunesmith.runs.policy import Policy
-from tunesmith.shared_step import end_run, follow
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Task
-
-TOTAL_STEPS = 10**6
 
 
 def read_layout(layout: str) -> tuple[int, int]:
@@ -95,29 +95,32 @@ def run_worker(arguments: argparse.Namespace) -> None:
         workflow = partial(use_tools, num_calls=arguments.calls, draw_sleep=sleeps.draw)
         if roles.is_sampler:
             policy, actors = load_step_actors(config, workflow=workflow, has_trainer=False)
-            run_lockstep(build_sampling_rank(config, policy, actors, roles).run(), config.rollout)
+            links = connect_ranks(config, roles)
+            run_lockstep(follow_steps(config, policy, actors, None, roles, links), config.rollout)
         else:
             policy, actors = load_step_actors(
                 config, workflow=workflow, ranks=roles.trainers, has_rollouts=not roles.samplers
             )
             trainer = build_trainer(config, policy, num_steps=TOTAL_STEPS, ranks=roles.trainers)
+            links = connect_ranks(config, roles)
             if world.is_first:
-                lead(arguments, config, policy, actors, trainer, roles)
+                run_first(arguments, config, policy, actors, trainer, roles, links)
             else:
-                member = build_member(config, policy, actors, roles)
-                run_lockstep(follow(actors, trainer, None, member), config.rollout)
-        roles.share_result()
+                run_lockstep(follow_steps(config, policy, actors, trainer, roles, links), config.rollout)
 
 
-def lead(
-    arguments: argparse.Namespace, config: RunConfig, policy: Policy, actors: Actors, trainer: Trainer, roles: RankRoles
+def run_first(
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    policy: Policy,
+    actors: Actors,
+    trainer: Trainer,
+    roles: RankRoles,
+    links: Links,
 ) -> None:
-    feed = build_feed(list_rows(arguments))
-    actors, in_flight = build_in_flight(config, policy, actors, feed, roles, total_steps=TOTAL_STEPS)
-    assert in_flight is not None
-    parts = build_parts(config, feed, actors, trainer, in_flight=in_flight)
-    steps = run_lockstep(run_steps(arguments, parts), config.rollout)
-    end_run(roles.trainers, None)
+    parts = build_parts(config, build_feed(list_rows(arguments)), policy, actors, trainer, roles=roles, links=links)
+    steps = run_lockstep(lead(partial(run_steps, arguments, parts), parts.dispatcher, links, note), config.rollout)
+    parts.trainer.thread.close()
     result = {"layout": arguments.layouts[0], "staleness": arguments.staleness[0], "steps": steps}
     if arguments.device == "cuda":
         result["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -127,7 +130,6 @@ def lead(
 async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dict[str, float]]:
     """Steps until `--seconds` have passed after those of the warm-up and those that fill the groups in flight."""
     history: list[dict[str, float]] = []
-    assert parts.in_flight is not None
     num_unmeasured = arguments.warmup + arguments.staleness[0] + arguments.filling
     measured_s = 0.0
     while measured_s < arguments.seconds:
@@ -136,8 +138,12 @@ async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dic
         measured_s += metrics["seconds"] if is_measured else 0.0
         history.append(metrics | {"is_measured": float(is_measured)})
         print(f"{arguments.layouts[0]}, step {len(history)}: {metrics['seconds']:.2f} s", file=sys.stderr, flush=True)
-    await parts.in_flight.close()
     return history
+
+
+def note(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def measure(arguments: argparse.Namespace, layout: str, staleness: int) -> dict[str, Any]:

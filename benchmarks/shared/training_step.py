@@ -22,7 +22,17 @@ import torch
 from benchmarks.shared.questions import list_questions
 from benchmarks.shared.shapes import SHAPES, save_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.cluster.links import Links
 from tunesmith.cluster.place import find_place
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.roles import RankRoles
+from tunesmith.commands.tune.ranks import (
+    build_dispatcher,
+    build_rank_trainer,
+    build_served_worker,
+    build_thread,
+    follow,
+)
 from tunesmith.config import RunConfig
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
@@ -30,7 +40,6 @@ from tunesmith.loop import StepParts, run_step
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_config import build_config
 from tunesmith.runs.policy import Policy
@@ -39,6 +48,8 @@ from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 
+TOTAL_STEPS = 10**6
+"""More than a benchmark makes, so that groups in flight never run out."""
 RANDOM_WEIGHTS = {"learning_rate": 1e-6, "mismatch_stop": 1e9, "mismatch_warn": 1e9}
 """Trainer settings for random weights, whose mismatch is no sign of a defect."""
 
@@ -137,22 +148,42 @@ def build_feed(tasks: Sequence[Task]) -> TaskFeed:
     return TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0))
 
 
+ALONE = RankRoles(world=Ranks(), trainers=Ranks())
+NO_LINKS = Links(by_rank={})
+
+
 def build_parts(
-    config: RunConfig, feed: TaskFeed, actors: Actors, trainer: Trainer, *, in_flight: InFlightGroups | None = None
+    config: RunConfig,
+    feed: TaskFeed,
+    policy: Policy,
+    actors: Actors,
+    trainer: Trainer,
+    *,
+    roles: RankRoles = ALONE,
+    links: Links = NO_LINKS,
 ) -> StepParts:
-    num_tasks = config.algorithm.batch_size
+    """The parts of a step on a single process, or on the first of several ranks."""
+    num_tasks, thread = config.algorithm.batch_size, build_thread(config, policy)
     return StepParts(
         tasks=feed,
-        actors=actors,
+        dispatcher=build_dispatcher(config, feed, policy, actors, roles, links, thread, total_steps=TOTAL_STEPS),
         algorithm=resolve_algorithm(config.algorithm),
-        trainer=trainer,
+        trainer=build_rank_trainer(config, trainer, roles.trainers, links, thread),
         replay=ReplayBuffer(config.experience.replay, seed=0),
         size=BatchSize(num_groups=num_tasks, max_tasks=num_tasks),
-        group_size=config.algorithm.group_size,
-        seed=0,
         max_failure_rate=0.0,
-        in_flight=in_flight,
     )
+
+
+async def follow_steps(
+    config: RunConfig, policy: Policy, actors: Actors, trainer: Trainer | None, roles: RankRoles, links: Links
+) -> Any:
+    """What a rank other than the first runs, without a trainer if it only samples; returns the first one's result."""
+    thread, worker = build_thread(config, policy), None
+    if roles.is_sampler or not (roles.samplers or config.cluster.has_sharded_weights):
+        worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=False)
+    follower = None if trainer is None else build_rank_trainer(config, trainer, roles.trainers, links, thread, worker)
+    return await follow(links, worker, follower, thread)
 
 
 async def time_step(parts: StepParts, *, step: int, device: str) -> dict[str, float]:

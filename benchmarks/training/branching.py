@@ -18,7 +18,6 @@ import random
 import statistics
 import time
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -36,7 +35,7 @@ from tunesmith.types import Completion, Group, Sample, Sampling, Task, Trajector
 
 
 async def run_random(
-    task: Task, run_index: int, record: RolloutRecord, *, lengths: argparse.Namespace, vocab_size: int, slots: Any
+    task: Task, run_index: int, record: RolloutRecord, *, lengths: argparse.Namespace, vocab_size: int
 ) -> Trajectory:
     """A rollout that samples random tokens; a branch receives its parent's turns."""
     own, shared = random.Random(f"{task.task_id}/{run_index}"), random.Random(task.task_id)
@@ -70,7 +69,6 @@ async def run_random(
             record.finish((number, 0), turn, completion)
         turns.append(turn)
         await asyncio.sleep(0)
-    slots.release()
     point = record.point
     return Trajectory(
         task=task,
@@ -84,11 +82,10 @@ async def run_random(
 
 
 async def run_group(task: Task, arguments: argparse.Namespace, *, num_initial: int, vocab_size: int) -> Group:
-    slots = asyncio.Semaphore(arguments.group_size)
     section = BranchingSection(initial_rollouts=num_initial, entropy_weight=0.0, base_probability=0.5)
-    run = partial(run_random, task, lengths=arguments, vocab_size=vocab_size, slots=slots)
+    run = partial(run_random, task, lengths=arguments, vocab_size=vocab_size)
     branching = Branching(section=section, vocab_size=vocab_size)
-    return await GroupTrees(branching, group_size=arguments.group_size, seed=task.index, slots=slots, run=run).run()
+    return await GroupTrees(branching, group_size=arguments.group_size, seed=task.index, run=run).run()
 
 
 def build_batch(arguments: argparse.Namespace, *, num_initial: int, vocab_size: int) -> list[Sample]:

@@ -34,6 +34,7 @@ import torch
 from benchmarks.shared.report import describe_environment, describe_settings, save_record
 from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
+    TOTAL_STEPS,
     add_step_arguments,
     build_feed,
     build_parts,
@@ -53,15 +54,12 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.judges.numeric import judge_number
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
-from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
 from tunesmith.runs.policy import Policy
 from tunesmith.tasks.arithmetic import Problem
 from tunesmith.tools.calculator import CALCULATOR_TOOL
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import WorkflowOutput
 
-TOTAL_STEPS = 10**6
 MAX_FILLING_STEPS = 3
 """Steps that are not measured while groups in flight have no age yet; the first with older tokens compiles its loss."""
 COUNTS = ("num_dropped_groups", "num_overtaking_groups", "num_mixed_turns")
@@ -102,15 +100,9 @@ async def run_steps(
 ) -> list[dict[str, float]]:
     """Steps until `--seconds` have passed, after those that fill the groups in flight; `--warmup` for the warm-up."""
     feed = build_feed(list_tasks(64 * arguments.tasks))
-    limits = InFlightLimits(
-        group_size=arguments.group, batch_size=arguments.tasks, max_staleness=staleness or 0, total_steps=TOTAL_STEPS,
-        keeps_cache=arguments.stale_cache == "keep",
-    )  # fmt: skip
     device = policy.model.device
-    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-    own = OwnGroups(actors, policy.engine, limits, seed=0, prepare_thread=prepare)
-    in_flight = InFlightGroups(own, feed, limits)
-    parts = build_parts(config, feed, actors, trainer, in_flight=in_flight if staleness else None)
+    rollout = config.rollout.model_copy(update={"max_staleness": staleness or 0, "stale_cache": arguments.stale_cache})
+    parts = build_parts(config.model_copy(update={"rollout": rollout}), feed, policy, actors, trainer)
     history: list[dict[str, float]] = []
     measured_s = 0.0
     while measured_s < arguments.seconds and not (staleness is None and len(history) == arguments.warmup):
@@ -119,7 +111,8 @@ async def run_steps(
         measured_s += 0.0 if is_filling else metrics["seconds"]
         history.append(metrics | {"is_filling": float(is_filling)})
         print(f"staleness {staleness}, step {len(history)}: {metrics['seconds']:.2f} s", file=sys.stderr, flush=True)
-    await in_flight.close()
+    await parts.dispatcher.close()
+    parts.trainer.thread.close()
     return history
 
 

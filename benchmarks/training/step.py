@@ -73,7 +73,7 @@ def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> 
     )
     policy, actors = load_step_actors(config, judge=judge)
     trainer = build_trainer(config, policy, num_steps=arguments.steps + 1)
-    parts = build_parts(config, build_feed(build_tasks(questions)), actors, trainer)
+    parts = build_parts(config, build_feed(build_tasks(questions)), policy, actors, trainer)
     return run_lockstep(run_steps(arguments, parts))
 
 

@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from benchmarks.shared.training_step import (
     build_parts,
     build_step_config,
     build_trainer,
+    follow_steps,
     list_tasks,
     load_step_actors,
     run_ranks,
@@ -48,11 +50,11 @@ from benchmarks.shared.training_step import (
 )
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.roles import RankRoles
+from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.rollout.actors import Actors
-from tunesmith.shared_step import end_run, follow
-from tunesmith.trainer.trainer import Trainer
+from tunesmith.loop import StepParts
 
 COLUMNS = {
     "step s": "seconds", "rollout s": "perf/rollout_s", "push s": "perf/weight_push_s", "train s": "perf/train_s",
@@ -101,11 +103,16 @@ def run_worker(arguments: argparse.Namespace) -> None:
             has_separate_sampler=config.engine.has_separate_sampler,
         )  # fmt: skip
         note(f"rank {ranks.rank}: trainer ready, {read_memory(arguments)}")
+        roles = RankRoles(world=ranks, trainers=ranks)
+        links = connect_ranks(config, roles)
         try:
             if ranks.is_first:
-                history = run_lockstep(run_steps(arguments, config, actors, trainer), config.rollout)
+                feed = build_feed(list_tasks(4 * arguments.tasks))
+                parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)
+                leading = lead(partial(run_steps, arguments, parts), parts.dispatcher, links, note)
+                history = run_lockstep(leading, config.rollout)
             else:
-                run_lockstep(follow(actors, trainer), config.rollout)
+                run_lockstep(follow_steps(config, policy, actors, trainer, roles, links), config.rollout)
             memory = ranks.all_gather_objects(read_memory(arguments))
         finally:
             policy.close()
@@ -133,10 +140,7 @@ def note(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-async def run_steps(
-    arguments: argparse.Namespace, config: RunConfig, actors: Actors, trainer: Trainer
-) -> list[dict[str, float]]:
-    parts = build_parts(config, build_feed(list_tasks(4 * arguments.tasks)), actors, trainer)
+async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dict[str, float]]:
     history = []
     for step in range(1, arguments.steps + arguments.warmup + 1):
         history.append(await time_step(parts, step=step, device=arguments.device))
@@ -146,8 +150,6 @@ async def run_steps(
             f"push {row.get('perf/weight_push_s', 0.0):.3f} s, training {row['perf/train_s']:.3f} s, mismatch "
             f"{row.get('mismatch/kl', float('nan')):.2e}, {read_memory(arguments)}"
         )
-    if not actors.ranks.is_alone:
-        end_run(actors.ranks, None)
     return history
 
 

@@ -18,9 +18,10 @@ from tunesmith.environments import Environment, tool_agent
 from tunesmith.environments.built_in import build_python_tool
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.workers.group_runner import run_groups
 from tunesmith.tools.tool import Tool
 from tunesmith.types import Sampling, Task
 
@@ -57,12 +58,9 @@ async def run_group(tools, *, protocol="tags", write=write_tags, mark="<result>"
     engine = FakeEngine(TOKENIZER, script)
     branching = Branching(section=BranchingSection(base_probability=0.8, initial_rollouts=2), vocab_size=400)
     (group,) = await run_groups(
-        [TASK],
-        group_size=8,
+        build_requests([TASK], size=8, seed=3, step=1, has_branches=True),
         agent=Agent(workflow=partial(tool_agent, environment=environment), judge=judge, timeout_s=30),
         model=ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=1000)),
-        seed=3,
-        step=1,
         max_concurrency=8,
         branching=branching,
     )

@@ -1,7 +1,9 @@
 """Connections between the first rank and each other one, for messages that must not wait for a collective.
 
-Messages are Python objects. They are received by coroutines, so agents and engines of the receiving rank go on. A rank
-accepts messages only from ranks that know a secret of the run, which is broadcast in the process group.
+Messages are frozen dataclasses. They are received by coroutines, so agents and engines of the receiving rank go on.
+Each end sends `Alive` at intervals while its event loop runs: a rank whose rollouts take hours is alive, one whose loop
+hangs is not. A rank accepts messages only from ranks that know a secret of the run, which is broadcast in the process
+group.
 """
 
 from __future__ import annotations
@@ -25,38 +27,71 @@ HEADER = struct.Struct("!Q")
 """Number of bytes of the message that follows."""
 GREETING_TIMEOUT_S = 10.0
 """A connection that has not sent the secret by then is not a rank's; others wait behind it."""
+NUM_INTERVALS = 4
+"""Messages `Alive` in the longest time without a message."""
 LOST = "another rank has ended: its own message says why; resume the run from its last checkpoint with --resume"
 
 
-def build_silence_error(timeout_s: float) -> RankError:
-    """The error of a rank that has heard of no other one for too long."""
-    return RankError(
-        f"no message of another rank came within cluster.timeout_s={timeout_s:g}: it hangs, or its rollouts take "
-        "longer; raise cluster.timeout_s, or resume the run from its last checkpoint with --resume"
-    )
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The event loop of the sender runs."""
 
 
 class Link:
     """One end of a connection between two ranks, used in one event loop."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, *, timeout_s: float) -> None:
+        """`timeout_s`: longest time in which a rank that waits for a message hears nothing."""
         self._socket = connected
+        self._timeout_s = timeout_s
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Use the connection in the running event loop."""
+        """Use the connection in the running event loop, once."""
+        if self._streams is not None:
+            return
         self._socket.setblocking(False)
         self._streams = await asyncio.open_connection(sock=self._socket)
+        self._streams[1].transport.set_write_buffer_limits(0)  # so that `drain` waits until everything is sent
+        self._beating = asyncio.create_task(self._beat())
 
     def send(self, message: object) -> None:
         """Send a message without waiting for the other rank."""
         assert self._streams is not None, "open() was called"
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._streams[1].write(HEADER.pack(len(data)))
-        self._streams[1].write(data)
+        self._streams[1].write(HEADER.pack(len(data)) + data)
+
+    async def drain(self) -> None:
+        """Wait until all messages have left this process: the loop may then be blocked by a collective."""
+        assert self._streams is not None, "open() was called"
+        try:
+            await self._streams[1].drain()
+        except OSError as error:
+            raise RankError(LOST) from error
 
     async def receive(self) -> Any:
-        """Wait for the next message; raises RankError when the other rank has ended."""
+        """Wait for the next message; raises RankError when the other rank has ended, or was silent for too long."""
+        while isinstance(message := await self._receive(), Alive):
+            pass
+        return message
+
+    async def _receive(self) -> Any:
+        """The next message. Silence is counted in intervals: a loop that was blocked itself has heard nobody."""
+        reading = asyncio.ensure_future(self._read())
+        try:
+            for _ in range(NUM_INTERVALS):
+                done, _ = await asyncio.wait({reading}, timeout=self._timeout_s / NUM_INTERVALS)
+                if done:
+                    return reading.result()
+        finally:
+            reading.cancel()
+        raise RankError(
+            f"no message of another rank came within cluster.timeout_s={self._timeout_s:g}: it hangs; raise "
+            "cluster.timeout_s, or resume the run from its last checkpoint with --resume"
+        )
+
+    async def _read(self) -> Any:
         assert self._streams is not None, "open() was called"
         reader = self._streams[0]
         try:
@@ -65,11 +100,18 @@ class Link:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise RankError(LOST) from error
 
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._timeout_s / NUM_INTERVALS)
+            self.send(Alive())
+
     async def close(self) -> None:
         """Send what is left, and close the connection."""
         if self._streams is None:
             self._socket.close()
             return
+        assert self._beating is not None
+        self._beating.cancel()
         writer = self._streams[1]
         writer.close()
         try:
@@ -108,7 +150,7 @@ def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Li
             f"rank {ranks.rank} cannot connect to the first rank at MASTER_ADDR={host} ({error}): check that the hosts "
             "reach each other on all ports"
         ) from error
-    return Links(by_rank={0: Link(connected)})
+    return Links(by_rank={0: Link(connected, timeout_s=timeout_s)})
 
 
 def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: float) -> Links:
@@ -128,7 +170,7 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
                 continue
             connected.settimeout(timeout_s)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            links[HEADER.unpack(greeting[SECRET_BYTES:])[0]] = Link(connected)
+            links[HEADER.unpack(greeting[SECRET_BYTES:])[0]] = Link(connected, timeout_s=timeout_s)
     return Links(by_rank=dict(sorted(links.items())))
 
 

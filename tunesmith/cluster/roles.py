@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tunesmith.cluster.ranks import Ranks, rank_errors
 
-T = TypeVar("T")
 BUCKET_BYTES = 2**28
 """Most bytes of weights that one collective sends; a larger parameter is sent alone."""
 
@@ -46,10 +45,6 @@ class RankRoles:
                     each.data.copy_(values.view_as(each))
         if parameters[0].is_cuda:
             torch.cuda.synchronize(parameters[0].device)
-
-    def share_result(self, result: T | None = None) -> T:
-        """The result of the run, from the first rank, where others only sample; all ranks call this."""
-        return self.world.broadcast_object(result) if self.samplers else cast(T, result)
 
 
 def split_weights(parameters: Sequence[Tensor]) -> list[list[Tensor]]:

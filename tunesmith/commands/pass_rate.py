@@ -19,8 +19,9 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
 from tunesmith.model.source.fingerprint import describe_weights
-from tunesmith.rollout.actors import Actors, run_tasks
-from tunesmith.rollout.groups import check_failures
+from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.statistics import check_failures
+from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy
@@ -91,13 +92,14 @@ def measure_pass_rates(
         policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
         async def measure() -> None:
-            for start in range(num_done, len(tasks), batch_size):
-                groups = await sample_groups(
-                    config, actors, tasks[start : start + batch_size], num_runs=num_runs, step=start
-                )
-                records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
-                # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
-                journal.append([[start + offset, *each] for offset, each in enumerate(records)])
+            async with Dispatcher([LocalWorker(actors)]) as dispatcher:
+                for start in range(num_done, len(tasks), batch_size):
+                    part = tasks[start : start + batch_size]
+                    groups = await dispatcher.evaluate(part, size=num_runs, seed=config.seed, step=start)
+                    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
+                    records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
+                    # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
+                    journal.append([[start + offset, *each] for offset, each in enumerate(records)])
 
         run_lockstep(measure(), config.rollout)
         policy.close()
@@ -132,17 +134,6 @@ def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[T
                 f"the rows of {config.train_dataset.path!r} already have a field {field!r}; choose another name"
             )
     return tasks
-
-
-async def sample_groups(
-    config: RunConfig, actors: Actors, tasks: Sequence[Task], *, num_runs: int, step: int
-) -> list[Group]:
-    """`num_runs` rollouts of each task."""
-    actors.engine.resume(0)
-    groups = await run_tasks(actors, tasks, group_size=num_runs, seed=config.seed, step=step)
-    actors.engine.pause()
-    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
-    return groups
 
 
 def describe_groups(groups: Sequence[Group], *, outcome_key: str | None, tool_keys: Sequence[str]) -> list[list[Any]]:

@@ -31,8 +31,8 @@ class ClusterSection(Section):
     ray_namespace: Annotated[str | None, RAY] = Field(default=None, min_length=1)
     """Namespace of the run's actors; null is an anonymous one."""
     timeout_s: float = Field(default=3600.0, gt=0, le=1e9)
-    """Seconds that a rank waits for the others before the run stops. Raise it if rollouts of one rank may take that
-    much longer than those of another."""
+    """Seconds without a sign of life of another rank, or without its part of an update, after which the run stops.
+    Raise it if saving a checkpoint or a callback may take that long."""
     has_sharded_gradients: Annotated[bool | None, SHARDED] = None
     """On several ranks, sum gradients while the backward pass makes them, so that no GPU holds those of all weights in
     float32, at the price of more communication. null does it where they would take more than a tenth of the GPU's

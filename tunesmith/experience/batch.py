@@ -91,10 +91,11 @@ class Batch:
         self._num_with_advantage += sum(has_advantage)
         self._rounds.append((len(groups), metrics))
 
-    def replace_groups(self, replaced: Mapping[int, Group]) -> None:
-        """Put each group in place of the one whose `id` is its key."""
-        self.collected = [replaced.get(id(group), group) for group in self.collected]
-        self.groups = [replaced.get(id(group), group) for group in self.groups]
+    def complete(self, whole: Mapping[int, Group]) -> None:
+        """Put whole groups in place of groups without tokens, by their index in `collected`; operators left them as
+        they were."""
+        self.collected = [whole.get(index, group) for index, group in enumerate(self.collected)]
+        self.groups = [whole.get(index, group) for index, group in zip(self.positions, self.groups, strict=True)]
 
     def compute_metrics(self) -> dict[str, float]:
         """Operator metrics merged over rounds (plain floats averaged over groups), and counts of rounds, tasks and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.shared_counter import open_counters
 from tunesmith.config import RunConfig
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.rollout.actors import Actors
@@ -27,7 +26,6 @@ def load_actors(
     A rank that runs no rollouts loads no auxiliary models; one without a trainer keeps no memory for it.
     """
     set_num_threads(config.num_cpu_threads)
-    is_balanced = config.rollout.assignment == "balanced"
     is_sharded = config.cluster.has_sharded_weights and not ranks.is_alone
     policy = load_policy(
         config.model,
@@ -54,8 +52,5 @@ def load_actors(
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
-        ranks=ranks,
-        counters=open_counters(ranks, timeout_s=config.cluster.timeout_s) if is_balanced else None,
-        has_one_sampler=is_sharded,
     )
     return policy, actors

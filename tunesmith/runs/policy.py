@@ -37,7 +37,7 @@ from tunesmith.model.load import (
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
 from tunesmith.runs.sharded_models import load_sharded_model
-from tunesmith.shared_step import gather_weights
+from tunesmith.trainer.sharding.sharded_model import iter_whole_weights
 from tunesmith.types import Distribution, Engine, Sampling
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
@@ -183,7 +183,7 @@ def build_engine(
         return VllmEngine(model, tokenizer, section, max_model_len=max_model_len)
     engine: VllmEngine | DistantEngine
     if ranks.is_first:
-        gather = partial(gather_weights, ranks, model)
+        gather = partial(iter_whole_weights, model)
         engine = VllmEngine(model, tokenizer, section, max_model_len=max_model_len, gather=gather)
     else:
         engine = DistantEngine(model, tokenizer, max_model_len=max_model_len)

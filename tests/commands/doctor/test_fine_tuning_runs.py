@@ -51,8 +51,14 @@ def test_a_destructive_learning_rate(finetune):
     assert "loss" in {each.check for each in finetune(rate=1.0, rows=rows).findings}
 
 
-def test_overfitting(finetune):
-    rows = [(f"What is {n}?", f"{n * 7919 % 10007} {n * 104729 % 10007}") for n in range(32)]
-    diagnosis = finetune(rate=2e-2, rows=rows, num_epochs=12, eval_fraction=0.25, evaluation_interval_steps=6)
+def test_overfitting(finetune, tmp_path):
+    """Held-out rows answer otherwise than the training rows, so their loss rises as these are learned."""
+    rows = [(f"Which color has ball {n}?", "The ball is red.") for n in range(16)]
+    held_out = [
+        [{"role": "user", "content": each[0]}, {"role": "assistant", "content": "It was blue"}] for each in rows
+    ]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in held_out))
+    eval_dataset = ConversationDataSection(path=str(tmp_path / "held_out.jsonl"))
+    diagnosis = finetune(rate=1e-2, rows=rows, num_epochs=6, eval_dataset=eval_dataset, evaluation_interval_steps=4)
     (finding,) = [each for each in diagnosis.findings if each.check == "evaluation-loss"]
-    assert finding.severity == "note" and finding.settings == {"num_epochs": 11}
+    assert finding.severity == "note" and finding.settings == {"num_epochs": 5}

@@ -7,9 +7,10 @@ from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import BranchingSection
 from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.workers.group_runner import run_groups
 from tunesmith.tool_log import record_call
 from tunesmith.types import Distribution, Group, Sampling, Task, WorkflowOutput
 
@@ -65,16 +66,14 @@ def build_branching(**knobs) -> Branching:
 
 
 async def run_branched(
-    workflow, branching, *, service=None, group_size=8, tasks=TASKS[:1], seed=7, max_concurrency=100, **options
+    workflow, branching, *, service=None, group_size=8, tasks=TASKS[:1], seed=7, max_concurrency=100, part=slice(None)
 ) -> list[Group]:
+    """`part`: of the groups that are started together, those that run here."""
+    requests = build_requests(tasks, size=group_size, seed=seed, step=1, has_branches=branching is not None)
     return await run_groups(
-        tasks,
-        group_size=group_size,
+        requests[part],
         agent=Agent(workflow=workflow, timeout_s=TIMEOUT_S),
         model=service or build_service(),
-        seed=seed,
-        step=1,
         max_concurrency=max_concurrency,
         branching=branching,
-        **options,
     )

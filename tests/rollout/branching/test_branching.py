@@ -9,7 +9,6 @@ import pytest
 from branched import NUM_ROUNDS, TASKS, TOKENIZER, ToolAgent, build_branching, build_service, run_branched
 
 from tunesmith.errors import EngineError
-from tunesmith.rollout.task_source import PlannedTasks
 from tunesmith.types import WorkflowOutput
 
 pytestmark = pytest.mark.anyio
@@ -276,14 +275,14 @@ async def test_what_a_request_asks_for_is_replayed_too():
 def test_the_tree_of_a_task_does_not_depend_on_which_rank_runs_it():
     """Seeds follow from the position of a task in its round."""
 
-    def run(source):
+    def run(part):
         branching = build_branching(base_probability=0.7)
-        groups = asyncio.run(run_branched(ToolAgent(), branching, tasks=TASKS, source=source))
+        groups = asyncio.run(run_branched(ToolAgent(), branching, tasks=TASKS, part=part))
         return groups, branching.stats
 
-    whole, stats = run(None)
-    (first, third), own = run(PlannedTasks(range(0, 3, 2)))
-    (second,), other = run(PlannedTasks([1]))
+    whole, stats = run(slice(None))
+    (first, third), own = run(slice(0, 3, 2))
+    (second,), other = run(slice(1, 2))
     assert [strip(group) for group in (first, second, third)] == [strip(group) for group in whole]
     own.add(other.take())
     assert own.compute() == pytest.approx(stats.compute())

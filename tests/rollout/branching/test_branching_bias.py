@@ -55,7 +55,6 @@ def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Traje
                 record.finish((number, 0), turn, completion)
             turns.append(turn)
             await asyncio.sleep(0)
-        slots.release()
         point = record.point
         return Trajectory(
             task=TASK,
@@ -67,9 +66,8 @@ def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Traje
             turn_owners=() if point is None else point.turn_owners,
         )
 
-    slots = asyncio.Semaphore(8)
     branching = Branching(section=section, vocab_size=2)
-    trees = GroupTrees(branching, group_size=group_size, seed=0, slots=slots, run=run)
+    trees = GroupTrees(branching, group_size=group_size, seed=0, run=run)
     return list(asyncio.run(trees.run()).trajectories), used
 
 

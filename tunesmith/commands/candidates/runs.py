@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelProvider
-from tunesmith.rollout.task_source import PlannedTasks
+from tunesmith.rollout.workers.group_runner import run_groups
 from tunesmith.types import Group, Task, Trajectory
 
 
@@ -31,20 +31,10 @@ async def run_agent(
     agent: Agent,
     model: ModelProvider,
     limits: RunLimits,
-    on_progress: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
     """One trajectory per task, in their order; a task has the same seed in every call."""
-    groups = await run_groups(
-        {task.index: task for task in tasks},
-        group_size=1,
-        agent=agent,
-        model=model,
-        seed=limits.seed,
-        step=0,
-        max_concurrency=limits.max_concurrency,
-        on_progress=on_progress,
-        source=PlannedTasks([task.index for task in tasks]),
-    )
+    requests = [GroupRequest(number=task.index, task=task, size=1, seed=(limits.seed, 0, task.index)) for task in tasks]
+    groups = await run_groups(requests, agent=agent, model=model, max_concurrency=limits.max_concurrency)
     return [group.trajectories[0] for group in groups]
 
 

@@ -30,8 +30,10 @@ from tunesmith.errors import ConfigError
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.groups import check_failures
+from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.rollout.statistics import check_failures
+from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
@@ -39,7 +41,7 @@ from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
 from tunesmith.tasks.load import load_tasks
-from tunesmith.types import JudgeType, Task, WorkflowType
+from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 LABEL = re.compile(r"[^|\n]*[^|\s]")
 JSON_FILE, TABLE_FILE, PLOT_FILE = "comparison.json", "comparison.md", "comparison.png"
@@ -214,8 +216,12 @@ def evaluate_set(
 ) -> SetScores:
     """Run the agent on one task set and score the rollouts."""
     started = time.perf_counter()
-    rollouts = run_held_out(config, actors, name, tasks, policy_version=0, status=progress)
-    groups = run_lockstep(rollouts, config.rollout)
+
+    async def run() -> list[Group]:
+        async with Dispatcher([LocalWorker(actors)]) as dispatcher:
+            return await run_held_out(config, dispatcher, name, tasks, policy_version=0, status=progress)
+
+    groups = run_lockstep(run(), config.rollout)
     seconds = time.perf_counter() - started
     check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     renderer = Renderer(

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from tunesmith.commands.eval.behavior import add_behavior
 from tunesmith.commands.eval.results import EvaluationResult, compute_evaluation
 from tunesmith.config import RunConfig
-from tunesmith.rollout.actors import Actors, RolloutProgress, StatusLine, run_tasks
+from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.progress import RolloutProgress, StatusLine
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.runs.policy import build_sampling
 from tunesmith.types import Group, Task
@@ -15,7 +16,7 @@ from tunesmith.types import Group, Task
 
 async def evaluate_all(
     config: RunConfig,
-    actors: Actors,
+    dispatcher: Dispatcher,
     eval_tasks: Mapping[str, Sequence[Task]],
     *,
     policy_version: int,
@@ -24,7 +25,7 @@ async def evaluate_all(
     """Evaluate every held-out set. Seeds do not depend on the step, so all evaluations of a run use the same seeds."""
     results = {}
     for name, tasks in eval_tasks.items():
-        groups = await run_held_out(config, actors, name, tasks, policy_version=policy_version, status=status)
+        groups = await run_held_out(config, dispatcher, name, tasks, policy_version=policy_version, status=status)
         results[name] = compute_evaluation(
             name,
             groups,
@@ -37,26 +38,20 @@ async def evaluate_all(
 
 async def run_held_out(
     config: RunConfig,
-    actors: Actors,
+    dispatcher: Dispatcher,
     name: str,
     tasks: Sequence[Task],
     *,
     policy_version: int,
     status: StatusLine | None = None,
 ) -> list[Group]:
-    """Run one held-out set. Engine and recorder counters are discarded, so that training metrics exclude them."""
-    actors.engine.resume(policy_version)
-    groups = await run_tasks(
-        actors,
+    """Run one held-out set."""
+    groups = await dispatcher.evaluate(
         tasks,
-        group_size=config.evaluation.num_samples,
+        size=config.evaluation.num_samples,
         seed=derive_seed(config.seed, "evaluation", name),
-        step=0,
+        policy_version=policy_version,
         sampling=build_sampling(config.model, temperature=config.evaluation.temperature),
         progress=RolloutProgress(status=status),
     )
-    actors.engine.pause()
-    actors.compute_engine_stats()
-    actors.compute_recorder_stats()
-    actors.ledger.clear()
     return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

@@ -29,9 +29,8 @@ from tunesmith.runs.policy import Policy
 from tunesmith.runs.resume_point import describe_recovery
 from tunesmith.runs.run_folder import RunFolder
 from tunesmith.runs.sharded_models import restore_sharded
-from tunesmith.shared_step import collect_trainer_state, collect_weights
 from tunesmith.storage import RunPaths, save_json
-from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding
+from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -44,12 +43,11 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
     if folder.checkpoint is None:
         return 0
     try:
-        run_state = restore_models(folder.checkpoint, policy, parts.trainer)
+        run_state = restore_models(folder.checkpoint, policy, parts.trainer.trainer)
     except StorageError as error:
         raise StorageError(f"{error}; {describe_recovery(folder.paths, before=folder.checkpoint)}") from error
     parts.tasks.selector.load_state_dict(run_state["selector"])
-    if parts.in_flight is not None:
-        parts.in_flight.load_state_dict(run_state["in_flight"])
+    parts.dispatcher.load_state_dict(run_state)
     parts.replay.load_state_dict(run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
     return int(run_state["step"])
 
@@ -82,7 +80,8 @@ def commit(
     step: int,
     in_flight: Mapping[str, Any],
 ) -> None:
-    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints.
+    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
+    take part (`RankTrainer.save`).
 
     `in_flight` is what the checkpoint holds of rollouts in flight.
     """
@@ -90,8 +89,8 @@ def commit(
         folder.paths.checkpoint(step),
         policy.model,
         policy.tokenizer,
-        weights=collect_weights(parts.actors.ranks, policy.model),
-        trainer_state=collect_trainer_state(parts.actors.ranks, parts.trainer),
+        weights=None if find_sharding(policy.model) is None else gather_state(policy.model),
+        trainer_state=parts.trainer.trainer.state_dict(),
         run_state={
             "step": step,
             "selector": parts.tasks.selector.state_dict(),

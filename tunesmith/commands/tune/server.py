@@ -33,19 +33,20 @@ class Server:
 
 def bind_actors(actors: Actors, server: Server | None) -> Actors:
     """The actors with the server's models, if there is a server."""
-    return actors if server is None else replace(actors, model=server.model, is_served_to_workers=True)
+    return actors if server is None else replace(actors, model=server.model)
 
 
 async def work_while_serving(
     work: Callable[[], Awaitable[T]],
     server: Server | None,
-    actors: Actors,
+    service: ModelService,
+    ranks: Ranks,
     show_line: Callable[[str], None] | None = None,
 ) -> T:
     """Do the work while the server runs, if there is one; `show_line` gets its notice."""
     if server is None:
         return await work()
-    async with server.start(actors.service, ranks=actors.ranks) as url:
+    async with server.start(service, ranks=ranks) as url:
         if show_line is not None:
             show_line(server.notice.format(url=url))
         return await work()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,11 @@ from typing import ClassVar
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.cluster.links import Links
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.roles import RankRoles, split_ranks
+from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.commands.eval.held_out import evaluate_all
 from tunesmith.commands.eval.results import EvaluationResult
 from tunesmith.commands.tune.checkpoints import (
@@ -33,17 +34,18 @@ from tunesmith.commands.tune.checkpoints import (
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.plan import Plan, build_plan, describe_overlaps, describe_repetition, load_own_functions
+from tunesmith.commands.tune.ranks import (
+    build_dispatcher,
+    build_rank_trainer,
+    build_served_worker,
+    build_thread,
+    build_trainer,
+    connect_ranks,
+    follow,
+    lead,
+)
 from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.commands.tune.server import Server, bind_actors, work_while_serving
-from tunesmith.commands.tune.staleness import (
-    build_in_flight,
-    build_member,
-    build_sampling_rank,
-    describe_in_flight,
-    end_in_flight,
-    run_beside_rollouts,
-)
-from tunesmith.commands.tune.step_parts import build_branching, build_trainer
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
@@ -53,17 +55,17 @@ from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.rollout.actors import Actors, RolloutProgress
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
+from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config
-from tunesmith.runs.policy import BuildModel, Policy, build_sampling
+from tunesmith.runs.policy import BuildModel, Policy
 from tunesmith.runs.result import TrainingResult, require_path
 from tunesmith.runs.resume_point import describe_interruption
 from tunesmith.runs.run_folder import RunFolder, open_run_folder
-from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -120,6 +122,8 @@ class RunStart:
     checkpoint: Path | None
     """The checkpoint that the run resumes from."""
     total_steps: int
+    reads_tokens: bool
+    """Whether the first rank reads the tokens of groups before the update."""
 
 
 def run_tuning(
@@ -172,7 +176,13 @@ def run_leader(
             run_settings=config.model_dump(mode="json"),
         ) as monitor,
     ):
-        roles.world.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
+        roles.world.broadcast_object(
+            RunStart(
+                checkpoint=folder.checkpoint,
+                total_steps=plan.total_steps,
+                reads_tokens=bool(plan.operators) or plan.algorithm.reads_tokens,
+            )
+        )
         policy, actors = load()
         actors = bind_actors(actors, server)
         check_reply_fits(
@@ -180,19 +190,21 @@ def run_leader(
             max_model_len=config.model.max_model_len,
             kv_cache_tokens=config.engine.kv_cache_tokens,
         )
-        parts = build_parts(config, plan, policy, actors, roles)
-        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, roles.trainers))
+        thread = build_thread(config, policy)
+        links = connect_ranks(config, roles)
+        parts = build_parts(config, plan, policy, actors, roles, links, thread)
+        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
+        training = partial(train, config, plan, policy, parts, folder, monitor)
+        leading = partial(lead, training, parts.dispatcher, links, monitor.show_line)
         try:
-            training = partial(train, config, plan, policy, parts, folder, monitor)
-            training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
-            result = run_lockstep(work_while_serving(training, server, actors, monitor.show_line), config.rollout)
+            serving = work_while_serving(leading, server, actors.service, roles.trainers, monitor.show_line)
+            return run_lockstep(serving, config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder.paths.root))
             raise
         finally:
             policy.close()
-        end_run(roles.trainers, result)
-        return roles.share_result(result)
+            thread.close()
 
 
 def run_follower(
@@ -203,58 +215,72 @@ def run_follower(
     algorithm = resolve_algorithm(config.algorithm, own=functions)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
-    trainer = build_trainer(config, algorithm, functions, policy, actors.ranks, total_steps=start.total_steps)
-    in_flight = build_member(config, policy, actors, roles)
-    actors = bind_actors(actors, server)
+    actors, thread, links = bind_actors(actors, server), build_thread(config, policy), connect_ranks(config, roles)
+    trainer = build_trainer(config, algorithm, functions, policy, roles.trainers, total_steps=start.total_steps)
+    worker = None
+    if not roles.samplers and not config.cluster.has_sharded_weights:
+        worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=start.reads_tokens)
+    rank_trainer = build_rank_trainer(config, trainer, roles.trainers, links, thread, worker)
 
-    async def train_shares() -> TuneResult:
+    async def train_parts() -> TuneResult:
         if start.checkpoint is not None:  # together with the first rank, which has its server then
             restore_models(start.checkpoint, policy, trainer)
-        ended: TuneResult = await follow(actors, trainer, build_branching(config, policy), in_flight)
-        return ended
+        result: TuneResult = await follow(links, worker, rank_trainer, thread)
+        return result
 
     try:
-        result = run_lockstep(work_while_serving(train_shares, server, actors), config.rollout)
+        return run_lockstep(work_while_serving(train_parts, server, actors.service, roles.trainers), config.rollout)
     finally:
         policy.close()
-    return roles.share_result(result)
 
 
 def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles) -> TuneResult:
     """Sample on a rank that does not train; returns the result of the first rank."""
     roles.world.broadcast_object()
     policy, actors = load()
-    sampling = build_sampling_rank(config, policy, actors, roles)
+    thread, links = build_thread(config, policy), connect_ranks(config, roles)
+    worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=True)
     try:
-        run_lockstep(sampling.run(), config.rollout)
+        result: TuneResult = run_lockstep(follow(links, worker, None, thread), config.rollout)
     finally:
         policy.close()
-    result: TuneResult = roles.share_result()
     return result
 
 
-def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors, roles: RankRoles) -> StepParts:
-    """What every step of the run works with: the trainer of the policy's own weights, the actors, the data."""
-    trainer = build_trainer(config, plan.algorithm, plan.functions, policy, actors.ranks, total_steps=plan.total_steps)
-    batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
-    actors, in_flight = build_in_flight(config, policy, actors, plan.feed, roles, total_steps=plan.total_steps)
+def build_parts(
+    config: RunConfig,
+    plan: Plan,
+    policy: Policy,
+    actors: Actors,
+    roles: RankRoles,
+    links: Links,
+    thread: WorkThread | NoThread,
+) -> StepParts:
+    """What every step of the run works with: the dispatcher, the trainer of the policy's own weights, the data."""
+    ranks, batch_size = roles.trainers, config.algorithm.batch_size
+    trainer = build_trainer(config, plan.algorithm, plan.functions, policy, ranks, total_steps=plan.total_steps)
     return StepParts(
         tasks=plan.feed,
-        actors=actors,
+        dispatcher=build_dispatcher(
+            config,
+            plan.feed,
+            policy,
+            actors,
+            roles,
+            links,
+            thread,
+            total_steps=plan.total_steps,
+            has_baselines="baselines" in plan.algorithm.needs,
+        ),
         operators=plan.operators,
         algorithm=plan.algorithm,
-        trainer=trainer,
+        trainer=build_rank_trainer(config, trainer, ranks, links, thread),
         replay=plan.replay,
         experts=plan.experts,
         size=BatchSize(num_groups=batch_size, max_tasks=int(config.experience.refill_budget * batch_size)),
-        group_size=config.algorithm.group_size,
         total_steps=plan.total_steps,
-        seed=config.seed,
         max_failure_rate=config.rollout.max_failure_rate,
         outcome_key=config.experience.outcome_key,
-        baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
-        branching=build_branching(config, policy),
-        in_flight=in_flight,
     )
 
 
@@ -271,7 +297,7 @@ async def train(
         evaluations = await evaluate(config, plan, parts, folder, monitor, control, step=0)
         control.raise_error()
     metrics: dict[str, float] = {}
-    updates, checksum = UpdateLog(monitor.show_line, config.trainer), parts.trainer.compute_checksum()
+    updates, checksum = UpdateLog(monitor.show_line, config.trainer), parts.trainer.trainer.compute_checksum()
     while step < plan.total_steps and control.stop is None:
         step += 1
         result = await run_saved_step(parts, folder, monitor, step=step)
@@ -284,12 +310,12 @@ async def train(
             found = await evaluate(config, plan, parts, folder, monitor, control, step=step)
             evaluations = found or evaluations
         if control.is_saved(step) or is_due(step, config.save_interval_steps):
-            in_flight = describe_in_flight(parts.in_flight)
+            in_flight = parts.dispatcher.state_dict()
             saving = partial(commit, config, policy, parts, folder, control, step=step, in_flight=in_flight)
-            await run_beside_rollouts(parts.in_flight, saving)
+            await parts.trainer.save(saving)
             await control.end_checkpoint(step)
         control.raise_error()
-    updates.close(has_new_weights=parts.trainer.compute_checksum() != checksum)
+    updates.close(has_new_weights=parts.trainer.trainer.compute_checksum() != checksum)
     if (ending := control.save_ending(step, first_step=first_step)) is not None:
         monitor.show_line(ending)
     checkpoint = folder.paths.checkpoint(step)
@@ -323,7 +349,7 @@ async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, 
     """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
     progress, rollouts = RolloutProgress(status=monitor), StepRollouts(folder.paths.rollouts(step))
     try:
-        result = await run_step(parts, step=step, progress=progress, save=rollouts.save)
+        result = await run_step(parts, step=step, progress=progress, record=rollouts)
     except TunesmithError as error:
         rollouts.save_unfinished(progress.finished)
         save_error(folder.paths, error, step=step)
@@ -352,8 +378,7 @@ async def evaluate(
     if not plan.eval_tasks:
         return {}
     started = time.perf_counter()
-    async with nullcontext() if parts.in_flight is None else parts.in_flight.held():
-        results = await evaluate_all(config, parts.actors, plan.eval_tasks, policy_version=step, status=monitor)
+    results = await evaluate_all(config, parts.dispatcher, plan.eval_tasks, policy_version=step, status=monitor)
     save_json(folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
     merged: dict[str, float] = {}
     for result in results.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,7 @@ from tunesmith.rollout.branching.decision import (
 from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.recording.replay import BranchPoint, RecordedCall, RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.types import Group, Trajectory
 
 RunRollout = Callable[[int, RolloutRecord], Awaitable[Trajectory]]
 """Runs the rollout with this `run_index` under this record."""
@@ -66,14 +66,11 @@ class _Rollout:
 class GroupTrees:
     """The rollouts of one task: initial ones, branches, and new ones from the task, `group_size` in all."""
 
-    def __init__(
-        self, branching: Branching, *, group_size: int, seed: int, slots: asyncio.Semaphore, run: RunRollout
-    ) -> None:
-        """`seed` determines the draws at branch points; `run` releases the slot that it is started with."""
+    def __init__(self, branching: Branching, *, group_size: int, seed: int, run: RunRollout) -> None:
+        """`seed` determines the draws at branch points."""
         self._branching = branching
         self._group_size = group_size
         self._seed = seed
-        self._slots = slots
         self._run = run
         self._tasks: list[asyncio.Task[None]] = []
         self._finished: dict[int, Trajectory] = {}
@@ -137,7 +134,6 @@ class GroupTrees:
         self._start_fresh(rollout)
 
     async def _run_one(self, rollout: _Rollout) -> None:
-        await self._slots.acquire()
         self._finished[rollout.run_index] = await self._run(rollout.run_index, rollout.record)
         self._branching.stats.add_record(rollout.record)
 
@@ -197,26 +193,3 @@ class GroupTrees:
             task.cancel()
         if running:
             await asyncio.wait(running)
-
-
-def build_trees(
-    branching: Branching,
-    tasks: Sequence[Task] | Mapping[int, Task],
-    positions: Sequence[int],
-    *,
-    group_size: int,
-    seed: int,
-    slots: asyncio.Semaphore,
-    run: Callable[[int, int, RolloutRecord], Awaitable[Trajectory]],
-) -> list[GroupTrees]:
-    """The trees of the tasks at these positions; `run` takes the position, the `run_index` and the record."""
-    return [
-        GroupTrees(
-            branching,
-            group_size=group_size,
-            seed=derive_seed(seed, position, tasks[position].task_id),
-            slots=slots,
-            run=partial(run, position),
-        )
-        for position in positions
-    ]

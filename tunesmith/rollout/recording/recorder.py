@@ -18,7 +18,7 @@ from tunesmith.chat.messages import MatchKey, Message
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
-from tunesmith.rollout.recording.in_flight import InFlightTurn
+from tunesmith.rollout.recording.open_turn import OpenTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
 from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
@@ -97,7 +97,7 @@ class Session:
         self._order = order
         self._is_recorded = is_recorded
         self._num_tool_calls = 0
-        self._in_flight: dict[ChoiceId, InFlightTurn] = {}
+        self._open_turns: dict[ChoiceId, OpenTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[tuple[int, str], RecordedReply] = {}
         """By digest of the conversation up to the reply, and scope."""
@@ -223,32 +223,32 @@ class Session:
                 self._turns[choice_id] = replayed.turn
                 return deliver_recorded(replayed, sampling, on_tokens)
             sampling = replace(sampling, return_entropy=True)
-        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling, task=asyncio.current_task())
+        open_turn = OpenTurn(prompt_ids=prompt_ids, sampling=sampling, task=asyncio.current_task())
 
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
         ) -> None:
-            version = in_flight.find_version(self._engine.policy_version, keeps_cache=self.keeps_cache)
-            in_flight.add(token_ids, logprobs, details, policy_version=version)
+            version = open_turn.find_version(self._engine.policy_version, keeps_cache=self.keeps_cache)
+            open_turn.add(token_ids, logprobs, details, policy_version=version)
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
-        in_flight.deferred = DeferredTokens(add_tokens) if on_tokens is None else None
-        report = in_flight.deferred or add_tokens
-        self._in_flight[choice_id] = in_flight
+        open_turn.deferred = DeferredTokens(add_tokens) if on_tokens is None else None
+        report = open_turn.deferred or add_tokens
+        self._open_turns[choice_id] = open_turn
         try:
             completion = await self._engine.generate(
                 prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report
             )
         except asyncio.CancelledError:
-            self._record(choice_id, in_flight.to_turn())
-            if in_flight.undo_end():
+            self._record(choice_id, open_turn.to_turn())
+            if open_turn.undo_end():
                 raise SessionClosedError from None
             raise
         except Exception as error:
-            self._record(choice_id, in_flight.to_turn())
-            raise self._translate_error(error, in_flight) from error
-        turn = in_flight.finish(completion)
+            self._record(choice_id, open_turn.to_turn())
+            raise self._translate_error(error, open_turn) from error
+        turn = open_turn.finish(completion)
         self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError
@@ -263,19 +263,19 @@ class Session:
         if self.is_closed:
             raise SessionClosedError
 
-    def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
+    def _translate_error(self, error: Exception, open_turn: OpenTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
-        in_flight.collect()
-        if isinstance(error, ValueError) and not in_flight.sampled_ids:
+        open_turn.collect()
+        if isinstance(error, ValueError) and not open_turn.sampled_ids:
             return SamplingRefusedError(str(error))
         message = f"{type(error).__name__}: {error}"
         self.engine_error = self.engine_error or message
         return EngineError(message)
 
     def _record(self, choice_id: ChoiceId, turn: Turn) -> None:
-        is_in_flight = self._in_flight.pop(choice_id, None) is not None
+        is_open = self._open_turns.pop(choice_id, None) is not None
         is_empty = turn.stop_reason == "cancelled" and not turn.sampled_ids
-        if is_in_flight and not is_empty and self._is_recorded:
+        if is_open and not is_empty and self._is_recorded:
             self._turns[choice_id] = turn
 
     def record_reply(self, call: SessionCall, choice: int, reply: Message, *, cut_stop: str = "") -> None:
@@ -309,10 +309,10 @@ class Session:
         return sum(len(turn.prompt_ids) for turn in turns), sum(len(turn.sampled_ids) for turn in turns)
 
     def find_oldest_version(self) -> int | None:
-        """Policy version of the oldest sampled token, of calls in flight too; None: nothing is sampled yet."""
+        """Policy version of the oldest sampled token, of open calls too; None: nothing is sampled yet."""
         recorded = [turn.policy_versions for turn in self._turns.values()]
-        in_flight = [call.list_versions() for call in self._in_flight.values()]
-        return min((min(versions) for versions in (*recorded, *in_flight) if versions), default=None)
+        open_versions = [call.list_versions() for call in self._open_turns.values()]
+        return min((min(versions) for versions in (*recorded, *open_versions) if versions), default=None)
 
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
@@ -320,11 +320,11 @@ class Session:
         return f"call{self._num_tool_calls:05d}"
 
     def end(self) -> None:
-        """Refuse further calls; calls in flight are cancelled and their tokens so far recorded."""
+        """Refuse further calls; open calls are cancelled and their tokens so far recorded."""
         self.is_closed = True
-        for choice_id, in_flight in list(self._in_flight.items()):
-            self._record(choice_id, in_flight.to_turn())
-            in_flight.end()
+        for choice_id, open_turn in list(self._open_turns.items()):
+            self._record(choice_id, open_turn.to_turn())
+            open_turn.end()
 
     def close(self) -> tuple[Turn, ...]:
         """End the session; returns the turns in order of arrival."""

@@ -11,7 +11,7 @@ from tunesmith.types import Completion, DeferredTokens, Sampling, TokenDetails, 
 
 
 @dataclass(slots=True, kw_only=True)
-class InFlightTurn:
+class OpenTurn:
     """A choice that is being sampled."""
 
     prompt_ids: tuple[int, ...]

@@ -19,10 +19,13 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
 from tunesmith.rollout import watchdog
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
+from tunesmith.rollout.group import build_requests
+from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.statistics import check_failures, compute_rollout_metrics
 from tunesmith.rollout.watchdog import watch_event_loop
+from tunesmith.rollout.workers.group_runner import run_groups
 from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
 TOKENIZER = build_chat_tokenizer(QWEN25)
@@ -41,18 +44,17 @@ async def work(task, model):
     return WorkflowOutput(reward=float(task["number"]))
 
 
-async def collect(service, *, workflow=work, max_concurrency=100, **options):
+async def collect(service, *, workflow=work, max_concurrency=100, progress=None, sampling=None):
     agent = Agent(workflow=workflow, timeout_s=60)
-    return await run_groups(
-        TASKS, group_size=3, agent=agent, model=service, seed=7, step=1, max_concurrency=max_concurrency, **options
-    )
+    requests = build_requests(TASKS, size=3, seed=7, step=1, sampling=sampling)
+    return await run_groups(requests, agent=agent, model=service, max_concurrency=max_concurrency, progress=progress)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("max_concurrency", [1, 4, 100])
 async def test_groups_are_in_task_order_and_independent_of_concurrency(max_concurrency):
-    seen = []
-    groups = await collect(build_service(), max_concurrency=max_concurrency, on_progress=seen.append)
+    progress = RolloutProgress()
+    groups = await collect(build_service(), max_concurrency=max_concurrency, progress=progress)
     assert [group.task for group in groups] == TASKS
     assert all([t.run_index for t in group.trajectories] == [0, 1, 2] for group in groups)
     assert [len(group.scored) for group in groups] == [3, 3, 0, 3]
@@ -61,7 +63,7 @@ async def test_groups_are_in_task_order_and_independent_of_concurrency(max_concu
     reference = await collect(build_service())
     assert sampled == [t.turns[0].sampled_ids for group in reference for t in group.trajectories]
     assert len(set(sampled)) > 6
-    assert len(seen) == 12
+    assert len(progress.finished) == 12
 
 
 @pytest.mark.anyio
@@ -94,12 +96,13 @@ async def test_sampling_can_be_overridden():
 
 @pytest.mark.anyio
 async def test_an_internal_error_cancels_all_runs():
-    def broken(trajectory):
-        raise AssertionError("ours")
+    class Broken:
+        def show_status(self, text):
+            raise AssertionError("ours")
 
     service = build_service()
     with pytest.raises(AssertionError, match="ours"):
-        await collect(service, on_progress=broken)
+        await collect(service, progress=RolloutProgress(status=Broken()))
     assert service.recorder._sessions == {}
 
 
@@ -187,9 +190,10 @@ async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog, monk
     monkeypatch.setattr(watchdog, "find_running_line", find_running_line)
     agent = Agent(workflow=workflow, timeout_s=0.2, cancel_grace_s=0.05)
     with pytest.raises(RolloutError, match=r"3 rollouts blocked the event loop past rollout.timeout_s=0.2.*block_here"):
-        await run_groups(TASKS[:1], group_size=8, agent=agent, model=build_service(), seed=7, step=1, max_concurrency=8)
+        requests = build_requests(TASKS[:1], size=8, seed=7, step=1)
+        await run_groups(requests, agent=agent, model=build_service(), max_concurrency=8)
     warnings = [record.getMessage().splitlines()[0] for record in caplog.records]
-    assert any("test_groups.py" in each for each in warnings), warnings
+    assert any("test_group_runner.py" in each for each in warnings), warnings
 
 
 @pytest.mark.anyio

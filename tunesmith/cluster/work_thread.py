@@ -1,4 +1,4 @@
-"""A thread for blocking work of the run, beside which workflows continue."""
+"""Blocking work of a run: in a thread while workflows continue, or at once where none are in flight."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ class WorkThread:
 
     def close(self) -> None:
         self._executor.shutdown()
+
+
+class NoThread:
+    """In place of a `WorkThread` where no workflow waits for the end of the work."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run work on the event loop's own thread."""
+        return work()
+
+    def close(self) -> None:
+        return None

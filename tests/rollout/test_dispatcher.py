@@ -12,100 +12,51 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from chat_templates import QWEN25
 from conditions import until
-from fakes import FakeEngine, build_chat_tokenizer
+from scripted_dispatch import BATCH_SIZE, GROUP_SIZE, NUM_TASKS, TOKENIZER, StepwiseEngine, build_plan, count, talk
 from tunesmith.chat.renderer import Renderer
+from tunesmith.cluster.work_thread import WorkThread
 from tunesmith.errors import RolloutError
 from tunesmith.experience.staleness import compute_staleness
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
-from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
+from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.watchdog import EventLoopWatchdog
+from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
-from tunesmith.types import Completion, Distribution, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
-
-TOKENIZER = build_chat_tokenizer(QWEN25)
-GROUP_SIZE, BATCH_SIZE, NUM_TASKS = 2, 2, 7
+from tunesmith.types import Distribution, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
 
-class StepwiseEngine(FakeEngine):
-    """Samples a token only in `sample_one`; each has the version of the weights at that moment."""
-
-    def __init__(self) -> None:
-        super().__init__(TOKENIZER, lambda prompt, sampling, order: [])
-        self.waiting: list[asyncio.Future[None]] = []
-        self.is_paused = True
-
-    async def generate(self, prompt_ids, sampling, *, order=(), on_tokens=None) -> Completion:
-        ids, versions = [], []
-        for token_id in (20 + sampling.seed % 200, 30, TOKENIZER.eos_token_id):
-            self.waiting.append(asyncio.get_running_loop().create_future())
-            await self.waiting[-1]
-            ids.append(token_id)
-            versions.append(self.policy_version)
-            on_tokens([token_id], [-1.0])
-        return Completion(
-            sampled_ids=tuple(ids), logprobs=(-1.0,) * 3, policy_versions=tuple(versions), stop_reason="eos"
-        )
-
-    def sample_one(self, rng: random.Random) -> None:
-        """Sample the next token of one request, chosen at random."""
-        self.waiting = [each for each in self.waiting if not each.done()]
-        if self.waiting and not self.is_paused:
-            self.waiting.pop(rng.randrange(len(self.waiting))).set_result(None)
-
-    def pause(self) -> None:
-        self.is_paused = True
-
-    def resume(self, policy_version, *, keeps_cache=False) -> None:
-        self.policy_version, self.is_paused = policy_version, False
-
-    def hold(self) -> None:
-        self.pause()
-
-    def release(self) -> None:
-        self.pause()
-
-
-def build_groups(workflow, *, max_staleness: int, total_steps: int = 100, max_concurrency: int = 6, feed=None):
+def build_dispatcher(workflow, *, max_staleness: int, max_concurrency: int = 6, **options):
     engine = StepwiseEngine()
     service = ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=9))
     tasks = [Task(task_id=f"t/{i}", index=i, row={"number": i}) for i in range(NUM_TASKS)]
-    feed = feed or TaskFeed(tasks, build_sequential([[0.0]] * NUM_TASKS, seed=0))
+    feed = TaskFeed(tasks, build_sequential([[0.0]] * NUM_TASKS, seed=0))
     agent = Agent(workflow=workflow, timeout_s=60, cancel_grace_s=1)
     actors = Actors(engine=engine, service=service, agent=agent, max_concurrency=max_concurrency)
-    limits = InFlightLimits(
-        group_size=GROUP_SIZE, batch_size=BATCH_SIZE, max_staleness=max_staleness, total_steps=total_steps
-    )
-    return InFlightGroups(OwnGroups(actors, engine, limits, seed=0), feed, limits), engine, feed
+    worker = LocalWorker(actors, max_staleness=max_staleness)
+    return Dispatcher([worker], feed, build_plan(max_staleness, **options)), engine, feed
 
 
-async def talk(task, model):
-    """Tasks make one to three calls; every fifth fails."""
-    messages = [{"role": "user", "content": str(task["number"])}]
-    for _ in range(1 + task["number"] % 3):
-        reply = await model(messages)
-        messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}]
-        messages += [{"role": "user", "content": "more"}]
-    if task["number"] == 5:
-        raise ValueError("five")
-    return WorkflowOutput(reward=float(task["number"] % 2))
+def list_in_flight(dispatcher: Dispatcher) -> list[int]:
+    """Indices of the tasks in flight."""
+    return dispatcher.state_dict()["in_flight"]["tasks"]
 
 
-async def take(groups: InFlightGroups, engine: StepwiseEngine, rng: random.Random, *, step: int) -> list[Group]:
+async def take(
+    dispatcher: Dispatcher, engine: StepwiseEngine, rng: random.Random, *, step: int, num_groups: int = BATCH_SIZE
+) -> list[Group]:
     """One step: sample in random order until enough groups are complete."""
-    groups.resume(step - 1)
-    taking = asyncio.ensure_future(groups.take(BATCH_SIZE, step=step))
+    taking = asyncio.ensure_future(dispatcher.collect(num_groups, step=step))
     while not taking.done():
         for _ in range(rng.randrange(1, 8)):
             await asyncio.sleep(0)
         engine.sample_one(rng)
-    groups.pause()
-    return await taking
+    if taking.exception() is None:
+        dispatcher.pause()
+    return [each.group for each in await taking]
 
 
 @hypothesis.given(max_staleness=st.integers(1, 3), seed=st.integers(0, 10**6))
@@ -113,10 +64,10 @@ async def take(groups: InFlightGroups, engine: StepwiseEngine, rng: random.Rando
 def test_no_trained_token_is_too_old_and_no_task_is_lost(max_staleness, seed):
     async def run() -> None:
         rng, num_steps = random.Random(seed), 12
-        groups, engine, feed = build_groups(talk, max_staleness=max_staleness, total_steps=num_steps)
+        dispatcher, engine, feed = build_dispatcher(talk, max_staleness=max_staleness, total_steps=num_steps)
         trained, num_dropped, is_stale = [], 0, False
         for step in range(1, num_steps + 1):
-            taken = await take(groups, engine, rng, step=step)
+            taken = await take(dispatcher, engine, rng, step=step)
             assert len(taken) == BATCH_SIZE
             advantages = [[1.0 if run.reward is not None else None for run in group.trajectories] for group in taken]
             metrics = compute_staleness(taken, advantages, policy_version=step - 1)
@@ -129,14 +80,14 @@ def test_no_trained_token_is_too_old_and_no_task_is_lost(max_staleness, seed):
             ]
             assert max(lags, default=0) <= max_staleness and metrics.get("staleness/max", 0) == max(lags, default=0)
             is_stale |= any(lags)
-            counts = groups.compute_metrics()
+            counts = count(dispatcher)
             num_dropped += counts["staleness/num_dropped_groups"]
-            assert groups.num_in_flight == min(max_staleness, num_steps - step) * BATCH_SIZE
+            assert dispatcher.num_in_flight == min(max_staleness, num_steps - step) * BATCH_SIZE
             trained += [group.task.index for group in taken]
             drawn = Counter(feed.selector._find_index(n) for n in range(feed.selector.num_drawn))
-            assert Counter(trained + groups.state_dict()["tasks"]) == drawn
+            assert Counter(trained + list_in_flight(dispatcher)) == drawn
         assert feed.give_feedback([None] * len(trained)) == {}, "the selector hears of each trained group once"
-        assert is_stale and await groups.close() == 0
+        assert is_stale and await dispatcher.close() == 0
         totals.append(num_dropped)
 
     totals: list[float] = []
@@ -155,40 +106,53 @@ def test_old_groups_are_dropped_counted_and_run_again():
         return WorkflowOutput(reward=1.0)
 
     async def run() -> None:
-        groups, engine, _ = build_groups(workflow, max_staleness=1)
+        dispatcher, engine, _ = build_dispatcher(workflow, max_staleness=1)
         rng, seen, dropped = random.Random(0), [], []
         for step in range(1, 5):
-            seen += [group.task.index for group in await take(groups, engine, rng, step=step)]
-            metrics = groups.compute_metrics()
+            seen += [group.task.index for group in await take(dispatcher, engine, rng, step=step)]
+            metrics = count(dispatcher)
             dropped.append(metrics["staleness/num_dropped_groups"])
             assert metrics["staleness/num_in_flight"] == BATCH_SIZE
         assert sum(dropped) == 1 and dropped[:2] == [0, 0], "it may be trained in steps 1 and 2"
-        assert 0 in seen + groups.state_dict()["tasks"]
-        await groups.close()
+        assert 0 in seen + list_in_flight(dispatcher)
+        await dispatcher.close()
         assert all(each.cancelled() for each in release)
 
     asyncio.run(run())
 
 
-def test_groups_are_taken_in_the_order_of_their_start():
-    async def run() -> list[int]:
-        groups, engine, _ = build_groups(talk, max_staleness=2, max_concurrency=100)
-        groups.resume(0)
-        site = groups._site
-        await site.open()
-        site.start(groups._fill(6))
-        while len(site.complete) < 4:
-            await asyncio.sleep(0)
-            engine.sample_one(random.Random(0))
-        numbers = sorted(site.complete)[:2]
-        taken = await groups.take(2, step=1)
-        metrics = groups.compute_metrics()
-        oldest = min((*site.running, *site.complete))
-        assert metrics["staleness/num_overtaking_groups"] == sum(number > oldest for number in numbers)
-        await groups.close()
-        return [group.task.index for group in taken] == numbers
+class Oldest(random.Random):
+    """Lets the request that has waited longest have the next token."""
 
-    assert asyncio.run(run())
+    def randrange(self, start, stop=None, step=1):
+        return 0 if stop is None else start
+
+
+def test_groups_are_taken_in_the_order_of_their_start():
+    """Other groups overtake the first one, which is slow; it is the first to be taken once it has finished."""
+    release = asyncio.Event()
+
+    async def workflow(task, model):
+        await model([{"role": "user", "content": "hi"}])
+        if task["number"] == 0:
+            await release.wait()
+        return WorkflowOutput(reward=1.0)
+
+    async def run() -> None:
+        dispatcher, engine, feed = build_dispatcher(workflow, max_staleness=3, max_concurrency=100)
+        order = [feed.selector._find_index(number) for number in range(NUM_TASKS)]
+        assert order[0] == 0
+        first = await take(dispatcher, engine, Oldest(), step=1)
+        assert first[0].task.index != 0
+        assert count(dispatcher)["staleness/num_overtaking_groups"] == BATCH_SIZE
+        release.set()
+        for _ in range(50):  # its rollouts end although nothing is sampled
+            await asyncio.sleep(0)
+        taken = [group.task.index for group in await take(dispatcher, engine, Oldest(), step=2)]
+        assert taken[0] == 0 and taken == sorted(taken, key=order.index)
+        await dispatcher.close()
+
+    asyncio.run(run())
 
 
 def test_rollouts_in_flight_stay_within_the_concurrency_limit():
@@ -204,31 +168,47 @@ def test_rollouts_in_flight_stay_within_the_concurrency_limit():
             running -= 1
 
     async def run() -> None:
-        groups, engine, _ = build_groups(workflow, max_staleness=3, max_concurrency=3)
+        dispatcher, engine, _ = build_dispatcher(workflow, max_staleness=3, max_concurrency=3)
         for step in range(1, 7):
-            await take(groups, engine, random.Random(step), step=step)
-        await groups.close()
+            await take(dispatcher, engine, random.Random(step), step=step)
+        await dispatcher.close()
 
     asyncio.run(run())
     assert (running, most) == (0, 3)
 
 
-def test_calls_wait_while_the_engine_is_held():
+def test_groups_in_flight_wait_while_others_are_evaluated():
     async def run() -> None:
-        groups, engine, _ = build_groups(talk, max_staleness=1)
-        await take(groups, engine, random.Random(0), step=1)
-        async with groups.held():
-            engine.resume(1)
-            for _ in range(200):
-                await asyncio.sleep(0)
-                engine.sample_one(random.Random(0))
-            num_requests = len(engine.waiting)
-            assert not groups._site._gate.is_set()
-        groups.resume(1)
-        for _ in range(50):
+        dispatcher, engine, feed = build_dispatcher(talk, max_staleness=1)
+        rng = random.Random(0)
+        await take(dispatcher, engine, rng, step=1)
+        in_flight = set(engine.waiting)
+        evaluating = asyncio.ensure_future(dispatcher.evaluate(feed.tasks[:3], size=1, seed=1, policy_version=1))
+        while not evaluating.done():
             await asyncio.sleep(0)
-        assert len([each for each in engine.waiting if not each.done()]) > num_requests
-        await groups.close()
+            engine.waiting = [each for each in engine.waiting if each not in in_flight] if not engine.is_paused else []
+            engine.sample_one(rng)
+        assert [group.task.index for group in await evaluating] == [0, 1, 2]
+        assert not any(each.done() for each in in_flight), "they were set aside"
+        engine.waiting = list(in_flight)
+        assert len(await take(dispatcher, engine, rng, step=2)) == BATCH_SIZE
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_an_evaluation_has_permits_while_groups_in_flight_keep_theirs():
+    """Both rollouts that may run wait for a model that is set aside."""
+
+    async def run() -> None:
+        dispatcher, engine, feed = build_dispatcher(talk, max_staleness=1, max_concurrency=2)
+        await take(dispatcher, engine, random.Random(0), step=1)
+        evaluating = asyncio.ensure_future(dispatcher.evaluate(feed.tasks[:2], size=1, seed=1, policy_version=1))
+        while not evaluating.done():
+            await asyncio.sleep(0)
+            engine.sample_one(random.Random(0))
+        assert len(await evaluating) == 2
+        await dispatcher.close()
 
     asyncio.run(run())
 
@@ -244,9 +224,9 @@ def test_workflows_go_on_while_work_runs_in_a_thread():
             ticks += 1
 
     async def run() -> None:
-        groups, engine, _ = build_groups(workflow, max_staleness=1)
-        groups.resume(0)
-        taking = asyncio.ensure_future(groups.take(1, step=1))
+        dispatcher, engine, _ = build_dispatcher(workflow, max_staleness=1)
+        thread = WorkThread()
+        taking = asyncio.ensure_future(dispatcher.collect(1, step=1))
         while not ticks:
             await asyncio.sleep(0)
             engine.sample_one(random.Random(0))
@@ -258,11 +238,12 @@ def test_workflows_go_on_while_work_runs_in_a_thread():
                 reached.wait(0.005)
             return ticks - before
 
-        assert await groups.run_beside(train) >= 3
+        assert await thread.run(train) >= 3
         with pytest.raises(ZeroDivisionError):
-            await groups.run_beside(lambda: 1 / 0)
+            await thread.run(lambda: 1 / 0)
         taking.cancel()
-        await groups.close()
+        await dispatcher.close()
+        thread.close()
 
     asyncio.run(run())
 
@@ -271,38 +252,39 @@ def test_a_cancelled_run_waits_for_the_update():
     done = []
 
     async def run() -> None:
-        groups, *_ = build_groups(talk, max_staleness=1)
+        thread = WorkThread()
         has_begun, may_end = threading.Event(), threading.Event()
         work = lambda: (has_begun.set(), may_end.wait(60), done.append(1))  # noqa: E731
-        working = asyncio.ensure_future(groups.run_beside(work))
+        working = asyncio.ensure_future(thread.run(work))
         await until(has_begun.is_set)
         working.cancel()
         asyncio.get_running_loop().call_later(0.02, may_end.set)
         with pytest.raises(asyncio.CancelledError):
             await working
         assert done == [1]
-        await groups.close()
+        thread.close()
 
     asyncio.run(run())
 
 
-def test_an_error_of_ours_and_a_foreign_cancellation_stop_the_step(monkeypatch):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_error_of_ours_and_a_foreign_cancellation_stop_the_step(monkeypatch, max_staleness):
     async def run(workflow) -> None:
-        groups, engine, _ = build_groups(workflow, max_staleness=1)
+        dispatcher, engine, _ = build_dispatcher(workflow, max_staleness=max_staleness)
         try:
-            await take(groups, engine, random.Random(0), step=1)
+            await take(dispatcher, engine, random.Random(0), step=1)
         finally:
-            await groups.close()
+            await dispatcher.close()
 
     async def cancel_others(task, model):
         for other in asyncio.all_tasks():
-            if "OwnGroups._run" in other.get_coro().__qualname__:
+            if "GroupRunner._run_rollout" in other.get_coro().__qualname__:
                 other.cancel()
         return await talk(task, model)
 
-    with pytest.raises(RolloutError, match="cancelled a rollout in flight"):
+    with pytest.raises(RolloutError, match="cancelled a rollout"):
         asyncio.run(run(cancel_others))
-    monkeypatch.setattr("tunesmith.rollout.in_flight.own_groups.run_trajectory", None)
+    monkeypatch.setattr("tunesmith.rollout.workers.group_runner.run_trajectory", None)
     with pytest.raises(TypeError, match="not callable"):
         asyncio.run(run(talk))
 

@@ -1,0 +1,83 @@
+"""A group whose rollouts have ended: whole, or a reference to the rank that has its tokens.
+
+Most algorithms compute advantages from rewards alone. A rank then keeps the tokens of its groups and sends the first
+rank a `GroupReference`. The first rank decides with it who trains the group, and receives the tokens while the devices
+compute the update.
+
+A reference to a group of two rollouts, one of which failed:
+
+    GroupReference(run_indices=(0, 1), num_turns=(3, 1), rewards=(1.0, None), metrics=({"steps": 3.0}, {}),
+                   failures=(None, Failure(where="judge", message="no verdict")))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tunesmith.experience.path_cost import PathCost
+from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+
+NO_TOKENS = Turn(
+    prompt_ids=(), sampled_ids=(), logprobs=(), policy_versions=(), distribution=Distribution(), stop_reason="cancelled"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """A group that no step has trained yet."""
+
+    number: int
+    """Groups that the run started before it."""
+    group: Group
+    has_tokens: bool = True
+    """False: the turns of `group` are `NO_TOKENS`, and `rank` has the others."""
+    rank: int = 0
+    """The rank that has the tokens."""
+    cost: PathCost | None = None
+    """Work of training the group, if another rank measured it."""
+
+    def complete(self, whole: Group) -> Group:
+        """The group with its tokens, and with the baseline reward that only the first rank knows."""
+        return replace(whole, baseline_reward=self.group.baseline_reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReference:
+    """A group without its task, tokens and texts; each field has one value per trajectory."""
+
+    run_indices: tuple[int, ...]
+    num_turns: tuple[int, ...]
+    rewards: tuple[float | None, ...]
+    metrics: tuple[Mapping[str, float], ...]
+    failures: tuple[Failure | None, ...]
+
+    def build_group(self, task: Task) -> Group:
+        """The group, with as many turns as were made, all without tokens."""
+        rows = zip(self.run_indices, self.num_turns, self.rewards, self.metrics, self.failures, strict=True)
+        return Group(
+            task=task,
+            trajectories=tuple(
+                Trajectory(
+                    task=task,
+                    run_index=run_index,
+                    turns=(NO_TOKENS,) * num_turns,
+                    reward=reward,
+                    metrics=metrics,
+                    failure=failure,
+                )
+                for run_index, num_turns, reward, metrics, failure in rows
+            ),
+        )
+
+
+def build_reference(group: Group) -> GroupReference:
+    """The reference to a group that stays on this rank."""
+    runs = group.trajectories
+    return GroupReference(
+        run_indices=tuple(run.run_index for run in runs),
+        num_turns=tuple(len(run.turns) for run in runs),
+        rewards=tuple(run.reward for run in runs),
+        metrics=tuple(run.metrics for run in runs),
+        failures=tuple(run.failure for run in runs),
+    )

@@ -1,1 +1,0 @@
-"""Rollouts that continue while the weights change (`rollout.max_staleness`)."""

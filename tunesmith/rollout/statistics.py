@@ -1,0 +1,111 @@
+"""Metrics of groups, and the check that not too many rollouts failed."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from tunesmith.errors import RolloutError
+from tunesmith.rollout.failures import list_causes
+from tunesmith.types import FailureWhere, Group, StopReason, Trajectory
+
+
+def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward of baseline rollouts, and the number of failed baseline rollouts."""
+    rewards = [group.baseline_reward for group in groups if group.baseline_reward is not None]
+    metrics = {"rollout/num_failed_baselines": float(len(groups) - len(rewards))}
+    if rewards:
+        metrics["rollout/baseline_reward_mean"] = statistics.fmean(rewards)
+    return metrics
+
+
+def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
+    """Raise a RolloutError with the most frequent causes if the failure rate exceeds `max_failure_rate`."""
+    failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
+        return
+    raise RolloutError(
+        f"{len(failures)} of {num_trajectories} rollouts failed, more than max_failure_rate={max_failure_rate:g} "
+        f"allows:\n  " + "\n  ".join(list_causes(groups))
+    )
+
+
+def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout") -> dict[str, float]:
+    """Rewards, failures, turns, tokens, stop reasons, and the metrics that workflows and judges return.
+
+    Returned metrics are named `rollout/<metric>/mean`, `/max`, `/min` and `/count`; built-in ones have no second slash.
+    Rewards and returned metrics are over scored trajectories, tokens and turns over all.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
+    metrics |= _compute_failures(trajectories) | _compute_sizes(trajectories)
+    metrics |= _compute_reported([t.metrics for t in trajectories if t.failure is None])
+    named = {f"{prefix}/{name}": value for name, value in metrics.items()}
+    if trajectories:
+        named["perf/trajectory_s_mean"] = statistics.fmean(t.duration_s for t in trajectories)
+        named["perf/trajectory_s_max"] = max(t.duration_s for t in trajectories)
+    return named
+
+
+def _compute_rewards(rewards: Sequence[float]) -> dict[str, float]:
+    if not rewards:
+        return {}
+    return {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+    }
+
+
+def _compute_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    places = Counter(t.failure.where for t in trajectories if t.failure is not None)
+    metrics = {f"num_failed_{where}": float(places[where]) for where in get_args(FailureWhere)}
+    metrics["num_trajectories"] = float(len(trajectories))
+    metrics["num_failed"] = float(places.total())
+    return metrics
+
+
+def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    reasons = Counter(turn.stop_reason for turn in turns)
+    num_sampled = [sum(len(turn.sampled_ids) for turn in t.turns) for t in trajectories]
+    metrics = {f"num_stop_{reason}": float(reasons[reason]) for reason in get_args(StopReason)}
+    metrics["num_turns"] = float(len(turns))
+    metrics["num_sampled_tokens"] = float(sum(num_sampled))
+    metrics["num_prompt_tokens"] = float(sum(len(turn.prompt_ids) for turn in turns))
+    if trajectories:
+        metrics["num_truncated"] = float(sum(_is_truncated(t) for t in trajectories))
+        metrics["turns_mean"] = len(turns) / len(trajectories)
+        metrics["sampled_tokens_mean"] = statistics.fmean(num_sampled)
+        metrics["sampled_tokens_max"] = float(max(num_sampled))
+    if turns:
+        metrics["sampled_tokens_per_turn_mean"] = sum(num_sampled) / len(turns)
+        metrics["prompt_tokens_per_turn_mean"] = metrics["num_prompt_tokens"] / len(turns)
+        metrics["sampled_tokens_per_turn_max"] = float(max(len(turn.sampled_ids) for turn in turns))
+        metrics["context_tokens_max"] = float(max(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in turns))
+    return metrics
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    """Whether the last turn ended at `max_tokens` or at the end of the context."""
+    return bool(trajectory.turns) and trajectory.turns[-1].stop_reason in ("length", "context")
+
+
+def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in report.items():
+            values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, reported in values.items():
+        metrics |= {
+            f"{name}/mean": statistics.fmean(reported),
+            f"{name}/max": max(reported),
+            f"{name}/min": min(reported),
+            f"{name}/count": float(len(reported)),
+        }
+    return metrics

@@ -1,0 +1,1 @@
+"""Workers run groups: in this process, or on another rank."""

@@ -1,0 +1,192 @@
+"""Runs groups on the running event loop: at most `max_concurrency` rollouts at a time, in the order of their start.
+
+A rollout has one permit while its workflow and judge run. Each has its own seed, so what it samples does not depend on
+timing. A rollout that fails stays in its group without a reward; an error of ours ends all groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from tunesmith.errors import RolloutError
+from tunesmith.rollout.branching.tree import Branching, GroupTrees
+from tunesmith.rollout.group import GroupModel, GroupRequest, RunningGroup
+from tunesmith.rollout.progress import RolloutProgress
+from tunesmith.rollout.recording.replay import RolloutRecord
+from tunesmith.rollout.runner import Agent, run_trajectory
+from tunesmith.rollout.service import ModelProvider
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog, watch_event_loop
+from tunesmith.types import Group, Trajectory
+
+
+class GroupRunner:
+    """The groups that run, and those that have finished and that nobody has taken; a context that ends them."""
+
+    def __init__(
+        self,
+        *,
+        agent: Agent,
+        model: ModelProvider,
+        auxiliary_models: Mapping[str, ModelProvider] | None = None,
+        max_concurrency: int,
+        branching: Branching | None = None,
+        keeps_cache: bool = False,
+        progress: RolloutProgress | None = None,
+    ) -> None:
+        """`branching`: how the groups whose requests say so branch; `keeps_cache`: as `rollout.stale_cache=keep`."""
+        self._agent = agent
+        self._model = model
+        self._auxiliary_models = auxiliary_models or {}
+        self._branching = branching
+        self._keeps_cache = keeps_cache
+        self._permits = asyncio.Semaphore(max_concurrency)
+        self.progress = progress or RolloutProgress()
+        self.running: dict[int, RunningGroup] = {}
+        self.finished: dict[int, RunningGroup] = {}
+        """Both by number."""
+        self.gate = asyncio.Event()
+        """Model calls wait while it is not set; tools do not."""
+        self.gate.set()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a group has finished, or an error has occurred."""
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stack = contextlib.ExitStack()
+        self._watchdog: EventLoopWatchdog | None = None
+
+    @property
+    def watchdog(self) -> EventLoopWatchdog:
+        assert self._watchdog is not None, "the runner is used as a context"
+        return self._watchdog
+
+    async def __aenter__(self) -> Self:
+        watched = watch_event_loop(self._agent.logger, limit_s=min(BLOCKED_LIMIT_S, self._agent.timeout_s / 4))
+        self._watchdog = self._stack.enter_context(watched)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.running.clear()
+        self.finished.clear()
+        self.gate.set()
+        await cancel_all(self._tasks)
+        self._stack.close()
+
+    def start(self, requests: Sequence[GroupRequest]) -> None:
+        """Run these groups after those that were started before."""
+        for request in requests:
+            group = self.running[request.number] = RunningGroup(request=request)
+            group.task = asyncio.create_task(self._run_group(group))
+            self._tasks.add(group.task)
+            group.task.add_done_callback(partial(self._note_end, group))
+
+    async def run_all(self, requests: Sequence[GroupRequest]) -> list[Group]:
+        """Run groups to their end; returns them in the order of the requests."""
+        self.start(requests)
+        while self.running and self._error is None:
+            self._changed.clear()
+            await self._changed.wait()
+        self.raise_error()
+        return [self.finished.pop(request.number).build() for request in requests]
+
+    def drop_stale(self, policy_version: int, *, max_staleness: int) -> list[int]:
+        """Cancel and forget groups that a step of this version may no longer train; returns their numbers."""
+        groups = self.running | self.finished
+        ages = {number: group.find_oldest_version() for number, group in groups.items()}
+        dropped = sorted(number for number, oldest in ages.items() if is_stale(oldest, policy_version, max_staleness))
+        for number in dropped:
+            self.running.pop(number, None)
+            self.finished.pop(number, None)
+            task = groups[number].task
+            assert task is not None
+            task.cancel()
+        return dropped
+
+    def raise_error(self) -> None:
+        """Raise the error of a rollout that was not user code's."""
+        if self._error is not None:
+            raise self._error
+
+    async def _run_group(self, group: RunningGroup) -> None:
+        request = group.request
+        if request.has_branches:
+            assert self._branching is not None
+            run = partial(self._run_rollout, group)
+            seed = request.derive_branching_seed()
+            await GroupTrees(self._branching, group_size=request.size, seed=seed, run=run).run()
+            return
+        runs = [asyncio.create_task(self._run_rollout(group, run_index)) for run_index in range(request.size)]
+        try:
+            await asyncio.gather(*runs)
+        finally:
+            await cancel_all(runs)
+
+    async def _run_rollout(
+        self, group: RunningGroup, run_index: int, record: RolloutRecord | None = None
+    ) -> Trajectory:
+        request = group.request
+        async with self._permits:
+            trajectory = await run_trajectory(
+                request.task,
+                run_index,
+                agent=self._agent,
+                model=GroupModel(self._model, group, run_index, gate=self.gate, keeps_cache=self._keeps_cache),
+                auxiliary_models=self._auxiliary_models,
+                seed=request.derive_rollout_seed(run_index),
+                order=(request.index, run_index),
+                sampling=request.sampling,
+                watchdog=self._watchdog,
+                record=record,
+            )
+        group.add(trajectory)
+        self.progress.add([trajectory], is_kept=request.is_trained)
+        return trajectory
+
+    def _note_end(self, group: RunningGroup, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self.running.get(group.request.number) is not group:
+            return  # dropped, or the runner has ended
+        del self.running[group.request.number]
+        if task.cancelled():
+            self._error = RolloutError("user code cancelled a rollout: cancel only tasks that it made itself")
+        elif task.exception() is not None:
+            self._error = task.exception()
+        else:
+            self.finished[group.request.number] = group
+        self._changed.set()
+        self.on_change()
+
+
+def is_stale(oldest: int | None, policy_version: int, max_staleness: int) -> bool:
+    """Whether a group is too old for a step of this version; `oldest` is the version of its oldest token."""
+    return oldest is not None and policy_version - oldest > max_staleness
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    pending = [each for each in tasks if not each.done()]
+    for each in pending:
+        each.cancel()
+    if pending:
+        await asyncio.wait(pending)
+
+
+async def run_groups(
+    requests: Sequence[GroupRequest],
+    *,
+    agent: Agent,
+    model: ModelProvider,
+    max_concurrency: int,
+    branching: Branching | None = None,
+    progress: RolloutProgress | None = None,
+) -> list[Group]:
+    """Run groups to their end, with a model that samples already; returns them in the order of the requests."""
+    runner = GroupRunner(
+        agent=agent, model=model, max_concurrency=max_concurrency, branching=branching, progress=progress
+    )
+    async with runner:
+        return await runner.run_all(requests)

@@ -1,0 +1,433 @@
+"""A worker on another rank: the messages, its end on the first rank, and its end on its own.
+
+The first rank sends requests and never waits for a collective meanwhile, so that the event loops of all ranks go on.
+Messages of a link arrive in the order in which they were sent. Of those to a rank, `SetVersion`, `Evaluate`, `Pause`,
+`ReportStatistics` and `SendGroups` are answered, one after the other; nothing else is waited for. A rank sends
+`GroupFinished` and `WindowEnded` whenever they happen.
+
+A step of a run whose groups end with the step, on the link to one rank:
+
+    first rank                                   rank
+    SetVersion(policy_version=3)            ->   its engine samples with version 3
+                                            <-   VersionSet(policy_version=3, dropped=())
+    StartGroups(requests=(number 13, 15))   ->
+                                            <-   GroupFinished(number=15, group=reference, ...)
+                                            <-   GroupFinished(number=13, group=reference, ...)
+    Pause()                                 ->   its engine pauses
+                                            <-   WorkerStatistics(...)
+    (the update: both ranks take part in its collectives)
+
+A rank that only samples receives the weights with `SetVersion`, sends whole groups, and is never paused.
+
+Ranks that hold groups in flight on CPUs sample in windows of engine steps, so that they stop at a step and not at a
+time: a rank whose window has ended waits until all others are at the end of theirs or have nothing to sample, and the
+first rank begins the next windows, or ends the phase if enough groups have finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.cluster.links import Link
+from tunesmith.cluster.work_thread import NoThread, WorkThread
+from tunesmith.errors import RankError
+from tunesmith.experience.finished_group import FinishedGroup, GroupReference, build_reference
+from tunesmith.experience.path_cost import PathCost, measure_group
+from tunesmith.experience.staleness import find_oldest_version
+from tunesmith.rollout.branching.tree import Branching
+from tunesmith.rollout.group import GroupRequest
+from tunesmith.rollout.progress import RolloutProgress
+from tunesmith.rollout.workers.group_runner import is_stale
+from tunesmith.rollout.workers.local import LocalWorker
+from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
+from tunesmith.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetVersion:
+    """Drop groups that are too old for a step of this version, and sample with its weights."""
+
+    policy_version: int
+    num_weights: int | None = None
+    """Number of values that the first rank sends now, in a collective; None: the rank has the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSet:
+    policy_version: int
+    dropped: Sequence[int]
+    """Numbers of the groups that were too old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartGroups:
+    requests: Sequence[GroupRequest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFinished:
+    number: int
+    group: Group | GroupReference
+    """A reference: the rank keeps the group."""
+    cost: PathCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginWindow:
+    phase: int
+    """Phases of sampling before this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSampling:
+    """Make no step until the next window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowEnded:
+    phase: int
+    window: WindowState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Stop sampling; answered with `WorkerStatistics`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStatistics:
+    """Answered with `WorkerStatistics`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    requests: Sequence[GroupRequest]
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGroups:
+    """Send kept groups although no update follows."""
+
+    numbers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsSent:
+    """The answer to `Evaluate` and to `SendGroups`."""
+
+    groups: Sequence[Group]
+
+
+WorkerMessage = SetVersion | StartGroups | BeginWindow | EndSampling | Pause | ReportStatistics | Evaluate | SendGroups
+"""From the first rank."""
+RankMessage = VersionSet | GroupFinished | WindowEnded | WorkerStatistics | GroupsSent
+"""From another rank."""
+
+
+class RankWorker:
+    """A worker on another rank, on the first one."""
+
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        *,
+        has_phases: bool = False,
+        has_windows: bool = False,
+        num_weights: int | None = None,
+        max_staleness: int = 0,
+        branching: Branching | None = None,
+    ) -> None:
+        """`has_phases`: whether it samples between `begin_window` and `end_sampling` only, `has_windows`: in windows;
+        `num_weights`: number of values that it receives with each version, of a rank that only samples: its groups age
+        here once they have finished. `branching`: what counts branches on this rank."""
+        self.rank = rank
+        self.progress = RolloutProgress()
+        self.on_change: Callable[[], None] = lambda: None
+        self._link = link
+        self._num_weights = num_weights
+        self._max_staleness = max_staleness
+        self._branching = branching
+        self._has_phases = has_phases
+        self._has_windows = has_windows
+        self._window: WindowState = "idle"
+        self._phase = 0
+        self._version: int | None = None
+        self._running: dict[int, GroupRequest] = {}
+        self._finished: dict[int, FinishedGroup] = {}
+        """Both by number."""
+        self._answers: deque[asyncio.Future[Any]] = deque()
+        """Of questions that are not answered, in order."""
+        self._statistics: asyncio.Future[WorkerStatistics] | None = None
+        """Since the last pause."""
+        self._error: Exception | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def only_samples(self) -> bool:
+        return self._num_weights is not None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def finished(self) -> Sequence[int]:
+        return list(self._finished)
+
+    @property
+    def window(self) -> WindowState | None:
+        return self._window if self._has_windows else None
+
+    async def open(self) -> None:
+        await self._link.open()
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def set_version(self, policy_version: int) -> list[int]:
+        dropped: list[int] = []
+        if not self.only_samples or policy_version != self._version:
+            self._version = policy_version
+            answer = await self._ask(SetVersion(policy_version=policy_version, num_weights=self._num_weights))
+            assert isinstance(answer, VersionSet)
+            dropped += answer.dropped
+        if self.only_samples:
+            ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
+            dropped += [n for n, oldest in ages.items() if is_stale(oldest, policy_version, self._max_staleness)]
+        for number in dropped:
+            self._running.pop(number, None)
+            self._finished.pop(number, None)
+        return sorted(dropped)
+
+    def start(self, requests: Sequence[GroupRequest]) -> None:
+        self._running |= {request.number: request for request in requests}
+        self._link.send(StartGroups(requests=requests))
+
+    def begin_window(self) -> None:
+        if self._has_phases:
+            self._window = "sampling"
+            self._link.send(BeginWindow(phase=self._phase))
+
+    def end_sampling(self) -> None:
+        """Windows that end after this are those of an earlier phase."""
+        if self._has_phases:
+            self._phase += 1
+            self._link.send(EndSampling())
+
+    def take(self, numbers: Sequence[int]) -> list[FinishedGroup]:
+        return [self._finished.pop(number) for number in numbers]
+
+    async def fetch(self, numbers: Sequence[int]) -> list[Group]:
+        answer = await self._ask(SendGroups(numbers=numbers))
+        assert isinstance(answer, GroupsSent)
+        return list(answer.groups)
+
+    def pause(self) -> None:
+        """A rank that only samples goes on."""
+        if not self.only_samples:
+            self._statistics = self._ask(Pause())
+
+    async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
+        answer = await self._ask(Evaluate(requests=requests, policy_version=policy_version))
+        assert isinstance(answer, GroupsSent)
+        for group in answer.groups:
+            self.progress.add(group.trajectories)
+        return list(answer.groups)
+
+    async def take_statistics(self) -> WorkerStatistics:
+        counting, self._statistics = self._statistics or self._ask(ReportStatistics()), None
+        counted = await counting
+        if counted.branching is not None and self._branching is not None:
+            self._branching.stats.add(counted.branching)
+        return counted
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _ask(self, question: WorkerMessage) -> asyncio.Future[Any]:
+        """The answer, which other messages may precede."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the dispatcher raises the error
+        if self._error is not None:
+            answer.set_exception(self._error)
+            return answer
+        self._answers.append(answer)
+        self._link.send(question)
+        return answer
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._receive(await self._link.receive())
+        except Exception as error:  # noqa: BLE001 - raised where the dispatcher waits
+            self._error = error
+            for answer in self._answers:
+                if not answer.done():
+                    answer.set_exception(error)
+            self.on_change()
+
+    def _receive(self, message: RankMessage) -> None:
+        match message:
+            case GroupFinished():
+                self._add(message)
+            case WindowEnded():
+                if message.phase == self._phase:
+                    self._window = message.window
+            case _:
+                answer = self._answers.popleft()
+                if not answer.done():
+                    answer.set_result(message)
+                return
+        self.on_change()
+
+    def _add(self, message: GroupFinished) -> None:
+        request = self._running.pop(message.number)
+        has_tokens = isinstance(message.group, Group)
+        group = message.group if isinstance(message.group, Group) else message.group.build_group(request.task)
+        self.progress.add(group.trajectories, is_kept=has_tokens and request.is_trained)
+        self._finished[message.number] = FinishedGroup(
+            number=message.number,
+            group=group,
+            has_tokens=has_tokens,
+            rank=0 if self.only_samples else self.rank,
+            cost=message.cost,
+        )
+
+
+class ServedWorker:
+    """The worker of this rank, which follows the messages of the first one."""
+
+    def __init__(
+        self,
+        worker: LocalWorker,
+        link: Link,
+        *,
+        sends_tokens: bool,
+        branching: Branching | None = None,
+        take_weights: Callable[[int], None] | None = None,
+        thread: WorkThread | NoThread,
+    ) -> None:
+        """`sends_tokens`: whether the first rank reads the tokens of a group before the update; `take_weights`
+        overwrites the weights in place, in `thread`, and raises if their number is another: of a rank that only
+        samples."""
+        self.kept: dict[int, Group] = {}
+        """Groups that the first rank has references of, or that a step may train here, by number."""
+        self._worker = worker
+        self._link = link
+        self._sends_tokens = sends_tokens
+        self._branching = branching
+        self._take_weights = take_weights
+        self._thread = thread
+        self._untrained: set[int] = set()
+        """Numbers of groups that no step trains."""
+        self._phase = 0
+        self._failed: asyncio.Future[Any] | None = None
+
+    async def open(self) -> None:
+        await self._worker.open()
+        self._failed = asyncio.get_running_loop().create_future()
+        self._failed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._worker.on_change = self._note_change
+
+    async def receive(self) -> Any:
+        """The next message of the first rank; raises the error of a rollout."""
+        assert self._failed is not None, "open() was called"
+        receiving = asyncio.ensure_future(self._link.receive())
+        try:
+            await asyncio.wait({receiving, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not receiving.done():
+                receiving.cancel()
+        return self._failed.result() if self._failed.done() else receiving.result()
+
+    async def follow(self, message: WorkerMessage) -> None:
+        """Do what the first rank asks for."""
+        worker = self._worker
+        match message:
+            case SetVersion():
+                await self._set_version(message)
+            case StartGroups():
+                self._untrained |= {each.number for each in message.requests if not each.is_trained}
+                worker.start(message.requests)
+            case BeginWindow():
+                self._phase = message.phase
+                worker.begin_window()
+            case EndSampling():
+                worker.end_sampling()
+            case Pause():
+                worker.pause()
+                self._link.send(await self._count())
+            case ReportStatistics():
+                self._link.send(await self._count())
+            case Evaluate():
+                groups = await worker.evaluate(message.requests, policy_version=message.policy_version)
+                worker.progress.finished.clear()
+                self._link.send(GroupsSent(groups=groups))
+            case SendGroups():
+                self._link.send(GroupsSent(groups=[self.kept[number] for number in message.numbers]))
+            case _:
+                raise RankError(f"a rank received {type(message).__name__}, which it does not know")
+
+    async def close(self) -> None:
+        await self._worker.close()
+
+    async def _set_version(self, message: SetVersion) -> None:
+        """New weights are written between two steps of the engine; workflows continue."""
+        worker, take = self._worker, self._take_weights
+        if take is not None:
+            assert message.num_weights is not None
+            num_weights = message.num_weights
+            worker.pause()
+            await self._thread.run(lambda: take(num_weights))
+        dropped = await worker.set_version(message.policy_version)
+        if take is None:
+            dropped += self._drop_kept(message.policy_version)
+        self._link.send(VersionSet(policy_version=message.policy_version, dropped=dropped))
+
+    def _drop_kept(self, policy_version: int) -> list[int]:
+        """Forget kept groups that are too old, unless a step has trained them already; returns their numbers."""
+        ages = {number: find_oldest_version(group.scored) for number, group in self.kept.items()}
+        dropped = [n for n, oldest in ages.items() if is_stale(oldest, policy_version, self._worker.max_staleness)]
+        for number in dropped:
+            del self.kept[number]
+        return dropped
+
+    async def _count(self) -> WorkerStatistics:
+        counted = await self._worker.take_statistics()
+        if self._branching is None:
+            return counted
+        return WorkerStatistics(
+            engine=counted.engine, recorder=counted.recorder, branching=self._branching.stats.take()
+        )
+
+    def _note_change(self) -> None:
+        """Report groups that have finished and the end of a window."""
+        assert self._failed is not None
+        try:
+            self._worker.raise_error()
+            for finished in self._worker.take(self._worker.finished):
+                self._report(finished.number, finished.group)
+            if self._worker.window in ("waiting", "idle"):
+                self._link.send(WindowEnded(phase=self._phase, window=self._worker.window))
+        except BaseException as error:  # noqa: BLE001 - raised by `receive`
+            if not self._failed.done():
+                self._failed.set_exception(error)
+
+    def _report(self, number: int, group: Group) -> None:
+        is_reference = not self._sends_tokens or number in self._untrained
+        sent = build_reference(group) if is_reference else group
+        if self._take_weights is None and number not in self._untrained:
+            self.kept[number] = group
+        self._untrained.discard(number)
+        self._worker.progress.finished.clear()
+        self._link.send(GroupFinished(number=number, group=sent, cost=measure_group(group)))
