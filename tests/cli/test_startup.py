@@ -51,10 +51,6 @@ def folder(tmp_path):
         (["tune", "run.yaml", "--set", "trainer.learning_rat=1"], "did you mean 'learning_rate'"),
         (["tune", "run.yaml", "--set", "trainer.learning_rate=-1"], "trainer.learning_rate must be greater than 0"),
         (["tune", "run.yaml", "--epochs", "3"], "No such option"),
-        (
-            ["tune", "run.yaml", "--set", "rollout.max_staleness=1", "--set", "algorithm.algorithm_type=opo"],
-            "rollout.max_staleness=1 does not work with algorithm.algorithm_type='opo'",
-        ),
         (["tune", "run.yaml", "--set", "rollout.stale_cache=keep"], "stale_cache=keep has no effect with"),
         (["tune", "run.yaml", "--ranks", "64"], "is smaller than cluster.num_workers=64"),
         (["serve", "run.yaml", "--ranks", "2", "--set", "serve.mode=online"], "serve.mode=online with 2 ranks"),

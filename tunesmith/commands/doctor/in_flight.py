@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings
 from tunesmith.commands.doctor.record import RlRun
 from tunesmith.config import RunConfig
@@ -43,6 +42,8 @@ def find_dropped_groups(run: RlRun) -> Outcome:
 
 def can_be_stale(config: RunConfig) -> bool:
     """Whether the run may keep rollouts in flight: what the run file's checks allow, on one rank."""
+    from tunesmith.algorithms.table import ALGORITHMS  # torch, which all other checks do without
+
     return (
         not ALGORITHMS[config.algorithm.algorithm_type].needs_current_weights
         and config.rollout.branching is None
