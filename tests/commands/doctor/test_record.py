@@ -67,8 +67,7 @@ def test_rollouts_of_merged_files_are_read_by_columns(healthy):
 
 
 def test_the_command_prints_text_or_json_and_exits_with_status_0(run, monkeypatch):
-    # the package has the command of the same name
-    monkeypatch.setattr(import_module("tunesmith.cli.doctor"), "run_guarded", lambda work, is_debug: work())
+    monkeypatch.setattr(import_module("tunesmith.cli"), "run_guarded", lambda work, is_debug: work())
     folder = run(steps=1).folder
     printed = CliRunner().invoke(app, ["doctor", str(folder)])
     assert printed.exit_code == 0 and "error: truncation: " in printed.output and "  change: " in printed.output
