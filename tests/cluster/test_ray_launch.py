@@ -131,8 +131,8 @@ def test_the_console_of_the_first_rank_is_shown_once(tmp_path, capsys):
     ("values", "message"),
     [
         ({"launcher": "ray"}, "needs cluster.num_workers"),
-        ({"max_restarts": 2, "num_workers": 2}, "max_restarts=2 has an effect only with cluster.launcher=ray"),
-        ({"ray_namespace": "x"}, "ray_namespace='x' has an effect only with cluster.launcher=ray"),
+        ({"max_restarts": 2, "num_workers": 2}, "max_restarts=2 has no effect with launcher=torchrun"),
+        ({"ray_namespace": "x"}, "ray_namespace=x has no effect with launcher=torchrun"),
     ],
 )
 def test_knobs_of_ray_are_refused_without_it(values, message):

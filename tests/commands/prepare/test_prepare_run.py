@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from fakes import full_disk
 from tunesmith.cli import app, collect_changes, read_option
-from tunesmith.commands import pass_rate as pass_rate_module
 from tunesmith.commands.prepare.run import run_prepare
 from tunesmith.commands.settings import load_settings
 from tunesmith.commands.sft.conversations import ConversationReader
@@ -19,6 +18,7 @@ from tunesmith.commands.table import find_command
 from tunesmith.config import PrepareSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.load import load_tokenizer
+from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.runs.load_config import load_section
 from tunesmith.tasks.load import load_jsonl, load_rows
 
@@ -170,15 +170,15 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
     pass_rate = {"models": {"m": tiny_model(pocket_folder)}, "num_samples": 1, "batch_size": 1}
     pass_rate["engine"] = {"kv_cache_tokens": 8192}
     measured = []
-    original = pass_rate_module.sample_groups
+    original = Dispatcher.evaluate
 
-    async def die_at_the_second_batch(config, actors, tasks, **options):
+    async def die_at_the_second_batch(dispatcher, tasks, **options):
         measured.append(tasks[0].row["place"])
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return await original(config, actors, tasks, **options)
+        return await original(dispatcher, tasks, **options)
 
-    monkeypatch.setattr(pass_rate_module, "sample_groups", die_at_the_second_batch)
+    monkeypatch.setattr(Dispatcher, "evaluate", die_at_the_second_batch)
     with pytest.raises(KeyboardInterrupt):
         prepare(pass_rate=pass_rate)
     assert not (tmp_path / "out").exists()
