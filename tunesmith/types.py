@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict
 StopReason = Literal["eos", "stop", "length", "context", "deadline", "cancelled"]
 """Why a turn ended: an end-of-sequence token, a stop string or stop token, `max_tokens`, the model's context, the
 request's deadline, or a client disconnect."""
+TRUNCATED: frozenset[StopReason] = frozenset({"length", "context"})
+"""Stop reasons of a reply that was cut off by its length."""
 
 FailureWhere = Literal["workflow", "judge", "timeout", "engine"]
 

@@ -31,9 +31,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def render_knobs(stage: str, section: str) -> str:
     """Key, type, default, condition and description of each knob of a section, nested sections included."""
     from tunesmith.commands.settings import find_config_class
-    from tunesmith.runs.load_config import Option, describe_options
+    from tunesmith.runs.load_config import Knob, describe_options
 
-    def is_listed(option: Option) -> bool:
+    def is_listed(option: Knob) -> bool:
         first, dot, _ = option.key.partition(".")
         return section == "*" or (not dot if section == "." else first == section and bool(dot))
 

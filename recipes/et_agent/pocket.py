@@ -16,7 +16,7 @@ from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.environments import Environment, Transcript
 from tunesmith.et_agent.world import World
 from tunesmith.et_agent.world.config import build_config
-from tunesmith.et_agent.world.expert import Plan, iter_plans
+from tunesmith.et_agent.world.expert import ExpertPlan, iter_plans
 from tunesmith.retrieval.index.build import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
@@ -107,7 +107,7 @@ def write_demonstrations(
 
 
 def choose_queries(
-    plan: Plan, names: Sequence[str], rng: random.Random, *, repeat_share: float, detour_share: float
+    plan: ExpertPlan, names: Sequence[str], rng: random.Random, *, repeat_share: float, detour_share: float
 ) -> Queries:
     """The expert's searches with the wasted ones."""
     queries = [(lookup.thought, lookup.query) for lookup in plan.lookups]
@@ -120,7 +120,7 @@ def choose_queries(
     return queries
 
 
-async def search(plan: Plan, queries: Queries, environment: Environment) -> Transcript:
+async def search(plan: ExpertPlan, queries: Queries, environment: Environment) -> Transcript:
     """The calls with their real results."""
     transcript = environment.begin(plan.question.question)
     for thought, query in queries:
@@ -129,7 +129,7 @@ async def search(plan: Plan, queries: Queries, environment: Environment) -> Tran
     return transcript
 
 
-def has_evidence(plan: Plan, transcript: Transcript) -> bool:
+def has_evidence(plan: ExpertPlan, transcript: Transcript) -> bool:
     """Whether the results state every fact that the expert looked for."""
     found = " ".join(each.text for each in transcript.segments if each.kind == "result")
     return all(value in found for lookup in plan.lookups for value in lookup.evidence)

@@ -17,7 +17,7 @@ from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
 from tunesmith.et_agent.world import World
 from tunesmith.et_agent.world.config import build_config
-from tunesmith.et_agent.world.expert import Plan, build_plan
+from tunesmith.et_agent.world.expert import ExpertPlan, build_plan
 from tunesmith.et_agent.world.questions import QuestionWriter
 from tunesmith.et_agent.world.records import build_record, state_fact, write_result
 from tunesmith.et_agent.world.region import Entity, Region
@@ -84,7 +84,7 @@ def write_demonstrations(
     }
 
 
-def iter_edition(world: World, edition: int) -> Iterator[tuple[Plan, Region]]:
+def iter_edition(world: World, edition: int) -> Iterator[tuple[ExpertPlan, Region]]:
     """Plans of questions that name what they ask about, with their region."""
     for number in range(world.num_regions):
         seed = (edition << 32) + world.config.seed
@@ -105,7 +105,7 @@ def iter_edition(world: World, edition: int) -> Iterator[tuple[Plan, Region]]:
 
 
 def demonstrate(
-    plan: Plan, region: Region, environment: Environment, *, habits: Habits, rng: random.Random
+    plan: ExpertPlan, region: Region, environment: Environment, *, habits: Habits, rng: random.Random
 ) -> Transcript:
     """A search, whose result is the record in that edition, and the answer; with the habits drawn from `rng`."""
     fact = plan.question.facts[0]

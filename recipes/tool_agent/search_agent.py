@@ -17,7 +17,7 @@ from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
 from tunesmith.et_agent.world import World
 from tunesmith.et_agent.world.config import QuestionKind, build_config
-from tunesmith.et_agent.world.expert import Plan, build_plan
+from tunesmith.et_agent.world.expert import ExpertPlan, build_plan
 from tunesmith.et_agent.world.questions import QuestionWriter
 from tunesmith.et_agent.world.records import build_record, state_fact, write_result
 from tunesmith.et_agent.world.region import Region
@@ -53,7 +53,7 @@ def prepare_world(out_dir: Path, *, world: Mapping[str, Any]) -> dict[str, int]:
     return {name: len(each) for name, each in rows.items()}
 
 
-def iter_plans(region: Region, *, seed: str, num_questions: int) -> Iterator[Plan]:
+def iter_plans(region: Region, *, seed: str, num_questions: int) -> Iterator[ExpertPlan]:
     """Plans whose lookups are all for the name of an entity: the first names are in the question, later ones are found
     on the way."""
     facts = [fact for entity in region.originals for fact in entity.facts.values()]
@@ -122,7 +122,7 @@ def write_demonstrations(
 
 
 def demonstrate(
-    plan: Plan, region: Region, environment: Environment, *, habits: Habits, rng: random.Random
+    plan: ExpertPlan, region: Region, environment: Environment, *, habits: Habits, rng: random.Random
 ) -> Transcript:
     """Searches, whose results are records of that edition, and the answer; with the habits drawn from `rng`."""
     transcript = environment.begin(plan.question.question)
@@ -147,7 +147,7 @@ def demonstrate(
     return environment.write_answer(transcript, thought=", ".join(learned), text=plan.answer)
 
 
-def find_guesses(plan: Plan, region: Region) -> list[str]:
+def find_guesses(plan: ExpertPlan, region: Region) -> list[str]:
     """Values that a guess can be, none if the answer is a name that has to be found."""
     if plan.question.kind == "comparison":
         return ["yes", "no"] if plan.answer in ("yes", "no") else [lookup.query for lookup in plan.lookups]

@@ -11,7 +11,7 @@ REFERENCE = re.compile(r"stage:(?P<stage>[^/]+)(?:/(?P<file>.+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class StageReference:
     """A reference to the output of an earlier stage."""
 
     stage: str
@@ -19,9 +19,9 @@ class Reference:
     """Path within the stage's output; None for its model."""
 
 
-def read_reference(text: str) -> Reference | None:
+def read_reference(text: str) -> StageReference | None:
     match = REFERENCE.fullmatch(text)
-    return None if match is None else Reference(stage=match["stage"], file=match["file"])
+    return None if match is None else StageReference(stage=match["stage"], file=match["file"])
 
 
 def list_strings(value: Any) -> list[str]:

@@ -19,9 +19,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
+from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.block_manager import BlockPool
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, StepOutput, deliver_output
-from tunesmith.engine.core.policy_facts import PolicyFacts
 from tunesmith.engine.core.request import Request, check_sampling
 from tunesmith.engine.core.scheduler import Scheduler
 from tunesmith.engine.core.stop_strings import StopMatcher
@@ -36,7 +36,7 @@ from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
 MEMORY_ADVICE = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
 
 
-class LocalEngine(PolicyFacts):
+class LocalEngine(BaseEngine):
     """Continuous batching on a model in this process; implements `tunesmith.types.Engine`."""
 
     def __init__(

@@ -21,11 +21,10 @@ from typing_extensions import TypedDict
 
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates
 from tunesmith.metric import Count, Max, Mean, Min
-from tunesmith.types import Group, Trajectory, are_equal, is_above
+from tunesmith.types import TRUNCATED, Group, Trajectory, are_equal, is_above
 
 Operator = Callable[..., tuple[list[Group], dict[str, float]]]
 
-TRUNCATED = ("length", "context")
 STRICT_MARGIN = 1 / 16
 STRICT_EPSILON = 1e-3
 

@@ -76,7 +76,7 @@ class Series:
 
 
 @dataclass(slots=True)
-class Column:
+class MetricColumn:
     """Steps and values of one metric while they are read; 16 bytes for each value."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -95,12 +95,12 @@ class MetricsLog:
     def _clear(self) -> None:
         self.size = 0
         """Bytes read so far; it changes when the file does."""
-        self._columns: dict[Kind, dict[str, Column]] = {kind: {} for kind in KINDS}
+        self._columns: dict[Kind, dict[str, MetricColumn]] = {kind: {} for kind in KINDS}
         self._steps: dict[Kind, array[int]] = {kind: array("q") for kind in KINDS}
         """The step of every record."""
         self._layout: tuple[str, ...] = ()
         """Kind and names of the last record: most records have those of the one before."""
-        self._layout_columns: list[Column | None] = []
+        self._layout_columns: list[MetricColumn | None] = []
 
     @property
     def last_step(self) -> int:
@@ -176,6 +176,6 @@ class MetricsLog:
                 continue
             column = self._layout_columns[index]
             if column is None:
-                column = self._layout_columns[index] = self._columns[kind].setdefault(name, Column())
+                column = self._layout_columns[index] = self._columns[kind].setdefault(name, MetricColumn())
             column.steps.append(step)
             column.values.append(math.nan if value is None else value)

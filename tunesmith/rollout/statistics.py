@@ -9,7 +9,7 @@ from typing import get_args
 
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import list_causes
-from tunesmith.types import FailureWhere, Group, StopReason, Trajectory
+from tunesmith.types import TRUNCATED, FailureWhere, Group, StopReason, Trajectory
 
 
 def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -92,7 +92,7 @@ def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _is_truncated(trajectory: Trajectory) -> bool:
     """Whether the last turn ended at `max_tokens` or at the end of the context."""
-    return bool(trajectory.turns) and trajectory.turns[-1].stop_reason in ("length", "context")
+    return bool(trajectory.turns) and trajectory.turns[-1].stop_reason in TRUNCATED
 
 
 def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -28,7 +28,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Knob:
     """One knob as `tunesmith config --options` lists it."""
 
     key: str
@@ -228,19 +228,19 @@ def config_schema(kind: type[Section] = RunConfig) -> dict[str, Any]:
     return kind.model_json_schema()
 
 
-def describe_options(kind: type[Section] = RunConfig) -> list[Option]:
+def describe_options(kind: type[Section] = RunConfig) -> list[Knob]:
     """Every knob of a run file in the order of `config/run.py`, or of another command's file."""
     return list(iter_options(kind, prefix=""))
 
 
-def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:
+def iter_options(section: type[Section], *, prefix: str) -> Iterator[Knob]:
     """The knobs of a section, nested sections expanded in place."""
     for name, field in section.model_fields.items():
         inner, is_mapping = find_section(field.annotation)
         if inner is not None:
             yield from iter_options(inner, prefix=f"{prefix}{name}.<name>." if is_mapping else f"{prefix}{name}.")
         else:
-            yield Option(
+            yield Knob(
                 key=prefix + name,
                 type=describe_type(field.annotation),
                 default=describe_default(field),

@@ -22,7 +22,7 @@ def find_newest_version(samples: Sequence[Sample]) -> int:
     return max(find_versions(samples), default=0)
 
 
-def gather_facts(samples: Sequence[Sample], ranks: Ranks, newest: int | None) -> tuple[int, list[int] | None]:
+def gather_versions(samples: Sequence[Sample], ranks: Ranks, newest: int | None) -> tuple[int, list[int] | None]:
     """The newest policy version of a step, and the groups of its samples; no groups on a single rank.
 
     `newest` is the version if it is known, the same on all ranks; else it is that of all ranks' samples.

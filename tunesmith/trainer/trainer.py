@@ -52,7 +52,7 @@ from tunesmith.trainer.metrics import (
 )
 from tunesmith.trainer.optimizer import compute_checksum
 from tunesmith.trainer.packing import pack_samples, split_minibatches
-from tunesmith.trainer.policy_versions import gather_facts, has_older_tokens
+from tunesmith.trainer.policy_versions import gather_versions, has_older_tokens
 from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
@@ -173,7 +173,7 @@ class Trainer:
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
         samples = attach_token_masks(samples, self._grammars)
-        policy_version, groups = gather_facts(samples, self._ranks, policy_version)
+        policy_version, groups = gather_versions(samples, self._ranks, policy_version)
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []

@@ -11,7 +11,7 @@ from tunesmith.config import EnvironmentSection, FlywheelConfig
 from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.transcript import Segment, wrap_result
 from tunesmith.et_agent.flywheel.hints import list_hints
-from tunesmith.et_agent.flywheel.operators import Attempt, Parent
+from tunesmith.et_agent.flywheel.operators import FlywheelAttempt, Parent
 from tunesmith.tools.tool import tool
 
 QUESTION = "When was Zaven Union founded?"
@@ -95,10 +95,10 @@ def make_attempt(
     analyst=None,
     author=None,
     **values,
-) -> Attempt:
+) -> FlywheelAttempt:
     environment = environment or build_environment()
     config = FlywheelConfig(model={"path": "m"}, train_dataset={"path": "d"}, **values)
-    return Attempt(
+    return FlywheelAttempt(
         row={"question": QUESTION, "answer": "1748"},
         environment=environment,
         config=config,

@@ -14,7 +14,7 @@ from tunesmith.commands.run.plan import PlannedStage
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
 from tunesmith.errors import ConfigError, DataError, RolloutError, StorageError
-from tunesmith.et_agent.flywheel.journal import Plan, Record
+from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
 from tunesmith.et_agent.flywheel.run import run_flywheel
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, plan_iteration
 from tunesmith.rollout.chat_model import ChatModel
@@ -277,7 +277,7 @@ def test_roles_are_checked_before_the_first_stage(values):
 def make_record(state, number, text, correctness, *, calls=0):
     segments = [each for i in range(calls) for each in (call(str(i), i), result("x", i))]
     transcript = make_transcript(*segments, think(text))
-    plan = Plan(question_id="q", number=number, iteration=0, operator="rollout", parent=None)
+    plan = AttemptPlan(question_id="q", number=number, iteration=0, operator="rollout", parent=None)
     return Record(plan=plan, outcome="kept", correctness=correctness, transcript=transcript)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.chat.messages import MatchKey
-from tunesmith.commands.check.observe import Conversation, Observation
+from tunesmith.commands.check.observe import Observation, ObservedConversation
 from tunesmith.commands.check.text_difference import quote_difference
 from tunesmith.commands.doctor.finding import Evidence, Finding
 from tunesmith.rollout.recording.recorder import SessionCall
@@ -42,7 +42,7 @@ def is_extension(call: SessionCall, run: Observation) -> bool:
     return False
 
 
-def describe_branch(call: SessionCall, conversations: tuple[Conversation, ...]) -> str:
+def describe_branch(call: SessionCall, conversations: tuple[ObservedConversation, ...]) -> str:
     """Why the call extends no recorded conversation: the first message that differs from the closest one."""
     earlier = [each for each in conversations if each.call_index < call.index]
     if not earlier:

@@ -26,7 +26,7 @@ LATE_CALLS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class ObservedConversation:
     """A call's messages and its reply, as the recorder matches later calls with them."""
 
     call_index: int
@@ -49,7 +49,7 @@ class Observation:
     trajectory: Trajectory
     calls: tuple[SessionCall, ...]
     """Admitted chat calls in order of arrival."""
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[ObservedConversation, ...]
     refused: tuple[ApiError, ...]
     late: tuple[ApiError, ...]
     """Refused because the workflow had ended."""
@@ -92,7 +92,7 @@ class ObservedModel:
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
-        self.conversations: tuple[Conversation, ...] = ()
+        self.conversations: tuple[ObservedConversation, ...] = ()
 
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         return self._service.open(seed=seed, order=order, sampling=sampling)
@@ -100,7 +100,7 @@ class ObservedModel:
     def close(self, bound: BoundModel) -> tuple[Turn, ...]:
         assert isinstance(bound.session, Session)
         self.conversations = tuple(
-            Conversation(call_index=index, scope=scope, keys=keys)
+            ObservedConversation(call_index=index, scope=scope, keys=keys)
             for index, scope, keys in bound.session.list_conversations()
         )
         return self._service.close(bound)

@@ -10,7 +10,7 @@ from tunesmith.commands.doctor.finding import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """Consecutive tokens of a sample with the same mask."""
 
     is_sampled: bool
@@ -23,7 +23,7 @@ class Span:
 class CheckedSample:
     """One training sample: turns of the rollout that extend each other."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
     @property
     def num_tokens(self) -> int:

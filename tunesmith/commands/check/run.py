@@ -11,7 +11,7 @@ from typing import Any
 from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.check.observe import Observation, observe_rollout
 from tunesmith.commands.check.problems import find_problems
-from tunesmith.commands.check.result import CheckedSample, Span, WorkflowCheck
+from tunesmith.commands.check.result import CheckedSample, TokenSpan, WorkflowCheck
 from tunesmith.commands.doctor.finding import SEVERITIES
 from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.agentscope_output import agent_output
@@ -141,5 +141,5 @@ def describe_sample(sample: Sample, renderer: Renderer) -> CheckedSample:
     spans = []
     for is_sampled, pairs in groupby(zip(sample.is_sampled, sample.token_ids, strict=True), key=lambda pair: pair[0]):
         ids = [token_id for _, token_id in pairs]
-        spans.append(Span(is_sampled=is_sampled, num_tokens=len(ids), text=renderer.decode(ids)))
+        spans.append(TokenSpan(is_sampled=is_sampled, num_tokens=len(ids), text=renderer.decode(ids)))
     return CheckedSample(spans=tuple(spans))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
 from tunesmith.commands.doctor.record import RlRun
 from tunesmith.commands.doctor.series import compute_slope_t, split_ends
+from tunesmith.types import TRUNCATED
 
 MAX_TRUNCATED_SHARE = 0.1
 """A few answers always ramble; from a tenth on the reward is partly a reward for brevity."""
@@ -74,7 +75,7 @@ def find_truncated_rollout(run: RlRun) -> list[Evidence]:
     """A reference to a truncated rollout, if the rollouts are on disk."""
     for step in run.rollouts.list_steps()[-1:]:
         for row in run.rollouts.read_table(step, ("task_id", "run_index", "turns.stop_reason")).to_pylist():
-            if row["turns"] and row["turns"][-1]["stop_reason"] in ("length", "context"):
+            if row["turns"] and row["turns"][-1]["stop_reason"] in TRUNCATED:
                 observed = f"task {row['task_id']}, run {row['run_index']} was truncated"
                 return [Evidence(source=f"rollouts/step_{step:06d}.parquet", observed=observed, steps=(step, step))]
     return []

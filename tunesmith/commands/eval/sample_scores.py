@@ -15,9 +15,9 @@ from typing import Any
 from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.eval.statistics import choose_pass_at_k, compute_pass_at_k
 from tunesmith.errors import ConfigError
-from tunesmith.types import Group, StopReason, Task, Trajectory
+from tunesmith.types import TRUNCATED, Group, Task, Trajectory
 
-TRUNCATED: frozenset[StopReason] = frozenset({"length", "context", "deadline"})
+CUT_OFF = TRUNCATED | {"deadline"}
 """Stop reasons of a turn that the model did not end itself."""
 MAX_FIELD_CHARS = 2000
 """Longer text of a task's row is cut in the results of evaluations."""
@@ -96,7 +96,7 @@ def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
         sampled_tokens=sum(len(turn.sampled_ids) for turn in trajectory.turns),
         tool_calls=count_tool_calls(trajectory, renderer),
         turns=len(trajectory.turns),
-        truncated=any(turn.stop_reason in TRUNCATED for turn in trajectory.turns),
+        truncated=any(turn.stop_reason in CUT_OFF for turn in trajectory.turns),
     )
 
 

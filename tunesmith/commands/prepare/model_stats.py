@@ -12,7 +12,7 @@ from typing import Any
 
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.prepare.calculator_agent import calculator_agent
-from tunesmith.commands.prepare.rows import Candidate, DroppedRows
+from tunesmith.commands.prepare.rows import DroppedRows, RowCandidate
 from tunesmith.commands.prepare.trajectories import Style
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import AlgorithmSection, DatasetSection, PassRateSection, PrepareSection, RunConfig, TokensSection
@@ -67,12 +67,12 @@ def measure_length(reader: ConversationReader, row: Mapping[str, Any]) -> Conver
 
 
 def drop_long_rows(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RowCandidate],
     section: TokensSection,
     reader: ConversationReader,
     style: Style,
     dropped: DroppedRows,
-) -> tuple[list[Candidate], dict[str, Any]]:
+) -> tuple[list[RowCandidate], dict[str, Any]]:
     """Drop candidates longer than `max_model_len`; return the others and the report of their lengths."""
     kept, lengths = [], []
     for candidate in candidates:
@@ -108,8 +108,8 @@ def check_pass_rate_models(section: PassRateSection) -> None:
 
 
 def add_pass_rates(
-    candidates: Sequence[Candidate], settings: PrepareSection, *, work: Path, dropped: DroppedRows
-) -> tuple[list[Candidate], dict[str, Any]]:
+    candidates: Sequence[RowCandidate], settings: PrepareSection, *, work: Path, dropped: DroppedRows
+) -> tuple[list[RowCandidate], dict[str, Any]]:
     """Add a pass-rate column per model; candidates without a scored rollout are dropped."""
     section = settings.pass_rate
     assert section is not None
@@ -132,7 +132,7 @@ def add_pass_rates(
 
 
 def measure_model(
-    candidates: Sequence[Candidate], name: str, settings: PrepareSection, *, work: Path
+    candidates: Sequence[RowCandidate], name: str, settings: PrepareSection, *, work: Path
 ) -> list[float | None]:
     """Pass rate of each candidate with the calculator agent; resumes a killed measurement from the work folder."""
     section = settings.pass_rate

@@ -1,6 +1,6 @@
-"""Filtering and conversion of rows: question with worked solution -> `Candidate` -> row with a conversation.
+"""Filtering and conversion of rows: question with worked solution -> `RowCandidate` -> row with a conversation.
 
-A `Candidate` is a question with its parsed solution; `build_row` converts it after all filters. Each dropped row is
+A `RowCandidate` is a question with its parsed solution; `build_row` converts it after all filters. Each dropped row is
 counted under exactly one reason, and the first examples of each reason are kept for the report.
 """
 
@@ -40,7 +40,7 @@ FORMAT_PARTS: Mapping[str, Callable[[Mapping[str, Any], Transcript], float | Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class RowCandidate:
     """One question with its parsed solution."""
 
     index: int
@@ -100,7 +100,7 @@ class DroppedRows:
 
 def read_training_rows(
     rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
-) -> list[Candidate]:
+) -> list[RowCandidate]:
     """Rows whose solution parses, is confirmed by the calculator, and whose conversation the agent's judge accepts."""
     candidates = []
     for index, row in enumerate(rows):
@@ -122,7 +122,7 @@ def read_training_rows(
 
 def read_evaluation_rows(
     rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
-) -> list[Candidate]:
+) -> list[RowCandidate]:
     """Every row with a readable answer; the form of the solution must not change which test questions remain."""
     candidates = []
     for index, row in enumerate(rows):
@@ -138,19 +138,19 @@ def read_evaluation_rows(
     return candidates
 
 
-def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> Candidate:
+def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> RowCandidate:
     question, text = str(row[settings.question_field]).strip(), str(row[settings.answer_field]).strip()
     if not question:
         raise SolutionError("no_question", "the question is empty")
-    return Candidate(index=index, question=question, text=text, solution=parse_solution(text))
+    return RowCandidate(index=index, question=question, text=text, solution=parse_solution(text))
 
 
 def check_contamination(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RowCandidate],
     evaluation: Sequence[str],
     settings: ContaminationSection,
     dropped: DroppedRows,
-) -> tuple[list[Candidate], list[dict[str, Any]]]:
+) -> tuple[list[RowCandidate], list[dict[str, Any]]]:
     """Find overlaps with the evaluation questions and apply `settings.action`; return candidates and overlaps."""
     questions = [candidate.question for candidate in candidates]
     found = find_overlaps(questions, evaluation, ngram_words=settings.ngram_words)
@@ -178,8 +178,8 @@ def check_contamination(
 
 
 def add_paraphrases(
-    candidates: Sequence[Candidate], section: ParaphraseSection, *, cache_path: str
-) -> tuple[list[Candidate], dict[str, int]]:
+    candidates: Sequence[RowCandidate], section: ParaphraseSection, *, cache_path: str
+) -> tuple[list[RowCandidate], dict[str, int]]:
     """Paraphrases of the questions as new candidates with the same solution, and their counts for the report."""
     tasks = [
         Task(task_id=str(index), index=index, row={"question": candidate.question})

@@ -27,8 +27,8 @@ from tunesmith.commands.prepare.model_stats import (
     load_reader,
 )
 from tunesmith.commands.prepare.rows import (
-    Candidate,
     DroppedRows,
+    RowCandidate,
     add_paraphrases,
     check_contamination,
     compute_format_report,
@@ -162,14 +162,14 @@ def prepare_folder(
 
 
 def filter_and_augment(
-    candidates: list[Candidate],
-    evaluation: Sequence[Candidate] | None,
+    candidates: list[RowCandidate],
+    evaluation: Sequence[RowCandidate] | None,
     settings: PrepareSection,
     *,
     reader: ConversationReader | None,
     work: Path,
     dropped: DroppedRows,
-) -> tuple[list[Candidate], dict[str, Any]]:
+) -> tuple[list[RowCandidate], dict[str, Any]]:
     """Check contamination, paraphrase (paraphrases are checked too), measure lengths and pass rates.
 
     Returns the remaining candidates and one report section per step; the section of a step that is off is None.
@@ -233,7 +233,7 @@ def load_source(
 
 
 def describe_evaluation(
-    evaluation: Sequence[Candidate] | None, num_rows: int, dropped: DroppedRows
+    evaluation: Sequence[RowCandidate] | None, num_rows: int, dropped: DroppedRows
 ) -> dict[str, Any] | None:
     if evaluation is None:
         return None

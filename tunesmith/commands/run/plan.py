@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunesmith.commands.references import Reference, list_strings, map_strings, read_reference
+from tunesmith.commands.references import StageReference, list_strings, map_strings, read_reference
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.config import Section
@@ -32,7 +32,7 @@ class PlannedStage:
     kind: str
     values: Mapping[str, Any]
     """All settings, with references unresolved."""
-    references: tuple[Reference, ...]
+    references: tuple[StageReference, ...]
     """References in the settings, in order."""
 
     @property
@@ -46,7 +46,7 @@ class PlannedStage:
         relevant = {key: value for key, value in self.values.items() if key not in KEYS_WITHOUT_EFFECT}
         return compute_digest([self.kind, relevant])
 
-    def resolve(self, find: Callable[[Reference], str]) -> Section:
+    def resolve(self, find: Callable[[StageReference], str]) -> Section:
         """The settings object, with each reference replaced by the path that `find` returns."""
 
         def replace(text: str) -> str:
@@ -118,7 +118,7 @@ def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
 
 
 def check_reference(
-    reference: Reference, earlier: Mapping[str, PlannedStage], config: PipelineConfig, *, stage_name: str
+    reference: StageReference, earlier: Mapping[str, PlannedStage], config: PipelineConfig, *, stage_name: str
 ) -> None:
     """Raise ConfigError unless the reference names the model or a file of an earlier stage."""
     written = f"stages.{stage_name}: stage:{reference.stage}"

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from tunesmith.commands.references import Reference
+from tunesmith.commands.references import StageReference
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.folder import CONFIG_FILE, PipelineFolder, State
 from tunesmith.commands.run.plan import PlannedStage, StageSelection, plan_stages
@@ -197,7 +197,7 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
     return replace(result, figures={**result.figures, **import_named(entry.figures)(settings, result.result)})
 
 
-def resolve_reference(reference: Reference, folder: PipelineFolder, *, stage_name: str) -> str:
+def resolve_reference(reference: StageReference, folder: PipelineFolder, *, stage_name: str) -> str:
     """Path that a reference to a completed stage stands for."""
     if reference.file is not None:
         path = folder.output_folder(reference.stage) / reference.file

@@ -115,7 +115,7 @@ class ConversationReader:
             raise DataError(f"{where} has no assistant message to train on")
         return tuple(turns)
 
-    def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[Part]) -> list[Turn]:
+    def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[MessagePart]) -> list[Turn]:
         """One turn per part; its prompt is everything before it. The end of turn belongs to the last part."""
         end_of_turn = self._template.end_of_turn
         assert end_of_turn is not None
@@ -175,14 +175,14 @@ def read_weight(fields: Mapping[str, Any], where: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MessagePart:
     """A piece of an assistant message."""
 
     text: str
     is_trained: bool
 
 
-def read_parts(fields: Mapping[str, Any], where: str) -> list[Part] | None:
+def read_parts(fields: Mapping[str, Any], where: str) -> list[MessagePart] | None:
     """The parts of an assistant message whose content is a list of text parts with weights; None for other content."""
     content = fields.get("content")
     if not isinstance(content, list) or not any("weight" in part for part in content):
@@ -190,7 +190,7 @@ def read_parts(fields: Mapping[str, Any], where: str) -> list[Part] | None:
     if fields.get("weight") is not None or fields.get("tool_calls") or fields.get("reasoning_content"):
         raise ValueError(f"{where} has weighted parts, so it can have no weight, tool calls or reasoning of its own")
     parts = [
-        Part(text=part["text"], is_trained=read_weight(part, f"{where}.content[{index}]"))
+        MessagePart(text=part["text"], is_trained=read_weight(part, f"{where}.content[{index}]"))
         for index, part in enumerate(content)
         if part["text"]
     ]

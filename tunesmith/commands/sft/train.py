@@ -113,7 +113,7 @@ class OfflineResult(TrainingResult):
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class OfflineProgress:
     """Training progress; saved in checkpoints with the trainer's state."""
 
     step: int = 0
@@ -197,7 +197,7 @@ def train(
     plan: OfflinePlan,
     model: PreTrainedModel,
     trainer: Trainer,
-    progress: Progress,
+    progress: OfflineProgress,
     paths: RunPaths,
     monitor: Monitor,
 ) -> None:
@@ -230,7 +230,7 @@ def evaluate(
     config: OfflineConfig,
     plan: OfflinePlan,
     trainer: Trainer,
-    progress: Progress,
+    progress: OfflineProgress,
     monitor: Monitor,
     stopping: EarlyStopping | None,
     *,
@@ -270,13 +270,13 @@ def build_early_stopping(config: OfflineConfig, paths: RunPaths) -> EarlyStoppin
     return stopping
 
 
-def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -> Progress:
+def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -> OfflineProgress:
     """Restore model and trainer from the last checkpoint."""
     if checkpoint is None:
-        return Progress()
+        return OfflineProgress()
     state = load_checkpoint(checkpoint, model)
     trainer.load_state_dict(state.trainer_state)
-    return Progress(**state.run_state)
+    return OfflineProgress(**state.run_state)
 
 
 def commit(
@@ -285,7 +285,7 @@ def commit(
     model: PreTrainedModel,
     trainer: Trainer,
     paths: RunPaths,
-    progress: Progress,
+    progress: OfflineProgress,
 ) -> None:
     """Save the step's checkpoint and remove old ones."""
     save_checkpoint(
@@ -299,7 +299,7 @@ def commit(
     remove_old_checkpoints(paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
 
 
-def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
+def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str, Any]:
     """The fields of the result except its folder."""
     last_losses = progress.losses[-plan.count_last_epoch_steps(progress.step) :]
     return {

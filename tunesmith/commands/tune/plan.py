@@ -33,7 +33,7 @@ WHEN_TO_EVALUATE = ("interval_steps", "at_start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Everything a run needs that does not depend on weights."""
 
     algorithm: Algorithm
@@ -51,7 +51,7 @@ class Plan:
     total_steps: int
 
 
-def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> Plan:
+def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> RunPlan:
     """Run every check that needs no weights, and read the data."""
     functions = load_own_functions(config.algorithm, custom.functions)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
@@ -82,7 +82,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
-    return Plan(
+    return RunPlan(
         algorithm=algorithm,
         functions=functions,
         callbacks=load_callbacks(config.callbacks, custom.callbacks),

@@ -33,7 +33,7 @@ from tunesmith.commands.tune.checkpoints import (
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.load_tasks import CustomComponents
-from tunesmith.commands.tune.plan import Plan, build_plan, describe_overlaps, describe_repetition, load_own_functions
+from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
 from tunesmith.commands.tune.ranks import (
     build_dispatcher,
     build_rank_trainer,
@@ -163,7 +163,7 @@ def run_tuning(
 
 
 def run_leader(
-    config: RunConfig, plan: Plan, load: LoadActors, roles: RankRoles, server: Server | None = None
+    config: RunConfig, plan: RunPlan, load: LoadActors, roles: RankRoles, server: Server | None = None
 ) -> TuneResult:
     """Train on the first rank, which leads the others, or on the only one."""
     with (
@@ -249,7 +249,7 @@ def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles) -> TuneRe
 
 def build_parts(
     config: RunConfig,
-    plan: Plan,
+    plan: RunPlan,
     policy: Policy,
     actors: Actors,
     roles: RankRoles,
@@ -285,7 +285,7 @@ def build_parts(
 
 
 async def train(
-    config: RunConfig, plan: Plan, policy: Policy, parts: StepParts, folder: RunFolder, monitor: Monitor
+    config: RunConfig, plan: RunPlan, policy: Policy, parts: StepParts, folder: RunFolder, monitor: Monitor
 ) -> TuneResult:
     """Run all remaining steps, from the last checkpoint or from the beginning."""
     first_step = step = restore(folder, policy, parts)
@@ -331,7 +331,7 @@ async def train(
     )
 
 
-def show_notes(config: RunConfig, plan: Plan, folder: RunFolder, monitor: Monitor, *, first_step: int) -> None:
+def show_notes(config: RunConfig, plan: RunPlan, folder: RunFolder, monitor: Monitor, *, first_step: int) -> None:
     """Print what the user should know before the first step."""
     if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
         monitor.show_line(repetition)
@@ -366,7 +366,7 @@ def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
 
 async def evaluate(
     config: RunConfig,
-    plan: Plan,
+    plan: RunPlan,
     parts: StepParts,
     folder: RunFolder,
     monitor: Monitor,

@@ -22,7 +22,7 @@ from tunesmith.model.forward.attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class KeySegment:
     """Tokens that are contiguous in the cache, and the requests that attend to them."""
 
     rows: tuple[int, int]
@@ -34,17 +34,17 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PrefixGroup:
     """Requests with a shared prefix, or a single request."""
 
     members: tuple[int, ...]
     lengths: tuple[int, ...]
     """Number of tokens that each member attends to."""
-    segments: tuple[Segment, ...]
+    segments: tuple[KeySegment, ...]
     """All members attend to the first segment."""
 
 
-def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int | None) -> list[Group]:
+def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int | None) -> list[PrefixGroup]:
     """Group requests by shared prefix; one whose sliding window excludes its first block forms its own group."""
     members_of: dict[object, list[int]] = {}
     for index, span in enumerate(spans):
@@ -56,16 +56,16 @@ def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int |
             span = spans[members[0]]
             low = 0 if sliding_window is None else max(0, span.stop - sliding_window)
             segments = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, block_size=block_size))
-            groups.append(Group((members[0],), (span.stop - low,), segments))
+            groups.append(PrefixGroup((members[0],), (span.stop - low,), segments))
         else:
             ordered, shared = _split_group(spans, members, num_blocks=0, first=0, block_size=block_size)
-            groups.append(Group(tuple(ordered), tuple(spans[index].stop for index in ordered), tuple(shared)))
+            groups.append(PrefixGroup(tuple(ordered), tuple(spans[index].stop for index in ordered), tuple(shared)))
     return groups
 
 
 def _split_group(
     spans: Sequence[Span], members: list[int], *, num_blocks: int, first: int, block_size: int
-) -> tuple[list[int], list[Segment]]:
+) -> tuple[list[int], list[KeySegment]]:
     """Order members, which share `num_blocks` blocks, so that those that share more are adjacent; `first` is the row of
     the first member."""
     lead = spans[members[0]]
@@ -106,21 +106,21 @@ def _count_shared(left: Span, right: Span) -> int:
 
 def _cut_runs(
     span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, block_size: int
-) -> Iterator[Segment]:
+) -> Iterator[KeySegment]:
     """The runs' tokens from `start` to `stop` as segments; column 0 of the scores is token `low`."""
     first = 0
     for run in span.runs:
         last = first + run.num_blocks * block_size
         begin, end = max(first, start), min(last, stop)
         if begin < end:
-            yield Segment(rows, (begin - low, end - low), run.first * block_size + begin - first)
+            yield KeySegment(rows, (begin - low, end - low), run.first * block_size + begin - first)
         first = last
 
 
 class _Layout:
     """Groups, and the permutation of requests that makes members of a group adjacent."""
 
-    def __init__(self, groups: list[Group], device: torch.device) -> None:
+    def __init__(self, groups: list[PrefixGroup], device: torch.device) -> None:
         self.groups = groups
         order = [member for group in groups for member in group.members]
         self.order: Tensor | None = None
@@ -184,7 +184,7 @@ class ContiguousBatch:
 
 
 def _attend_group(
-    group: Group,
+    group: PrefixGroup,
     query_KND: Tensor,
     keys_KSD: Tensor,
     values_KSD: Tensor,
@@ -212,7 +212,7 @@ def _attend_group(
             output_KND[:, first:last].baddbmm_(weights[:, first:last, begin:end], values)
 
 
-def _compute_scores(group: Group, query_KND: Tensor, keys_KSD: Tensor, *, num_groups: int) -> Tensor:
+def _compute_scores(group: PrefixGroup, query_KND: Tensor, keys_KSD: Tensor, *, num_groups: int) -> Tensor:
     """Scores [K, N, longest context]; columns past a shorter context are uninitialized."""
     num_kv_heads, num_queries, _ = query_KND.shape
     if len(group.segments) == 1:

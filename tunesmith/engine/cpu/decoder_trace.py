@@ -33,7 +33,7 @@ class DecoderOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedCall:
+class ObservedCall:
     """A call of a submodule in one forward of the decoder."""
 
     module: nn.Module
@@ -94,14 +94,14 @@ def trace_decoder(model: PreTrainedModel) -> DecoderTrace | None:
 
 
 @contextmanager
-def _recorded_calls(decoder: nn.Module) -> Iterator[list[RecordedCall]]:
+def _recorded_calls(decoder: nn.Module) -> Iterator[list[ObservedCall]]:
     """Within, calls of the decoder's children, and of the members of its module lists, are appended to the list."""
-    calls: list[RecordedCall] = []
+    calls: list[ObservedCall] = []
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         keys = tuple(map(_get_key, (*args, *kwargs.values())))
         calls.append(
-            RecordedCall(module=module, args=args, kwargs=kwargs, output=output, keys=keys, output_key=_get_key(output))
+            ObservedCall(module=module, args=args, kwargs=kwargs, output=output, keys=keys, output_key=_get_key(output))
         )
 
     children = [child for each in decoder.children() for child in (each if isinstance(each, nn.ModuleList) else [each])]
@@ -118,7 +118,7 @@ def _get_key(value: Any) -> object:
     return id(value), value._version if isinstance(value, Tensor) else 0
 
 
-def _build_trace(inputs: Mapping[str, Any], calls: Sequence[RecordedCall], hidden: Tensor) -> DecoderTrace | None:
+def _build_trace(inputs: Mapping[str, Any], calls: Sequence[ObservedCall], hidden: Tensor) -> DecoderTrace | None:
     """The calls with their arguments as indices; None if the decoder computed one of the values itself."""
     arguments = [value for call in calls for value in (*call.args, *call.kwargs.values())]
     constants = {_get_key(value): value for value in arguments if isinstance(value, CONSTANT_TYPES)}

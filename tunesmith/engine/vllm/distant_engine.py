@@ -1,4 +1,4 @@
-"""The engine of a rank whose vLLM is another rank's: it has the policy's facts and samples nothing."""
+"""The engine of a rank whose vLLM is another rank's: it has the limits of the policy and samples nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.engine.core.policy_facts import PolicyFacts
+from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, Sampling
 
 
-class DistantEngine(PolicyFacts):
+class DistantEngine(BaseEngine):
     """Implements `tunesmith.types.Engine` on a rank that runs no tasks."""
 
     def __init__(

@@ -23,8 +23,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
+from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output, find_first_stop
-from tunesmith.engine.core.policy_facts import PolicyFacts
 from tunesmith.engine.core.request import MAX_TOP_LOGPROBS, Request, check_sampling
 from tunesmith.engine.core.stop_strings import StopMatcher
 from tunesmith.engine.vllm.connection import Connection
@@ -42,7 +42,7 @@ RECEIVER_MODULE = "tunesmith_weight_receiver"
 """Name under which vLLM's workers import it."""
 
 
-class VllmEngine(PolicyFacts):
+class VllmEngine(BaseEngine):
     """Requests to a vLLM process that samples from a copy of the model; implements `tunesmith.types.Engine`."""
 
     def __init__(

@@ -29,7 +29,7 @@ ABORT_INTERVAL_S = 0.05
 EXIT_GRACE_S = 12.0
 
 
-class Server:
+class VllmServer:
     """One AsyncLLM, and the requests of the parent in it."""
 
     def __init__(self, llm: Any, writer: asyncio.StreamWriter) -> None:
@@ -192,7 +192,7 @@ async def run(connection: socket.socket, arguments: dict[str, Any]) -> None:
         writer.write(frame([{"seq": 0, "error": describe(error)}]))
         await writer.drain()
         raise
-    server = Server(llm, writer)
+    server = VllmServer(llm, writer)
     writer.write(frame([{"seq": 0, "result": version}]))
     await server.serve(reader)
     threading.Timer(EXIT_GRACE_S, end_process_group).start()

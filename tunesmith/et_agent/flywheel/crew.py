@@ -18,9 +18,9 @@ from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import EngineError
 from tunesmith.et_agent.flywheel.hints import list_hints
-from tunesmith.et_agent.flywheel.journal import Plan, Record
+from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
 from tunesmith.et_agent.flywheel.judging import judge_by_function, judge_by_votes
-from tunesmith.et_agent.flywheel.operators import OPERATORS, Attempt, Parent
+from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent
 from tunesmith.et_agent.flywheel.prompted_roles import build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.roles import Role
 from tunesmith.et_agent.flywheel.state import QuestionState, is_correct
@@ -48,7 +48,7 @@ class Crew:
     """Roles that are functions, by role."""
     judge: JudgeType
 
-    async def make(self, plan: Plan, state: QuestionState, *, order: int) -> Record:
+    async def make(self, plan: AttemptPlan, state: QuestionState, *, order: int) -> Record:
         """One attempt. An error in it is recorded as a failure; it never counts as a wrong answer."""
         models = self._open_models(plan, order)
         turns: list[Turn] = []
@@ -66,13 +66,13 @@ class Crew:
             record = Record(plan=plan, outcome="failed", reason=describe(EngineError(failed)))
         return replace(record, tokens=sum(len(turn.sampled_ids) for turn in turns))
 
-    async def _run(self, plan: Plan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
+    async def _run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
         parent = None if plan.parent is None else state.kept[plan.parent]
         given = None
         if parent is not None:
             assert parent.transcript is not None
             given = Parent(transcript=parent.transcript, is_correct=is_correct(parent, self.config))
-        attempt = Attempt(
+        attempt = FlywheelAttempt(
             row=state.row,
             environment=self.environment,
             config=self.config,
@@ -113,7 +113,7 @@ class Crew:
         roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
         return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
 
-    def _open_models(self, plan: Plan, order: int) -> dict[str, BoundModel]:
+    def _open_models(self, plan: AttemptPlan, order: int) -> dict[str, BoundModel]:
         seed = self.config.seed
         return {
             name: self.providers[source].open(

@@ -25,7 +25,7 @@ ATTEMPTS_FILE = "attempts.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class AttemptPlan:
     """An attempt before it is made: which operator on which trajectory of which question."""
 
     question_id: str
@@ -49,7 +49,7 @@ class Plan:
 class Record:
     """An attempt and its outcome: one line."""
 
-    plan: Plan
+    plan: AttemptPlan
     outcome: Outcome
     step: int | None = None
     reason: str = ""
@@ -71,7 +71,7 @@ class Record:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Record:
-        plan = Plan(**{name: values.pop(name) for name in Plan.__dataclass_fields__})
+        plan = AttemptPlan(**{name: values.pop(name) for name in AttemptPlan.__dataclass_fields__})
         transcript = values.pop("transcript")
         return cls(plan=plan, transcript=None if transcript is None else Transcript.from_json(transcript), **values)
 
@@ -97,7 +97,7 @@ class Attempts:
         self._journal.keep(1 if not ends else ends[-1] + 2)
         self._journal.rows.clear()
 
-    def take(self, plans: Sequence[Plan]) -> list[Record] | None:
+    def take(self, plans: Sequence[AttemptPlan]) -> list[Record] | None:
         """The saved records of the next batch; None if it is not saved."""
         if not self._saved:
             return None

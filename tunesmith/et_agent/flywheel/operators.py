@@ -1,4 +1,4 @@
-"""Operators: from a judged trajectory to a new one. Each is an async function of an `Attempt` and returns a `Proposal`.
+"""Operators: from a judged trajectory to a new one. Each is an async function of a `FlywheelAttempt`.
 
     right parents   rollout            a new rollout of the question
                     rewrite_redundant  the first redundant step is replaced, and the policy continues
@@ -50,7 +50,7 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class FlywheelAttempt:
     """One use of an operator: its inputs, and the roles bound to it."""
 
     row: Mapping[str, Any]
@@ -106,28 +106,28 @@ class Proposal:
     """The analyst's reason, or why there is no transcript."""
 
 
-Operator = Callable[[Attempt], Awaitable[Proposal]]
+Operator = Callable[[FlywheelAttempt], Awaitable[Proposal]]
 
 
-async def roll_out(attempt: Attempt) -> Proposal:
+async def roll_out(attempt: FlywheelAttempt) -> Proposal:
     return Proposal(transcript=await attempt.environment.run(attempt.question, attempt.policy))
 
 
-async def rewrite_redundant(attempt: Attempt) -> Proposal:
+async def rewrite_redundant(attempt: FlywheelAttempt) -> Proposal:
     found = await find_step(attempt.analyst, attempt.ask("find_redundant"))
     if found is None:
         return Proposal(reason="no redundant step")
     return await replace_step(attempt, found)
 
 
-async def repair_flaw(attempt: Attempt) -> Proposal:
+async def repair_flaw(attempt: FlywheelAttempt) -> Proposal:
     found = await find_step(attempt.analyst, attempt.ask("find_flaw"))
     if found is None:
         return Proposal(reason="no flawed step")
     return await replace_step(attempt, found)
 
 
-async def replace_step(attempt: Attempt, found: Finding) -> Proposal:
+async def replace_step(attempt: FlywheelAttempt, found: Finding) -> Proposal:
     """The steps before the one found, the author's step in its place, and what the policy makes of it."""
     request = attempt.ask("replace_step", finding=found)
     draft = await call_role(attempt.author, request)
@@ -144,7 +144,7 @@ async def replace_step(attempt: Attempt, found: Finding) -> Proposal:
     return Proposal(transcript=finished, step=found.step, reason=found.reason)
 
 
-async def refine_thoughts(attempt: Attempt) -> Proposal:
+async def refine_thoughts(attempt: FlywheelAttempt) -> Proposal:
     assert attempt.parent is not None
     thoughts = list_thoughts(attempt.parent.transcript)
     if not thoughts:
@@ -161,7 +161,7 @@ async def refine_thoughts(attempt: Attempt) -> Proposal:
     return Proposal(transcript=replace_thoughts(attempt.parent.transcript, [str(each) for each in texts]))
 
 
-async def hint_after_flaw(attempt: Attempt) -> Proposal:
+async def hint_after_flaw(attempt: FlywheelAttempt) -> Proposal:
     """After the last step there is nothing to continue, so its hint stands at the end of the trajectory."""
     request = attempt.ask("find_flaw")
     found = await find_step(attempt.analyst, request)
@@ -176,13 +176,13 @@ async def hint_after_flaw(attempt: Attempt) -> Proposal:
     return Proposal(transcript=await attempt.resume(prefix), step=found.step, reason=found.reason)
 
 
-async def hint_at_end(attempt: Attempt) -> Proposal:
+async def hint_at_end(attempt: FlywheelAttempt) -> Proposal:
     assert attempt.parent is not None
     prefix = reopen_end(attempt.parent.transcript, draw_hint(attempt.hints, attempt.rng), kind="forced")
     return Proposal(transcript=await attempt.resume(prefix), step=len(split_steps(attempt.parent.transcript)))
 
 
-async def reflect(attempt: Attempt) -> Proposal:
+async def reflect(attempt: FlywheelAttempt) -> Proposal:
     request = attempt.ask("reflect")
     text = await call_role(attempt.author, request)
     if not text:

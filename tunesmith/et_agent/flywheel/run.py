@@ -26,7 +26,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.errors import DataError, RolloutError
 from tunesmith.et_agent.flywheel.crew import Crew, check_roles, load_crew, load_role_functions
-from tunesmith.et_agent.flywheel.journal import OUTCOMES, Attempts, Plan, Record
+from tunesmith.et_agent.flywheel.journal import OUTCOMES, AttemptPlan, Attempts, Record
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
 from tunesmith.et_agent.selection.rows import write_rows
 from tunesmith.monitor.console import format_duration
@@ -57,11 +57,11 @@ class FlywheelResult:
     """Operator -> name of a count -> count."""
 
 
-async def run_batch(plans: Sequence[Plan], states: Mapping[str, QuestionState], crew: Crew) -> list[Record]:
+async def run_batch(plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew) -> list[Record]:
     """The attempts of a batch, in order."""
     slots = asyncio.Semaphore(crew.config.rollout.max_concurrency)
 
-    async def make(order: int, plan: Plan) -> Record:
+    async def make(order: int, plan: AttemptPlan) -> Record:
         async with slots:
             return await crew.make(plan, states[plan.question_id], order=order)
 
@@ -100,7 +100,7 @@ def make_attempts(
     policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
     crew = load_crew(config, actors, environment)
     records: list[Record] = []
-    progress = Progress(config)
+    progress = FlywheelProgress(config)
 
     async def run() -> None:
         for iteration in range(config.num_iterations + 1):
@@ -123,7 +123,7 @@ def make_attempts(
 
 
 async def sample_batch(
-    plans: Sequence[Plan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
+    plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
 ) -> list[Record]:
     """One phase of the engines; an empty prefix cache makes it a function of the seed."""
     for engine in (actors.engine, *actors.auxiliary_engines):
@@ -215,7 +215,7 @@ def count_outcomes(records: Sequence[Record], config: FlywheelConfig) -> dict[st
     }
 
 
-class Progress:
+class FlywheelProgress:
     """A line for each batch, with estimates of the time that is left."""
 
     def __init__(self, config: FlywheelConfig) -> None:

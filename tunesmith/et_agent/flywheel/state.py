@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.config import FlywheelConfig
 from tunesmith.environments.transcript import Transcript
-from tunesmith.et_agent.flywheel.journal import Plan, Record
+from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
 from tunesmith.et_agent.flywheel.operators import FOR_CORRECT
 from tunesmith.rollout.seeds import derive_seed
 
@@ -50,7 +50,7 @@ def is_correct(record: Record, config: FlywheelConfig) -> bool:
     return record.correctness is not None and record.correctness >= config.correct_at
 
 
-def plan_iteration(state: QuestionState, iteration: int, config: FlywheelConfig) -> list[Plan]:
+def plan_iteration(state: QuestionState, iteration: int, config: FlywheelConfig) -> list[AttemptPlan]:
     """The attempts of an iteration on one question; iteration 0 has the first rollouts.
 
     If the operators of all parents would make more trajectories than the question may have, a seeded sample of them is
@@ -70,7 +70,7 @@ def plan_iteration(state: QuestionState, iteration: int, config: FlywheelConfig)
         rng = random.Random(derive_seed(config.seed, "operators", state.question_id, iteration))
         choices = [choices[index] for index in sorted(rng.sample(range(len(choices)), places))]
     return [
-        Plan(
+        AttemptPlan(
             question_id=state.question_id,
             number=state.num_attempts + offset,
             iteration=iteration,

@@ -17,12 +17,12 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import Record
 from tunesmith.et_agent.formats.records import (
     AlpacaRow,
+    EtQuestion,
+    EtTrajectory,
     EvolveRow,
-    Question,
     RlRow,
     Rollout,
     RolloutRow,
-    Trajectory,
     list_answers,
 )
 from tunesmith.et_agent.formats.tags import parse_trajectory
@@ -44,7 +44,7 @@ def build_tasks(records: Sequence[Record]) -> Iterator[Row]:
     """One row per question."""
     for record in records:
         match record:
-            case Question():
+            case EtQuestion():
                 yield to_task(record.question, record.answer, record.source, **record.extra)
             case EvolveRow():
                 yield to_task(record.question, record.answer, record.source, system=record.instruction or None)
@@ -113,10 +113,10 @@ def _describe_trajectories(
         }
 
 
-def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[Question]:
+def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[EtQuestion]:
     """Source pool of task rows."""
     return [
-        Question(question=need(row, "question", i), answer=need(row, "answer", i), source=row.get("source"))
+        EtQuestion(question=need(row, "question", i), answer=need(row, "answer", i), source=row.get("source"))
         for i, row in enumerate(rows)
     ]
 
@@ -152,7 +152,7 @@ def read_evolve_rows(rows: Iterable[Mapping[str, Any]]) -> list[EvolveRow]:
     found = []
     for index, group in group_rows(rows):
         trajectories = tuple(
-            Trajectory(text=t.text, prediction=t.answer, is_correct=need(row, "correctness", index) > RIGHT_ABOVE)
+            EtTrajectory(text=t.text, prediction=t.answer, is_correct=need(row, "correctness", index) > RIGHT_ABOVE)
             for row, t in group
         )
         found.append(EvolveRow(**_describe_question(group[0][0], index), trajectories=trajectories))

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.formats.records import AlpacaRow, EvolveRow, Question, RlRow, RolloutRow
+from tunesmith.et_agent.formats.records import AlpacaRow, EtQuestion, EvolveRow, RlRow, RolloutRow
 from tunesmith.storage import open_atomic, storage_errors
 
-Record: TypeAlias = Question | EvolveRow | AlpacaRow | RolloutRow | RlRow
+Record: TypeAlias = EtQuestion | EvolveRow | AlpacaRow | RolloutRow | RlRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "et_pool": Format(record=Question, container="array", description="source pool: question, answer, source"),
+    "et_pool": Format(record=EtQuestion, container="array", description="source pool: question, answer, source"),
     "et_evolve": Format(record=EvolveRow, container="array", description="evolve buffers of the flywheel"),
     "et_rft": Format(record=AlpacaRow, container="array", description="fine-tuning rows in alpaca format"),
     "et_rollouts": Format(record=RolloutRow, container="array", description="rollouts, with or without scores"),
     "et_pareto": Format(record=RolloutRow, container="array", description="rollouts with Pareto ranks"),
     "et_rl": Format(record=RlRow, container="parquet", description="training rows of reinforcement learning"),
-    "et_test": Format(record=Question, container="lines", description="test.jsonl of an evaluation set"),
+    "et_test": Format(record=EtQuestion, container="lines", description="test.jsonl of an evaluation set"),
 }
 RL_SCHEMA = pa.schema(
     [

@@ -45,7 +45,7 @@ def check_aligned(lists: Mapping[str, Sequence[Any]], where: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class EtQuestion:
     """A question of the source pool, or of a test set: `question` or `input`, `answer`, `source`."""
 
     question: str
@@ -69,7 +69,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class EtTrajectory:
     """One entry of an evolve buffer."""
 
     text: str
@@ -86,7 +86,7 @@ class EvolveRow:
     question: str
     answer: Answer
     source: str
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[EtTrajectory, ...]
     """Index 0 is the first rollout; empty after a timeout or an error."""
     judgements: tuple[Any, ...] = ()
     """Log of the judge; not aligned with the trajectories."""
@@ -107,7 +107,7 @@ class EvolveRow:
             question=take(values, "input", where),
             answer=take(values, "answer", where),
             source=take(values, "source", where),
-            trajectories=tuple(Trajectory(text=t, prediction=p, is_correct=bool(v)) for t, p, v in entries),
+            trajectories=tuple(EtTrajectory(text=t, prediction=p, is_correct=bool(v)) for t, p, v in entries),
             judgements=tuple(values.pop("evolve_judgements", ())),
             extra=values,
         )

@@ -19,7 +19,7 @@ from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError
 from tunesmith.et_agent.world.config import Split, build_config
-from tunesmith.et_agent.world.expert import Plan, iter_plans
+from tunesmith.et_agent.world.expert import ExpertPlan, iter_plans
 from tunesmith.et_agent.world.world import World
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
@@ -56,17 +56,17 @@ def write_conversations(
     return {"conversations": len(kept), "left out": len(plans) - len(kept)}
 
 
-async def _follow_all(plans: list[Plan], environment: Environment) -> list[Transcript | None]:
+async def _follow_all(plans: list[ExpertPlan], environment: Environment) -> list[Transcript | None]:
     limit = asyncio.Semaphore(NUM_AT_ONCE)
 
-    async def follow(plan: Plan) -> Transcript | None:
+    async def follow(plan: ExpertPlan) -> Transcript | None:
         async with limit:
             return await follow_plan(plan, environment)
 
     return list(await asyncio.gather(*map(follow, plans)))
 
 
-async def follow_plan(plan: Plan, environment: Environment) -> Transcript | None:
+async def follow_plan(plan: ExpertPlan, environment: Environment) -> Transcript | None:
     """The transcript of an expert with real results; None if they lack a fact, or a call failed."""
     transcript = environment.begin(plan.question.question)
     for lookup in plan.lookups:

@@ -28,7 +28,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ExpertPlan:
     """How the expert answers one question."""
 
     question: Question
@@ -44,13 +44,13 @@ class Plan:
         return self.question.answer[0]
 
 
-def iter_plans(world: World, split: Split) -> Iterator[Plan]:
+def iter_plans(world: World, split: Split) -> Iterator[ExpertPlan]:
     """The plans of all questions of a split, in their order."""
     for region, question in world.iter_questions_by_region(split):
         yield build_plan(question, region)
 
 
-def build_plan(question: Question, region: Region) -> Plan:
+def build_plan(question: Question, region: Region) -> ExpertPlan:
     """The plan of one question."""
     known = {entity.entity_id for entity in region.entities.values() if entity.name in question.question}
     lookups: list[Lookup] = []
@@ -70,7 +70,7 @@ def build_plan(question: Question, region: Region) -> Plan:
         learned = f"{learned} {state_fact(fact, subject)}".strip()
     computation = find_computation(question) if question.kind == "compute" else None
     final = f"The answer is {question.answer[0]}."
-    return Plan(
+    return ExpertPlan(
         question=question,
         lookups=tuple(lookups),
         computation=computation,

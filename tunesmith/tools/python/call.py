@@ -28,7 +28,7 @@ FOLDER_CHECK_S = 0.1
 OUTCOMES: dict[bytes, Outcome] = {OK: "ok", ERROR: "error", MEMORY: "memory", CPU_TIME: "timeout"}
 
 
-class WorkerLostError(Exception):
+class SandboxLostError(Exception):
     """The worker ended, was killed, or did not answer."""
 
 
@@ -98,7 +98,7 @@ class Child:
         if not poller.poll(timeout_s * 1000):
             raise TimeoutError
         if os.read(self.status, 1) != READY:
-            raise WorkerLostError(os.read(self.stderr, 10_000).decode(errors="replace").strip())
+            raise SandboxLostError(os.read(self.stderr, 10_000).decode(errors="replace").strip())
         self._is_ready = True
         for fd in self._files:
             os.set_blocking(fd, False)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import WorkerLostError
+from tunesmith.tools.python.call import SandboxLostError
 from tunesmith.tools.python.result import Answer
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
 
@@ -139,7 +139,7 @@ class WorkerPool:
             call.attach(worker)
             try:
                 answer = worker.run(code)
-            except WorkerLostError as error:
+            except SandboxLostError as error:
                 worker.close()
                 if call.is_cancelled:
                     raise CancelledCallError from error

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import WorkerLostError
+from tunesmith.tools.python.call import SandboxLostError
 from tunesmith.tools.python.pool import CancelledCallError, OnStart, PendingCall, ignore_start, run_in_threads
 from tunesmith.tools.python.result import Answer, PythonResult, build_result
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
@@ -92,7 +92,7 @@ class PythonSession:
         call.attach(worker)
         try:
             answer = worker.run(code)
-        except WorkerLostError as error:
+        except SandboxLostError as error:
             worker.close()
             if call.is_cancelled:
                 raise CancelledCallError from error

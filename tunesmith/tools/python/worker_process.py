@@ -1,6 +1,6 @@
 """A worker process as the training process sees it: start, one call at a time, kill.
 
-All methods block, and run in threads of the pool. A call ends with its answer or with `WorkerLostError`; a worker that
+All methods block, and run in threads of the pool. A call ends with its answer or with `SandboxLostError`; a worker that
 does not answer in time is killed. When the training process ends, the worker sees the end of its socket and ends all
 that it started.
 """
@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
-from tunesmith.tools.python.call import Call, Child, Control, WorkerLostError
+from tunesmith.tools.python.call import Call, Child, Control, SandboxLostError
 from tunesmith.tools.python.folder import SandboxFolder, remove_folder
 from tunesmith.tools.python.installed import find_installed_files
 from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, iter_plans
@@ -67,7 +67,7 @@ class WorkerProcess:
             with self._naming_its_end():
                 self._tmp = self._start(plan)
                 if (child := self._fork()) is None:
-                    raise WorkerLostError("its temporary folder cannot be emptied")
+                    raise SandboxLostError("its temporary folder cannot be emptied")
                 child.wait_ready(TIMEOUT_S)
         except BaseException:
             self.close()
@@ -136,9 +136,9 @@ class WorkerProcess:
             yield
         except TimeoutError as error:
             self.kill()
-            raise WorkerLostError("it did not answer in time") from error
+            raise SandboxLostError("it did not answer in time") from error
         except ConnectionError as error:
-            raise WorkerLostError(self._describe_end()) from error
+            raise SandboxLostError(self._describe_end()) from error
 
     def _wait(self) -> None:
         self.kill()
@@ -186,7 +186,7 @@ class Launcher:
                 continue
             try:
                 worker = _launch(plan, self._settings)
-            except (WorkerLostError, OSError) as error:
+            except (SandboxLostError, OSError) as error:
                 reasons.append(f"{kind}: {_describe_error(error)}")
                 continue
             self._kind = kind
@@ -201,7 +201,7 @@ class Launcher:
     def _start_kind(self, kind: str, *, is_session: bool) -> WorkerProcess:
         try:
             return _launch(build_plan(kind, self._settings, is_session=is_session), self._settings)
-        except (WorkerLostError, OSError, ConfigError) as error:
+        except (SandboxLostError, OSError, ConfigError) as error:
             raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {_describe_error(error)}") from error
 
 

@@ -19,7 +19,7 @@ BUCKET_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Shard:
     """Place of a parameter in its bucket."""
 
     name: str
@@ -33,7 +33,7 @@ class Part:
 class Bucket:
     """Parameters that one collective sums or gathers; all have one dtype, and so have their gradients."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Shard, ...]
 
     @property
     def size(self) -> int:
@@ -43,19 +43,19 @@ class Bucket:
 
 def build_buckets(parameters: Mapping[str, nn.Parameter], world_size: int) -> list[Bucket]:
     """Buckets of the parameters in reverse order."""
-    buckets: list[list[Part]] = []
+    buckets: list[list[Shard]] = []
     dtype, num_elements = None, 0
     for name, parameter in reversed(list(parameters.items())):
         if not buckets or parameter.dtype != dtype or num_elements + parameter.numel() > BUCKET_ELEMENTS:
             buckets.append([])
             dtype, num_elements = parameter.dtype, 0
         start = buckets[-1][-1].start + buckets[-1][-1].size if buckets[-1] else 0
-        buckets[-1].append(Part(name=name, start=start, size=-(-parameter.numel() // world_size)))
+        buckets[-1].append(Shard(name=name, start=start, size=-(-parameter.numel() // world_size)))
         num_elements += parameter.numel()
     return [Bucket(parts=tuple(parts)) for parts in buckets]
 
 
-def fill_rows(whole_RS: Tensor, parts: Sequence[Part], parameters: Mapping[str, nn.Parameter]) -> None:
+def fill_rows(whole_RS: Tensor, parts: Sequence[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
     """Write the gradients of the parts, one after the other, so that row r is what rank r keeps; they are freed.
 
     A parameter without a gradient keeps what is there.

@@ -34,7 +34,7 @@ from tunesmith.trainer.optimizer import (
     find_trainable,
     pop_tensor,
 )
-from tunesmith.trainer.sharding.buckets import Bucket, Part, build_buckets, fill_rows, pad_flat
+from tunesmith.trainer.sharding.buckets import Bucket, Shard, build_buckets, fill_rows, pad_flat
 from tunesmith.trainer.sharding.collective_times import CollectiveTimes
 from tunesmith.trainer.sharding.sharded_model import get_local, is_narrow
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
@@ -175,14 +175,14 @@ class ShardedAdamW(MasterAdamW):
         gathered = self._ranks.all_gather_objects(used)
         return {name for name, *flags in zip(self._parameters, *gathered, strict=True) if any(flags)}
 
-    def _pack(self, parts: Sequence[Part]) -> Tensor:
+    def _pack(self, parts: Sequence[Shard]) -> Tensor:
         """The gradients of the parts as [R, S], so that row r is what rank r keeps; they are freed."""
         like = self._masters[parts[0].name]
         whole_RS = like.new_zeros(self._ranks.world_size, sum(part.size for part in parts))
         fill_rows(whole_RS, parts, self._parameters)
         return whole_RS
 
-    def _take_shards(self, work: Any, parts: Sequence[Part], shard_S: Tensor) -> None:
+    def _take_shards(self, work: Any, parts: Sequence[Shard], shard_S: Tensor) -> None:
         wait_for([work])
         for part, gradient in zip(parts, shard_S.split([part.size for part in parts]), strict=True):
             self._masters[part.name].grad = gradient

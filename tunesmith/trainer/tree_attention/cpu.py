@@ -24,7 +24,7 @@ MAX_CHILD_SEGMENT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class TrieSegment:
     """A chain of nodes, and the index of its parent segment (None: it starts at a root)."""
 
     start: int
@@ -32,11 +32,11 @@ class Segment:
     parent: int | None
 
 
-def split_segments(trie: Trie) -> list[Segment]:
+def split_segments(trie: Trie) -> list[TrieSegment]:
     """Segments in depth-first order; they partition the row."""
     is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
     starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
-    segments: list[Segment] = []
+    segments: list[TrieSegment] = []
     path: list[int] = []
     for run_start, run_end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
         depth = trie.depth_T[run_start]
@@ -46,7 +46,7 @@ def split_segments(trie: Trie) -> list[Segment]:
         for start in range(run_start, run_end, length):
             parent = path[-1] if path else None
             path.append(len(segments))
-            segments.append(Segment(start=start, end=min(start + length, run_end), parent=parent))
+            segments.append(TrieSegment(start=start, end=min(start + length, run_end), parent=parent))
     return segments
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.grammar.matcher import GrammarCompiler
 
 
-class PolicyFacts:
+class BaseEngine:
     """Base of the engines; their requests and versions are their own."""
 
     def __init__(
