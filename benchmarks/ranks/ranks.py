@@ -43,8 +43,8 @@ from benchmarks.shared.training_step import (
     run_ranks,
     save_model,
 )
-from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import connect_ranks, lead
@@ -118,7 +118,7 @@ class TimedTrainer(Trainer):
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """One rank of one measurement; the first writes the result."""
-    place = find_place()
+    place = find_rank_info()
     config = build_step_config(
         arguments,
         algorithm={"batch_size": arguments.tasks * place.world_size},

@@ -40,8 +40,8 @@ from benchmarks.shared.training_step import (
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
 from tunesmith.cluster.links import Links
-from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
@@ -62,7 +62,7 @@ def read_layout(layout: str) -> tuple[int, int]:
 
 def build_settings(arguments: argparse.Namespace) -> RunConfig:
     num_ranks, num_samplers = read_layout(arguments.layouts[0])
-    staleness, place = arguments.staleness[0], find_place()
+    staleness, place = arguments.staleness[0], find_rank_info()
     num_in_flight = arguments.tasks * arguments.group * (staleness + 1)
     config = build_step_config(
         arguments,
@@ -86,7 +86,7 @@ def list_rows(arguments: argparse.Namespace) -> list[Task]:
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One rank of one layout; the first writes the result."""
-    config, place = build_settings(arguments), find_place()
+    config, place = build_settings(arguments), find_rank_info()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     with open_ranks(place, device=torch.device(config.model.device), timeout_s=600) as world:

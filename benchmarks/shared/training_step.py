@@ -23,7 +23,7 @@ from benchmarks.shared.questions import list_questions
 from benchmarks.shared.shapes import SHAPES, save_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.links import Links
-from tunesmith.cluster.place import find_place
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import (
@@ -106,7 +106,7 @@ def build_step_config(arguments: argparse.Namespace, **sections: Mapping[str, An
     settings: dict[str, Mapping[str, Any]] = {
         "model": {
             "path": arguments.model,
-            "device": "cpu" if arguments.device == "cpu" else f"cuda:{find_place().local_rank}",
+            "device": "cpu" if arguments.device == "cpu" else f"cuda:{find_rank_info().local_rank}",
             "max_model_len": arguments.max_model_len,
             "max_tokens": arguments.max_new_tokens,
         },

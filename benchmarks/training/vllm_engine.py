@@ -48,8 +48,8 @@ from benchmarks.shared.training_step import (
     save_model,
     time_step,
 )
-from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
@@ -89,7 +89,7 @@ def build_settings(arguments: argparse.Namespace) -> RunConfig:
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One engine, on this rank; the first writes the metrics of its steps."""
-    place = find_place()
+    place = find_rank_info()
     config = build_settings(arguments)
     if place.world_size > 1 and arguments.device == "cpu":
         torch.set_num_threads(1)

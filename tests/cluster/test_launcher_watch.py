@@ -15,8 +15,8 @@ import torch
 from conditions import HANG_S, wait_until
 from free_ports import find_free_port
 from tunesmith.cluster import process_group
-from tunesmith.cluster.place import Place
 from tunesmith.cluster.rank_errors import LAUNCHED, TORCHRUN, WATCH_NAME, watch_launcher
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.errors import ConfigError
 
 RANK = """
@@ -71,6 +71,6 @@ def test_a_rank_does_not_wait_for_its_timeout_where_the_store_of_its_launcher_is
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    place = Place(rank=1, world_size=2, local_size=2, address=f"127.0.0.1:{port}")
+    place = RankInfo(rank=1, world_size=2, local_size=2, address=f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="rank 1 of 2 cannot join the others"):
         process_group.open_ranks(place, device=torch.device("cpu"), timeout_s=3600).__enter__()

@@ -11,8 +11,8 @@ from torch import multiprocessing
 
 from free_ports import find_free_port
 from trainable_models import build_deep
-from tunesmith.cluster.place import Place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
 from tunesmith.trainer.trainer import Trainer
@@ -49,7 +49,7 @@ def train(ranks, *, is_sharded):
 
 def run_rank(rank, port, folder):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    place = Place(rank=rank, world_size=2, local_rank=rank, address=f"127.0.0.1:{port}")
+    place = RankInfo(rank=rank, world_size=2, local_rank=rank, address=f"127.0.0.1:{port}")
     with open_ranks(place, device=torch.device("cuda", rank), timeout_s=120) as ranks:
         results = {is_sharded: train(ranks, is_sharded=is_sharded) for is_sharded in (False, True)}
     torch.save(results, folder / f"{rank}.pt")

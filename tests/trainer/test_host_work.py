@@ -22,10 +22,10 @@ def test_work_beside_the_device_is_done_once_before_the_first_update(num_minibat
     before = model.get_input_embeddings().weight.clone()
     embeddings = model.get_input_embeddings().weight
     pieces = [lambda number=number: calls.append((number, bool((embeddings == before).all()))) for number in range(9)]
-    trainer.step(samples, beside=pieces)
+    trainer.step(samples, host_work=pieces)
     assert calls == [(number, True) for number in range(9)], "more pieces than rows"
     calls.clear()
-    trainer.step([], beside=pieces[:2])
+    trainer.step([], host_work=pieces[:2])
     assert calls == [(0, False), (1, False)], "also in a step without samples"
 
 
@@ -37,7 +37,7 @@ def test_pieces_of_work_are_spread_over_rows():
         gradient = next(parameter.grad for parameter in model.parameters())
         seen.append(float(gradient.norm()))
 
-    trainer.step(score(model, build_samples()), beside=[note, note])
+    trainer.step(score(model, build_samples()), host_work=[note, note])
     assert len(set(seen)) == 2, "a row was added in between"
 
 
@@ -47,7 +47,7 @@ def test_an_error_of_the_work_beside_the_device_is_that_of_the_step():
 
     model = build_trainable(dtype=torch.float32)
     with pytest.raises(TrainingError, match="a rank has ended"):
-        build_trainer(model).step(score(model, build_samples()), beside=[fail])
+        build_trainer(model).step(score(model, build_samples()), host_work=[fail])
 
 
 @pytest.fixture

@@ -63,9 +63,9 @@ class Recorder:
     def __init__(self) -> None:
         self.samples: list[Any] = []
 
-    def step(self, samples, *, policy_version, beside):
+    def step(self, samples, *, policy_version, host_work):
         self.samples = samples
-        for piece in beside:
+        for piece in host_work:
             piece()
         return {"train/loss": 0.5}
 

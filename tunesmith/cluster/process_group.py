@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tunesmith.cluster.place import Place
 from tunesmith.cluster.rank_errors import watch_launcher
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.errors import ConfigError
 
@@ -25,7 +25,7 @@ STORE_TIMEOUT_S = 20.0
 
 
 @contextmanager
-def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Iterator[Ranks]:
+def open_ranks(place: RankInfo, *, device: torch.device, timeout_s: float) -> Iterator[Ranks]:
     """Join the other ranks; `Ranks()` for a single process. `device` is this rank's.
 
     Collectives that wait longer than `timeout_s` fail, so a rank that hangs stops the others.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.cluster.loopback import use_loopback
-from tunesmith.cluster.place import RAY_WORKER
+from tunesmith.cluster.rank_info import RAY_WORKER
 from tunesmith.cluster.ray_console import copied_console
 from tunesmith.errors import LOST_DEVICE_ADVICE, RankError, TunesmithError
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.cluster.place import find_place
 from tunesmith.cluster.rank_errors import is_launched
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
@@ -135,14 +135,14 @@ def format_options(kind: type[Section]) -> str:
 
 def is_first_rank() -> bool:
     """Whether this process writes the run's console and files: the only one, or the first of several ranks."""
-    return find_place().is_first
+    return find_rank_info().is_first
 
 
 def is_launcher(config: RunConfig) -> bool:
     """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
     if config.cluster.launcher != "torchrun":
         return False
-    return find_place().world_size == 1 and (config.cluster.num_workers or 1) > 1
+    return find_rank_info().world_size == 1 and (config.cluster.num_workers or 1) > 1
 
 
 def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:

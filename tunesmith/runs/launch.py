@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from tunesmith.cluster.launch import launch_ranks
-from tunesmith.cluster.place import Place
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.placement import place_config
@@ -34,6 +34,6 @@ def launch_tuning(
             f"--gpus {num_ranks}: this host has {num_gpus} GPUs; use at most that many, or --ranks {num_ranks} for "
             "CPU processes"
         )
-    place_config(config, Place(world_size=num_ranks, local_size=num_ranks), num_gpus=num_gpus)
+    place_config(config, RankInfo(world_size=num_ranks, local_size=num_ranks), num_gpus=num_gpus)
     arguments = [command, path, *(part for override in overrides for part in ("--set", override))]
     launch_ranks(num_ranks, [*arguments, *(["--debug"] if is_debug else [])])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tunesmith.cluster.place import Place, is_ray_worker
+from tunesmith.cluster.rank_info import RankInfo, is_ray_worker
 from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
 from tunesmith.config.serve.serve import check_serve
 from tunesmith.errors import ConfigError
 
 
-def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig:
+def place_config(config: RunConfig, place: RankInfo, *, num_gpus: int) -> RunConfig:
     """The config of a rank on a host with `num_gpus` GPUs; raise ConfigError if its ranks cannot run there."""
     check_workers(config, place)
     if place.world_size == 1:
@@ -23,7 +23,7 @@ def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig
     )
 
 
-def check_workers(config: RunConfig, place: Place) -> None:
+def check_workers(config: RunConfig, place: RankInfo) -> None:
     """Raise unless as many ranks run as the config says, and each gets a task."""
     num_workers, num_ranks = config.cluster.num_workers, place.world_size
     if config.cluster.launcher == "ray" and not is_ray_worker():
@@ -61,7 +61,7 @@ def place_engine(config: RunConfig) -> EngineSection:
     return config.engine.model_copy(update={"kv_cache_tokens": config.model.max_model_len})
 
 
-def place_model(model: ModelSection, place: Place, *, num_gpus: int) -> ModelSection:
+def place_model(model: ModelSection, place: RankInfo, *, num_gpus: int) -> ModelSection:
     """The model on this rank's GPU, or on the CPU."""
     is_cpu = model.device == "cpu" or (model.device == "auto" and num_gpus == 0)
     if is_cpu:
@@ -81,13 +81,13 @@ def place_model(model: ModelSection, place: Place, *, num_gpus: int) -> ModelSec
     return model.model_copy(update={"device": str(resolve_device(f"cuda:{place.local_rank}"))})
 
 
-def place_rollouts(rollout: RolloutSection, place: Place) -> RolloutSection:
+def place_rollouts(rollout: RolloutSection, place: RankInfo) -> RolloutSection:
     """Each rank of a host serves HTTP on a port of its own, counted up from `rollout.http_port`."""
     port = place_port(rollout.http_port, place, knob="rollout.http_port")
     return rollout if port == rollout.http_port else rollout.model_copy(update={"http_port": port})
 
 
-def place_port(port: int | None, place: Place, *, knob: str) -> int | None:
+def place_port(port: int | None, place: RankInfo, *, knob: str) -> int | None:
     """The port of this rank, counted up from that of the first on its host; None and 0 (any free port) stay."""
     if not port:
         return port
@@ -96,7 +96,7 @@ def place_port(port: int | None, place: Place, *, knob: str) -> int | None:
     return port + place.local_rank
 
 
-def place_server(serve: ServeSection, config: RunConfig, place: Place) -> ServeSection:
+def place_server(serve: ServeSection, config: RunConfig, place: RankInfo) -> ServeSection:
     """The server of this rank; raise ConfigError if its ranks cannot share the work of external programs."""
     try:
         check_serve(serve, num_ranks=place.world_size, launcher=config.cluster.launcher, has_branching=False)

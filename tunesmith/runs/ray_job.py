@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from tunesmith.cluster.place import is_ray_worker
+from tunesmith.cluster.rank_info import is_ray_worker
 from tunesmith.cluster.ray_launch import RayLaunch, launch_on_ray
 from tunesmith.config import RunConfig
 from tunesmith.runs.resume_point import describe_interruption

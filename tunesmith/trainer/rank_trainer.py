@@ -174,7 +174,7 @@ class RankTrainer:
         samples, metrics = build_samples(groups.groups, groups.advantages, has_hard_credit=self.has_hard_credit)
         samples = add_experts(samples, groups.experts)
         pieces = [] if record is None else [lambda: save_batch(record, groups)]
-        metrics |= self.trainer.step(samples, policy_version=policy_version, beside=pieces)
+        metrics |= self.trainer.step(samples, policy_version=policy_version, host_work=pieces)
         return metrics | self.trainer.take_times()
 
     def _lead(
@@ -263,7 +263,9 @@ class RankTrainer:
             has_hard_credit=part.has_hard_credit,
             places=[each.indices for each in part.groups],
         )
-        trained = self.trainer.step([*samples, *part.experts], policy_version=part.policy_version, beside=list(pieces))
+        trained = self.trainer.step(
+            [*samples, *part.experts], policy_version=part.policy_version, host_work=list(pieces)
+        )
         gathered = self.ranks.all_gather_objects(metrics)
         return {name: sum(each[name] for each in gathered) for name in metrics} | trained
 

@@ -147,7 +147,7 @@ class Trainer:
         samples: Sequence[Sample],
         *,
         policy_version: int | None = None,
-        beside: Sequence[Callable[[], None]] = (),
+        host_work: Sequence[Callable[[], None]] = (),
     ) -> dict[str, float]:
         """Make one update per minibatch, or none if the samples have no trained token; return metrics.
 
@@ -155,19 +155,19 @@ class Trainer:
         samples. Raises TrainingError, with the parameters as before the failing update, when the loss or the gradient
         is not finite or when the mismatch of sampler and trainer logprobs exceeds `trainer.mismatch_stop`. The mismatch
         is measured on the first minibatch. Also raises TrainingError when the device is lost or out of memory. An empty
-        step counts as a step in the learning-rate schedule. `beside` are pieces of work of the host, done in order
+        step counts as a step in the learning-rate schedule. `host_work` are pieces of work of the host, done in order
         while the device computes the gradient of the first update.
         """
         try:
             with default_modes(num_threads=self._num_cpu_threads):
-                return self._step(samples, policy_version, beside)
+                return self._step(samples, policy_version, host_work)
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
                 raise
             raise TrainingError(explain_device_error(error, work="an update", advice=LESS_MEMORY)) from error
 
     def _step(
-        self, samples: Sequence[Sample], policy_version: int | None, beside: Sequence[Callable[[], None]]
+        self, samples: Sequence[Sample], policy_version: int | None, host_work: Sequence[Callable[[], None]]
     ) -> dict[str, float]:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
@@ -177,7 +177,7 @@ class Trainer:
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
-        self._host_work.begin(beside)
+        self._host_work.begin(host_work)
         for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)

@@ -9,7 +9,7 @@ from importlib import metadata
 import pytest
 from pydantic import ValidationError
 
-from tunesmith.cluster.place import Place
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSection, RunConfig
 from tunesmith.engine.vllm import installation
 from tunesmith.engine.vllm.process import VllmProcess, explain_log
@@ -113,7 +113,7 @@ def test_ranks_do_not_share_a_split_vllm():
     config = RunConfig.model_validate(
         {"model": {"path": "x", "max_model_len": 64}, "engine": {"kind": "vllm", "tensor_parallel_size": 2}}
     )
-    place = Place(rank=0, world_size=2, local_rank=0, local_size=2)
+    place = RankInfo(rank=0, world_size=2, local_rank=0, local_size=2)
     with pytest.raises(ConfigError, match="with 2 ranks each has a vLLM of its own"):
         check_workers(config, place)
     check_workers(config.model_copy(update={"cluster": ClusterSection(has_sharded_weights=True)}), place)

@@ -16,8 +16,8 @@ from torch import multiprocessing
 from free_ports import find_free_port
 from trainable_models import build_trainable
 from tunesmith.algorithms.table import ALGORITHMS
-from tunesmith.cluster.place import Place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import split_ranks
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
@@ -123,8 +123,8 @@ def run_case(
     )  # fmt: skip
     trainer.step(own)
     met: list[list[int]] = []
-    metrics = trainer.step(own, beside=[lambda: met.append(ranks.all_gather_objects(ranks.rank)), lambda: None])
-    assert met == [list(range(ranks.world_size))], "ranks meet beside the update"
+    metrics = trainer.step(own, host_work=[lambda: met.append(ranks.all_gather_objects(ranks.rank)), lambda: None])
+    assert met == [list(range(ranks.world_size))], "ranks meet during the update"
     trainer.take_times()
     optimizers = [each._optimizer for each in (trainer, trainer._critic) if each is not None]
     assert ranks.is_alone or not any(each._times._intervals for each in optimizers), "times of updates pile up"
@@ -185,7 +185,7 @@ def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:
         if rank >= num_ranks:
             return
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        place = Place(rank=rank, world_size=num_ranks, local_rank=rank, address=f"127.0.0.1:{port}")
+        place = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, address=f"127.0.0.1:{port}")
         with open_ranks(place, device=torch.device("cpu"), timeout_s=120) as ranks:
             results: dict = {name: run_case(name, ranks) for name in list_cases() if is_run(name, num_ranks)}
             results["narrow"] = run_narrow(ranks)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tunesmith.cluster.place import find_place
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.server import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
@@ -42,7 +42,7 @@ def run_serving(
     if config.workflow is not None:
         raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
     section = config.serve or ServeSection()
-    section = place_server(section, config, find_place())
+    section = place_server(section, config, find_rank_info())
     if section.mode == "online" and judge is not None:
         raise ConfigError("judge_func has no effect with serve.mode=online: clients post the reward")
     if judge is None and config.judge is not None:

@@ -17,8 +17,8 @@ import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.links import Links
-from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.commands.eval.held_out import evaluate_all
@@ -146,7 +146,7 @@ def run_tuning(
         check_judge_function(judge)
     if config.rollout.branching is not None:
         check_workflow_branches(workflow)
-    place = find_place()
+    place = find_rank_info()
     own_config = place_config(config, place, num_gpus=torch.cuda.device_count())
     check_port(own_config.rollout.http_port, knob="rollout.http_port")
     device = resolve_device(own_config.model.device)

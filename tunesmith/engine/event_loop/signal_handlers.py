@@ -17,7 +17,7 @@ import threading
 from types import FrameType
 from typing import Any, TypeVar
 
-from tunesmith.cluster.place import shows_console
+from tunesmith.cluster.rank_info import shows_console
 from tunesmith.errors import RolloutError, exit_on_signal
 from tunesmith.user_lines import find_calling_line, find_error_line
 

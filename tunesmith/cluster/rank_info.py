@@ -14,7 +14,7 @@ RAY_WORKER = "TUNESMITH_RAY_WORKER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """A process among those that were started for one run."""
 
     rank: int = 0
@@ -31,10 +31,10 @@ class Place:
         return self.rank == 0
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
     """The place of this process; a single process if the variables are not set."""
     if "WORLD_SIZE" not in environment:
-        return Place()
+        return RankInfo()
     missing = [name for name in VARIABLES if not environment.get(name, "").isdigit()]
     if missing:
         raise ConfigError(
@@ -44,7 +44,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
     rank, world_size, local_rank = (int(environment[name]) for name in VARIABLES)
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}: start the processes with torchrun")
-    return Place(
+    return RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
