@@ -7,11 +7,13 @@
 # TORCH   pip requirement for torch, installed first. Choose the build for your machine, for example
 #         make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # TESTS   arguments of pytest
+# WORKERS processes that run tests; some of them wait at any time, so one more than a small machine has cores
 # PYTHONS interpreters that `make release` tests the wheel with
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TESTS ?=
+WORKERS ?= 3
 PYTHONS ?= python3.11 python3.13
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -25,7 +27,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/tunesmith demo
 
 test: lint docs
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
