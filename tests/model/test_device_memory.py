@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tunesmith.model.device_memory import SETTING, VARIABLES, round_allocations
+from tunesmith.model.load import SETTING, VARIABLES, round_allocations
 
 PROGRAM = """
 import torch

@@ -7,9 +7,10 @@ plan attention and its parameters take gradients. Nothing is downloaded when the
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from tunesmith.errors import ModelError
 from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.model.device_memory import round_allocations
 from tunesmith.model.forward.architecture import check_architecture, check_attention_interface
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
@@ -333,3 +333,19 @@ def _read_template(path: str) -> str:
     if not place.is_file():
         raise ModelError(f"model.chat_template={path!r}: there is no such file; give the path of a jinja file")
     return place.read_text(encoding="utf-8")
+
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Read by torch when memory of a GPU is first allocated."""
+ROUNDED_MIB = tuple(2**power for power in range(4, 11))
+"""Tensors from the first of these to twice the last are rounded: activations, and seldom weights."""
+DIVISIONS = 16
+"""Sizes between two powers of two; a tensor takes at most a 16th more."""
+SETTING = f"roundup_power2_divisions:[8:1,{','.join(f'{size}:{DIVISIONS}' for size in ROUNDED_MIB)},>:1]"
+
+
+def round_allocations(environment: MutableMapping[str, str] | None = None) -> None:
+    """Let torch's allocator round large sizes, unless the environment has settings for it."""
+    variables = os.environ if environment is None else environment
+    if not any(variables.get(name) for name in VARIABLES):
+        variables[VARIABLES[0]] = SETTING

@@ -247,8 +247,3 @@ def find_run_folders(path: Path) -> list[Path]:
             "before its first step removes its folder"
         )
     return found
-
-
-def is_archived(path: Path) -> bool:
-    """Whether a path relative to the folder of runs is in an archive of later steps."""
-    return any(part.startswith(ARCHIVE_PREFIX) for part in path.parts)

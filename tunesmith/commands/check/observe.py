@@ -8,13 +8,15 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
-from tunesmith.commands.check.call_log import LoggedEndpoint
 from tunesmith.config import RunConfig
-from tunesmith.rollout.openai_server.endpoint import ApiError
-from tunesmith.rollout.recording.recorder import Session, SessionCall
+from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
+from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
+from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
+from tunesmith.rollout.recording.recorder import Recorder, Session, SessionCall
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.service import BoundModel, ModelProvider, ModelService
 from tunesmith.rollout.watchdog import MIN_BLOCKED_S, BlockedTime, EventLoopWatchdog
@@ -153,3 +155,35 @@ def build_service(policy: Policy, config: RunConfig, build_model: BuildModel) ->
         build_model=lambda endpoint: build_model(endpoint, {}),
         build_endpoint=LoggedEndpoint,
     )
+
+
+class LoggedEndpoint(ChatEndpoint):
+    """A `ChatEndpoint` with a log; used for one rollout at a time."""
+
+    def __init__(self, recorder: Recorder, *, model_name: str) -> None:
+        super().__init__(recorder, model_name=model_name)
+        self.calls: list[SessionCall] = []
+        """Admitted chat calls, in the order in which they were admitted."""
+        self.refused: list[ApiError] = []
+
+    @contextlib.contextmanager
+    def _log_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            self.refused.append(error)
+            raise
+
+    def find_session(self, key: str | None) -> Session:
+        with self._log_refusal():
+            return super().find_session(key)
+
+    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
+        with self._log_refusal():
+            pending = await super().admit(session, fields)
+        self.calls.append(pending.call)
+        return pending
+
+    async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
+        with self._log_refusal():
+            return await super().admit_text(session, fields)

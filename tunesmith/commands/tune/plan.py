@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+
+from transformers import PreTrainedTokenizerBase
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
 from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.commands.sft.conversation_rows import load_conversation_rows
+from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
-from tunesmith.commands.tune.load_experts import load_expert_feed
 from tunesmith.commands.tune.load_tasks import CustomComponents, build_task_feed
-from tunesmith.config import AlgorithmSection, RunConfig
+from tunesmith.config import AlgorithmSection, ConversationDataSection, ExpertSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.replay import ReplayBuffer
@@ -203,3 +208,26 @@ def describe_overlaps(tasks: Sequence[Task], eval_tasks: Mapping[str, Sequence[T
         for name, count in counts.items()
         if count
     ]
+
+
+ROUNDING = 1e-9
+"""Tolerance for floating-point error before rounding a count up."""
+
+
+def load_expert_feed(
+    section: ExpertSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    enable_thinking: bool | None,
+    split_special_tokens: bool,
+    max_model_len: int,
+    num_runs: int,
+    seed: int,
+) -> ExpertFeed:
+    """Read the demonstrations that are mixed with `num_runs` rollouts per step."""
+    rows = load_conversation_rows(ConversationDataSection(path=section.path, name=section.name, split=section.split))
+    reader = ConversationReader(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
+    samples = [replace(sample, is_expert=True) for sample in reader.read(rows, max_model_len=max_model_len)]
+    demonstrations = [list(row_samples) for _, row_samples in groupby(samples, key=lambda sample: sample.group_index)]
+    num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_runs - ROUNDING)
+    return ExpertFeed(demonstrations, num_per_step=num_per_step, seed=seed)

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tunesmith.commands.candidates.models import (
     Candidate,
@@ -26,7 +27,6 @@ from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, summarize
 from tunesmith.commands.tune_prompt.result import HeldOutScores, PromptTuneResult
 from tunesmith.commands.tune_prompt.settings import LiteLlmModel, PromptTuning
 from tunesmith.commands.tune_prompt.teacher import Teacher
-from tunesmith.commands.tune_prompt.thread_output import silence
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
@@ -313,3 +313,29 @@ class LoopSearch:
                 return await found
         finally:
             self._is_stopped = True
+
+
+class _OtherThreadsOnly:
+    """A text stream that drops what one thread writes.
+
+    DSPy prints progress bars from its thread and has no switch for them. `contextlib.redirect_stdout` would silence the
+    workflows and the run's own progress too, which print from the event loop's thread meanwhile.
+    """
+
+    def __init__(self, stream: Any, thread: threading.Thread) -> None:
+        self._stream = stream
+        self._thread = thread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.current_thread() is self._thread else self._stream.write(text)
+
+
+@contextlib.contextmanager
+def silence(thread: threading.Thread) -> Iterator[None]:
+    """Within: nothing that `thread` writes to stdout and stderr is shown."""
+    out, err = (cast(Any, _OtherThreadsOnly(stream, thread)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.viewer.answers.conversation import build_conversations, format_conversation
-from tunesmith.viewer.answers.diff import diff_texts
 from tunesmith.viewer.answers.steps import MAX_ANSWER_CHARS, find_title, load_row, to_number
 from tunesmith.viewer.reading.rollout_index import Rows
 from tunesmith.viewer.reading.run import Run
@@ -103,3 +104,24 @@ def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any
             {"run": number, "step": step, "group": group, "rollout": index, "reward": stored.trajectory.reward}
         )
     return {"before": titles[0], "after": titles[1], "parts": diff_texts(*texts)}
+
+
+WORD = re.compile(r"\s+|\w+|[^\w\s]")
+MAX_WORDS = 6000
+"""Longer texts are compared line by line, which is quadratic in far fewer parts."""
+
+
+def diff_texts(before: str, after: str) -> list[dict[str, Any]]:
+    """Parts in order: `=` in both, `-` only before, `+` only after."""
+    a, b = WORD.findall(before), WORD.findall(after)
+    if max(len(a), len(b)) > MAX_WORDS:
+        a, b = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    parts: list[dict[str, Any]] = []
+    for kind, a_start, a_end, b_start, b_end in SequenceMatcher(None, a, b, autojunk=len(a) > MAX_WORDS).get_opcodes():
+        if kind == "equal":
+            parts.append({"kind": "=", "text": "".join(a[a_start:a_end])})
+            continue
+        removed, added = "".join(a[a_start:a_end]), "".join(b[b_start:b_end])
+        parts += [{"kind": "-", "text": removed}] if removed else []
+        parts += [{"kind": "+", "text": added}] if added else []
+    return parts
