@@ -15,9 +15,8 @@ from tunesmith.algorithms.advantages.pass_at_k import DEFAULT_K, compute_pass_at
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.loss_contract import check_own_loss
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import CheckedAdvantages, OwnFunctions, replace_functions
-from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
+from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, TokenScores, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
@@ -39,7 +38,7 @@ class Algorithm:
     entropy_coef: float
     top_entropy_fraction: float
     """Share of the tokens of an update, those of highest entropy, that have a policy loss."""
-    compute_terms: Callable[[BatchScores], TokenTerms]
+    compute_terms: Callable[[TokenInputs], TokenInputs]
     needs: frozenset[Need]
     kl_adaptive: AdaptiveKlSection | None
     correction: CorrectionSection
@@ -59,6 +58,30 @@ class Algorithm:
     def is_supervised(self) -> bool:
         """Whether it trains on given completions: their tokens have no sampler logprobs and no advantages."""
         return self.compute_advantages is None
+
+    @property
+    def can_weigh_in_loss_pass(self) -> bool:
+        """Whether importance weights depend on the token alone, and nothing else needs logprobs before the loss
+        pass."""
+        correction = self.correction
+        return (
+            self.keeps_advantages
+            and correction.importance != "sequence"
+            and correction.mask is None
+            and "logprobs" not in self.needs
+        )
+
+    @property
+    def has_own_inputs(self) -> bool:
+        """Whether all inputs of fresh tokens, but for the counts that the loss is divided by, are those of each
+        token."""
+        correction = self.correction
+        return (
+            self.keeps_advantages
+            and correction.mask is None
+            and correction.negative_sequence_delta is None
+            and self.top_entropy_fraction == 1
+        )
 
     def find_sequence_knob(self) -> str | None:
         """What combines the tokens of whole rollouts: the algorithm's terms, or the knob of a mean or a product."""
@@ -173,12 +196,11 @@ def _check_arguments(algorithm: Algorithm) -> None:
         algorithm.compute_advantages([])
     no_tokens = np.zeros(0)
     algorithm.compute_terms(
-        BatchScores(
+        TokenInputs(
             old_logprobs_E=no_tokens,
             advantages_E=no_tokens,
             sequence_E=np.zeros(0, dtype=np.int64),
-            group_Q=np.zeros(0, dtype=np.int64),
-            is_expert_Q=np.zeros(0, dtype=bool),
+            group_E=np.zeros(0, dtype=np.int64),
             logprobs_E=no_tokens,
             reference_logprobs_E=no_tokens,
             teacher_logprobs_E=no_tokens,

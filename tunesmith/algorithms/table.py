@@ -44,7 +44,6 @@ from tunesmith.algorithms.losses.bounded_ratio import (
     compute_sppo_losses,
 )
 from tunesmith.algorithms.losses.clipped import (
-    TokenLosses,
     compute_ppo_clip_losses,
     compute_sft_is_losses,
     compute_sft_losses,
@@ -67,7 +66,7 @@ from tunesmith.algorithms.losses.reinforce import (
     compute_rec_losses,
     compute_reinforce_losses,
 )
-from tunesmith.algorithms.scores import Need, TokenTerms, keep_advantages
+from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, keep_advantages
 from tunesmith.algorithms.sequence_terms import (
     compute_gmpo_terms,
     compute_m2po_terms,
@@ -100,7 +99,7 @@ class AlgorithmEntry:
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the algorithm that differ from those of the loss function."""
     aggregation: Aggregation = "token-mean"
-    compute_terms: Callable[..., TokenTerms] = keep_advantages
+    compute_terms: Callable[..., TokenInputs] = keep_advantages
     """Function of all tokens of an update, run between advantages and losses."""
     terms_args: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the algorithm that differ from those of `compute_terms`."""

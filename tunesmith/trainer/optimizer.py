@@ -7,6 +7,7 @@ change in place and keep their memory. Nothing here synchronizes with the device
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -137,6 +138,22 @@ class MasterAdamW:
         if pairs:
             parameters, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(parameters, masters)
+
+
+def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_steps: int) -> float:
+    """Learning rate of step 0, 1, ...
+
+    Linear warm-up from 0 (exclusive) to the peak at the first step after the warm-up. The cosine schedule then decays
+    to `min_lr_ratio` times the peak at step `num_total_steps`, one after the last.
+    """
+    num_warmup_steps = settings.warmup_steps or math.ceil(settings.warmup_ratio * num_total_steps)
+    if step < num_warmup_steps:
+        return settings.learning_rate * (step + 1) / (num_warmup_steps + 1)
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    progress = min((step - num_warmup_steps) / max(num_total_steps - num_warmup_steps, 1), 1.0)
+    share = settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return settings.learning_rate * share
 
 
 @torch.no_grad()

@@ -12,9 +12,8 @@ from torch._dynamo.utils import counters
 
 from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses.clipped import TokenLosses
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.algorithms.scores import TokenInputs
+from tunesmith.algorithms.scores import TokenLosses
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
 from tunesmith.trainer import loss_pass as step
@@ -101,30 +100,28 @@ def test_models_on_a_cpu_are_not_compiled():
     assert not compiling.can_compile(build_trainable())
 
 
+NAMES = ("weights_N", "correction_N", "advantages_N", "old_logprobs_N", "sampler_logprobs_N", "is_newest_N")
+
+
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
 def test_compiled_loss_equals_the_eager_loss(compile_function, entropy_coef):
     algorithm = resolve_algorithm(AlgorithmSection(entropy_coef=entropy_coef))
-    compiled = compile_function(step._compute_loss)
+    compiled = compile_function(step.compute_chunk_loss)
     for num_sites, num_events in ((7, 9), (12, 30), (8, 8)):
         results = []
-        for compute in (step._compute_loss, compiled):
+        for compute in (step.compute_chunk_loss, compiled):
             torch.manual_seed(num_events)
             logprobs = (-torch.rand(num_sites) - 1).requires_grad_()
             entropies = torch.rand(num_sites).requires_grad_(entropy_coef > 0)
-            draws = [torch.randn(num_events) for _ in range(4)]
-            inputs = TokenInputs(
-                weights_E=draws[0].abs(), correction_E=torch.ones(num_events), advantages_E=draws[1],
-                old_logprobs_E=-draws[2].abs() - 1, sampler_logprobs_E=-draws[3].abs() - 1,
-                is_newest_E=torch.ones(num_events),
-            )  # fmt: skip
+            draws, ones = torch.randn(4, num_events), torch.ones(num_events)
+            values = [draws[0].abs(), ones, draws[1], -draws[2].abs() - 1, -draws[3].abs() - 1, ones]
+            inputs = DeviceInputs(names=NAMES, values_FE=torch.stack(values))
             sites = torch.randint(num_sites, (num_events,))
-            loss, totals = compute(logprobs, entropies, sites, inputs, algorithm, 0.1)
+            loss, names, totals = compute(logprobs, entropies, sites, inputs, algorithm, torch.tensor(0.1))
             loss.backward()
-            sums = {name: total for name, (_, total) in totals.items()}
-            results.append({"loss": loss.detach(), "gradient": logprobs.grad} | sums)
-        assert list(results[0]) == list(results[1])
-        for name in results[0]:
-            torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-5, atol=1e-6)
+            results.append((names, loss.detach(), logprobs.grad, totals))
+        assert results[0][0] == results[1][0]
+        torch.testing.assert_close(results[1][1:], results[0][1:], rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -139,10 +136,7 @@ def compute_own_losses(scores, *, clip=0.2):
 def test_one_graph_serves_all_chunk_sizes_and_kl_coefs(compile_function, kind):
     section = AlgorithmSection(loss="own:loss") if kind == "own" else AlgorithmSection(algorithm_type=kind)
     algorithm = resolve_algorithm(section, own=OwnFunctions(loss=compute_own_losses if kind == "own" else None))
-    names = (
-        "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
-        "reference_logprobs_E",
-    )  # fmt: skip
+    names = (*NAMES, "reference_logprobs_N")
     with compiling.compiled_layers(build_trainable("llama")):
         compiled = compile_function(step.compute_chunk_loss)
         for num_sites, num_events, kl_coef in ((8, 8, 0.1), (7, 9, 0.2), (12, 30, 0.3), (30, 31, 0.1), (31, 31, 0.0)):
@@ -170,9 +164,9 @@ def test_one_graph_serves_all_chunk_sizes_and_kl_coefs(compile_function, kind):
 def test_another_kl_coef_does_not_recompile(compile_function):
     """`kl_adaptive` replaces the algorithm after every update."""
     algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1, kl_estimator="k3"))
-    compiled = compile_function(step._compute_loss)
-    names = ("weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E")
-    inputs = TokenInputs(**dict.fromkeys(names, torch.ones(9)), reference_logprobs_E=torch.zeros(9))
+    compiled = compile_function(step.compute_chunk_loss)
+    values = torch.cat([torch.ones(len(NAMES), 9), torch.zeros(1, 9)])
+    inputs = DeviceInputs(names=(*NAMES, "reference_logprobs_N"), values_FE=values)
     losses = []
     for kl_coef in (0.1, 0.2, 0.3):
         algorithm = replace(algorithm, kl_coef=kl_coef)

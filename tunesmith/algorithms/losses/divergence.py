@@ -17,7 +17,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, clamp_log_ratio
+from tunesmith.algorithms.losses.clipped import clamp_log_ratio
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

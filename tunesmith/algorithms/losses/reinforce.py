@@ -13,7 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from tunesmith.algorithms.losses.bounded_ratio import compute_sequence_ratios
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, clamp_log_ratio
+from tunesmith.algorithms.losses.clipped import clamp_log_ratio
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.errors import ConfigError
 
 
