@@ -15,8 +15,8 @@ from tunesmith.algorithms.advantages.group import (
     compute_dr_grpo_advantages,
     compute_maxrl_advantages,
     compute_multi_step_grpo_advantages,
+    compute_pass_at_k_advantages,
 )
-from tunesmith.algorithms.advantages.pass_at_k import compute_pass_at_k_advantages
 from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
 from tunesmith.algorithms.losses.reinforce import compute_importance_sampling_losses, compute_reinforce_losses
 from tunesmith.algorithms.scores import TokenScores

@@ -80,7 +80,7 @@ def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
     for packing in PACKINGS:
         found, again = run(model, samples, section, packing=packing, chunk_tokens=3)
         assert_same(found, expected, tolerance=1e-9)
-        assert again.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
+        assert again.inputs.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
 
 
 @pytest.mark.parametrize(

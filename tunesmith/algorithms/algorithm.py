@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
-from tunesmith.algorithms.advantages.pass_at_k import DEFAULT_K, compute_pass_at_k_advantages
+from tunesmith.algorithms.advantages.group import DEFAULT_K, Advantages, RunOutcome, compute_pass_at_k_advantages
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.loss_contract import check_own_loss

@@ -59,21 +59,6 @@ class TokenCounts:
     """Sampled by the newest policy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """Metrics of one optimizer update."""
-
-    metrics: dict[str, float]
-    """`metric` defines how they are reduced over updates."""
-    grad_norm: float
-    """Before clipping."""
-
-    @property
-    def mismatch_kl(self) -> float | None:
-        """Estimate of KL(sampler || trainer), the mean over tokens of the newest policy; None if there are none."""
-        return self.metrics.get("mismatch/kl")
-
-
 def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total[Tensor]]:
     """Totals of the update by name."""
     values_PK = torch.cat([part.values_PK for part in parts])
@@ -141,20 +126,20 @@ def build_token_metrics(totals: Mapping[str, Total[float]], counts: TokenCounts,
     return metrics
 
 
-def check_finite(update: Update) -> None:
+def check_finite(metrics: Mapping[str, float]) -> None:
     """Raise TrainingError if the loss or the gradient norm is not finite."""
-    loss = update.metrics["train/loss"]
-    if not math.isfinite(loss) or not math.isfinite(update.grad_norm):
+    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise TrainingError(
-            f"the loss is {loss:g} and the norm of its gradient is {update.grad_norm:g}: no update was made; "
+            f"the loss is {loss:g} and the norm of its gradient is {grad_norm:g}: no update was made; "
             "lower trainer.learning_rate, or try model.dtype=float32"
         )
 
 
-def check_mismatch(update: Update, limits: TrainerSection, *, has_console: bool = True) -> None:
+def check_mismatch(metrics: Mapping[str, float], limits: TrainerSection, *, has_console: bool = True) -> None:
     """Warn or raise TrainingError if sampler and trainer logprobs differ by more than the limits; of several ranks one
     has the console."""
-    mismatch = update.mismatch_kl
+    mismatch = metrics.get("mismatch/kl")
     if mismatch is None:
         return
     if mismatch > limits.mismatch_stop:
@@ -169,7 +154,6 @@ def check_mismatch(update: Update, limits: TrainerSection, *, has_console: bool 
         )  # fmt: skip
 
 
-def build_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of a step from those of its updates."""
-    counts = {"train/num_updates": Count(len(updates))} | count_row_tokens([])
-    return merge_metrics([counts, *(update.metrics for update in updates)])
+def build_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step from those of its updates; `metric` defines how they are reduced."""
+    return merge_metrics([{"train/num_updates": Count(len(updates))} | count_row_tokens([]), *updates])

@@ -40,7 +40,7 @@ from tunesmith.trainer.host_work import HostWork
 from tunesmith.trainer.layers.compiled_layers import find_compilable
 from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
-from tunesmith.trainer.metrics import Update, build_metrics, check_finite, check_mismatch
+from tunesmith.trainer.metrics import build_metrics, check_finite, check_mismatch
 from tunesmith.trainer.optimizer import compute_checksum, compute_learning_rate
 from tunesmith.trainer.packing import split_minibatches
 from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
@@ -171,7 +171,7 @@ class Trainer:
         samples = attach_token_masks(samples, self._grammars)
         policy_version, groups = gather_versions(samples, self._ranks, policy_version)
         scores = score_step(self._setup, self._algorithm, samples, policy_version=policy_version, step=self.num_steps)
-        updates: list[Update] = []
+        updates: list[dict[str, float]] = []
         self._host_work.begin(host_work)
         for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
@@ -256,8 +256,8 @@ class Trainer:
         learning_rate: float,
         policy_version: int,
         number: int,
-    ) -> Update:
-        """Update `number` of the step, from 0."""
+    ) -> dict[str, float]:
+        """Make update `number` of the step, from 0; return its metrics."""
         is_first = number == 0
         self._optimizer.clear_gradients()
         gradient = compute_gradient(
@@ -274,41 +274,41 @@ class Trainer:
         )
         self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
-        update = read_update(gradient, rows, grad_norm, is_first=is_first, ranks=self._ranks)
+        metrics = read_update(gradient, rows, grad_norm, is_first=is_first, ranks=self._ranks)
         if "train/kl" in gradient.totals:
-            update.metrics["train/kl_coef"] = self._algorithm.kl_coef
+            metrics["train/kl_coef"] = self._algorithm.kl_coef
         try:
-            check_finite(update)
+            check_finite(metrics)
             if is_first and not self._algorithm.is_supervised:
-                check_mismatch(update, self._settings, has_console=self._ranks.is_first)
+                check_mismatch(metrics, self._settings, has_console=self._ranks.is_first)
             if self._critic is not None:
                 inputs = gradient.prepared.inputs
                 assert inputs.values_E is not None and inputs.returns_E is not None
-                update.metrics.update(self._critic.update(rows, inputs.values_E, inputs.returns_E))
+                metrics |= self._critic.update(rows, inputs.values_E, inputs.returns_E)
         except TrainingError:
             self._optimizer.clear_gradients()
             raise
         if self._critic is not None and self.num_steps < self._critic.num_warmup_steps:
             self._optimizer.clear_gradients()
-            return update
+            return metrics
         is_checked = self.num_steps % CHANGE_CHECK_INTERVAL_STEPS == 0
         before = self._optimizer.sample_weights() if is_checked else None
         self._optimizer.update(
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
         if before is not None:
-            update.metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
-            update.metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
-        return update
+            metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
+            metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
+        return metrics
 
     def _active_dropout(self, number: int) -> AbstractContextManager[None]:
         """Context with the adapter's dropout active, seeded by the step and the update in it."""
         (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
-    def _adapt_kl_coef(self, update: Update, samples: Sequence[Sample]) -> None:
+    def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Adapt the KL coefficient to the KL of the update."""
-        adaptive, kl = self._algorithm.kl_adaptive, update.metrics.get("train/kl")
+        adaptive, kl = self._algorithm.kl_adaptive, metrics.get("train/kl")
         if adaptive is not None and kl is not None:
             num_trajectories = len({sample.trajectory_index for sample in samples if not sample.is_expert})
             kl_coef = adapt_kl_coef(

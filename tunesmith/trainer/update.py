@@ -42,7 +42,6 @@ from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.metrics import (
     TokenCounts,
     Total,
-    Update,
     build_token_metrics,
     count_row_tokens,
     count_tokens,
@@ -232,14 +231,15 @@ def run_loss(
     )
 
 
-def read_update(gradient: Gradient, rows: Sequence[Trie], grad_norm: Tensor, *, is_first: bool, ranks: Ranks) -> Update:
-    """Wait for the device, and merge the totals of all ranks into the metrics of the update."""
+def read_update(
+    gradient: Gradient, rows: Sequence[Trie], grad_norm: Tensor, *, is_first: bool, ranks: Ranks
+) -> dict[str, float]:
+    """Metrics of the update over all ranks, read in the only wait for the device."""
     tensors = [grad_norm, *(total.value for total in gradient.totals.values())]
-    norm, *values = torch.stack([value.double() for value in tensors]).tolist()  # the only device synchronization
+    norm, *values = torch.stack([value.double() for value in tensors]).tolist()
     totals = read_totals(gradient.totals, values, ranks)
     metrics = build_token_metrics(totals, gradient.prepared.counts, is_first=is_first)
-    metrics |= count_row_tokens(rows, ranks) | dict(gradient.prepared.inputs.metrics) | {"train/grad_norm": norm}
-    return Update(metrics=metrics, grad_norm=norm)
+    return metrics | count_row_tokens(rows, ranks) | dict(gradient.prepared.inputs.metrics) | {"train/grad_norm": norm}
 
 
 def prepare_update(

@@ -159,7 +159,7 @@ def test_the_mask_by_entropy_does_not_depend_on_packing(name):
     for packing in PACKINGS:
         found, again = run(model, samples, section, packing=packing, chunk_tokens=3)
         assert_same(found, expected, tolerance=1e-9)
-        assert again.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
+        assert again.inputs.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
 
 
 def test_scored_entropies_are_those_of_the_sampling_distributions():
