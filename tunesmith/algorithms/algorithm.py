@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
 from tunesmith.algorithms.advantages.group import DEFAULT_K, Advantages, RunOutcome, compute_pass_at_k_advantages
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
-from tunesmith.algorithms.loss_contract import check_own_loss
+from tunesmith.algorithms.loss_contract import build_random_scores, check_own_loss
 from tunesmith.algorithms.own_functions import CheckedAdvantages, OwnFunctions, replace_functions
 from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, TokenScores, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
@@ -142,10 +139,19 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         trains_zero_advantages=_trains_zero_advantages(section, entry),
     )
     _check_section(section, algorithm)
+    # on few values, which raises ConfigError for arguments that do not fit together before a run starts
+    if algorithm.compute_advantages is not None:
+        algorithm.compute_advantages([])
     if section.loss is None:
-        _check_arguments(algorithm)
+        algorithm.compute_losses(build_random_scores(algorithm.compute_terms, algorithm.needs))
     else:
-        _check_own_loss(section, algorithm)
+        check_own_loss(
+            algorithm.compute_losses,
+            knob=f"algorithm.loss={section.loss!r}",
+            algorithm_type=name,
+            compute_terms=algorithm.compute_terms,
+            needs=needs,
+        )
     return algorithm
 
 
@@ -174,49 +180,6 @@ def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) ->
     )
     drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
     return entry.drops_equal_rewards and has_other_gradient and not drops_by_threshold
-
-
-def _check_own_loss(section: AlgorithmSection, algorithm: Algorithm) -> None:
-    """As `_check_arguments`, with the contract of the user's loss function."""
-    if algorithm.compute_advantages is not None:
-        algorithm.compute_advantages([])
-    check_own_loss(
-        algorithm.compute_losses,
-        knob=f"algorithm.loss={section.loss!r}",
-        algorithm_type=algorithm.name,
-        compute_terms=algorithm.compute_terms,
-        needs=algorithm.needs,
-    )
-
-
-def _check_arguments(algorithm: Algorithm) -> None:
-    """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
-    if algorithm.compute_advantages is not None:
-        algorithm.compute_advantages([])
-    no_tokens = np.zeros(0)
-    algorithm.compute_terms(
-        TokenInputs(
-            old_logprobs_E=no_tokens,
-            advantages_E=no_tokens,
-            sequence_E=np.zeros(0, dtype=np.int64),
-            group_E=np.zeros(0, dtype=np.int64),
-            logprobs_E=no_tokens,
-            reference_logprobs_E=no_tokens,
-            teacher_logprobs_E=no_tokens,
-            values_E=no_tokens,
-        )
-    )
-    empty = torch.zeros(0)
-    algorithm.compute_losses(
-        TokenScores(
-            logprobs_N=empty,
-            old_logprobs_N=empty,
-            advantages_N=empty,
-            sequence_log_ratios_N=empty,
-            constants_N=empty,
-            is_selected_N=empty,
-        )
-    )
 
 
 def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:

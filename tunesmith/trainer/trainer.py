@@ -9,6 +9,7 @@ loss pass of supervised fine-tuning, which has no sampler.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -36,7 +37,6 @@ from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.batch import attach_token_masks
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.host_work import HostWork
 from tunesmith.trainer.layers.compiled_layers import find_compilable
 from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
@@ -65,6 +65,10 @@ LESS_MEMORY = (
 )
 CHANGE_CHECK_INTERVAL_STEPS = 10
 """Steps between checks whether an update changed any weight; each check synchronizes with the device."""
+FREEZE_CALL = 3
+"""Update after which everything is compiled: what is alive then lives as long as the run."""
+FULL_INTERVAL = 10
+"""Updates between collections of all generations; the collector would start one by itself after eleven."""
 
 
 class Trainer:
@@ -319,3 +323,43 @@ class Trainer:
                 horizon=adaptive.horizon,
             )
             self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
+
+
+class HostWork:
+    """What the host does while the device computes the gradient of the first update of a step.
+
+    The host can queue about a thousand kernels, so it is never far ahead of the device: 0.1 s on an H200. Work is
+    therefore done in pieces, one after each row that was queued. Python's garbage collector is one of them: it would
+    stop the host for 10 to 500 ms at a time, at moments that differ between ranks, which wait for each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._num_calls = 0
+        self._pieces: list[Callable[[], None]] = []
+
+    def begin(self, pieces: Sequence[Callable[[], None]]) -> None:
+        """Plan these pieces of work and, on a GPU, a collection of garbage."""
+        self._pieces = [*pieces, *([self.collect_garbage] if self._is_cuda else [])]
+
+    def advance(self) -> None:
+        """Do the next piece, if one is left: a row was queued."""
+        if self._pieces:
+            self._pieces.pop(0)()
+
+    def finish(self) -> None:
+        """Do what is left: all rows were queued."""
+        while self._pieces:
+            self.advance()
+
+    def collect_garbage(self) -> None:
+        """Collect young objects, at times all; objects alive at the third update are exempt from then on.
+
+        Nothing is collected unless `run_lockstep` has exempted the objects of libraries, which take a second.
+        """
+        if self._num_calls == 0 and not gc.get_freeze_count():  # counting a million objects takes 0.1 s
+            return
+        self._num_calls += 1
+        gc.collect(2 if self._num_calls == FREEZE_CALL or self._num_calls % FULL_INTERVAL == 0 else 1)
+        if self._num_calls == FREEZE_CALL:
+            gc.freeze()

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, standardize, subtract_mean
+from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, spread_scored, standardize, subtract_mean
 from tunesmith.errors import ConfigError
 from tunesmith.types import are_equal
 
@@ -49,9 +49,7 @@ def compute_gigpo_advantages(
             for of_run, turns in zip(run_advantages, turn_advantages, strict=True)
         ]
         has_nonzero = any(value for row in rows for value in row)
-        remaining = iter(rows)
-        values = [None if run.reward is None else next(remaining) for run in group]
-        advantages.append(list(values) if has_nonzero else [None] * len(group))
+        advantages.append(list(spread_scored(group, rows)) if has_nonzero else [None] * len(group))
     return advantages
 
 

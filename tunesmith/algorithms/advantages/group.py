@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -20,6 +20,7 @@ from tunesmith.types import RunAdvantage, are_equal, is_above
 Advantages = list[list[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
 Share = Annotated[float, Field(ge=0, le=1)]
+V = TypeVar("V")
 DEFAULT_K = 4
 """Of pass@k."""
 MIN_VARIANCE = 1e-4
@@ -212,9 +213,14 @@ def map_scored(
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
         values = None if are_equal(rewards) else compute(rewards)
-        remaining = iter(values if values is not None else [None] * len(rewards))
-        advantages.append([None if run.reward is None else next(remaining) for run in group])
+        advantages.append([None] * len(group) if values is None else spread_scored(group, values))
     return advantages
+
+
+def spread_scored(group: Sequence[RunOutcome], values: Sequence[V]) -> list[V | None]:
+    """The values of the scored rollouts, None for the others."""
+    remaining = iter(values)
+    return [None if run.reward is None else next(remaining) for run in group]
 
 
 def apply_rank_penalty(group: Sequence[RunOutcome], penalty: float) -> list[RunOutcome]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tunesmith.algorithms.scores import TokenLosses, TokenScores
 
+Share = Annotated[float, Field(ge=0, le=1)]
+DualClip = Annotated[float, Field(gt=1)]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, so that no token overflows the loss."""
 
@@ -24,9 +26,9 @@ MAX_LOG_RATIO = 20.0
 def compute_ppo_clip_losses(
     scores: TokenScores,
     *,
-    clip_range_low: Annotated[float, Field(ge=0, le=1)] = 0.2,
+    clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
     fallback_to_policy_gradient: bool = False,
 ) -> TokenLosses:
     """Clipped surrogate (Schulman et al., 2017, eq. 7) with the dual clip for A < 0 (Ye et al., 2020, eq. 5).

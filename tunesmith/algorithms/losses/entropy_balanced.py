@@ -9,13 +9,12 @@ Axes: E trained tokens of one update, N sampled tokens.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 
-from tunesmith.algorithms.losses.clipped import clamp_log_ratio, compute_ppo_clip_losses
+from tunesmith.algorithms.losses.clipped import DualClip, Share, clamp_log_ratio, compute_ppo_clip_losses
 from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores
 from tunesmith.algorithms.token_selection import ENTROPY_TOLERANCE
 
@@ -45,9 +44,9 @@ def compute_aepo_terms(tokens: TokenInputs, *, entropy_advantage_coef: NonNegati
 def compute_aepo_losses(
     scores: TokenScores,
     *,
-    clip_range_low: Annotated[float, Field(ge=0, le=1)] = 0.2,
+    clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """PPO's clip, where selected tokens above the upper clip keep the gradient of (1 + clip_range_high) A log p.
 

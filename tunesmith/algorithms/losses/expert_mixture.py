@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
+from tunesmith.algorithms.losses.clipped import DualClip, Share, compute_ppo_clip_losses
 from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def compute_mix_terms(tokens: TokenInputs, *, mu: Share = 0.1) -> TokenInputs:
@@ -71,7 +68,7 @@ def compute_mix_losses(
     *,
     clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """PPO's clipped loss for sampled tokens, cross entropy for expert tokens."""
     return _mix_losses(scores, torch.ones_like(scores.logprobs_N), clip_range_low, clip_range_high, clip_ratio_c)
@@ -82,7 +79,7 @@ def compute_chord_losses(
     *,
     clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """As `compute_mix_losses` with each expert token's cross entropy times p (1 - p) (Zhang et al., 2025, CHORD-phi).
 
