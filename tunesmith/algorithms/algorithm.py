@@ -110,8 +110,7 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         raise ConfigError(f"unknown algorithm_type {name!r}: {suggest_name(name, list(ALGORITHMS))}")
     entry = replace_functions(ALGORITHMS[name], section, own)
     loss_args = {**entry.loss_args, **section.loss_args}
-    terms_args = {**entry.terms_args, **section.terms_args}
-    needs = entry.needs | entry.find_needs({**section.advantage_args, **terms_args, **loss_args})
+    needs = entry.needs | entry.find_needs({**section.advantage_args, **section.terms_args, **loss_args})
     if section.kl_coef > 0:
         needs |= {"reference"}
     if section.correction.negative_sequence_delta is not None:
@@ -122,7 +121,7 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         name=name,
         compute_advantages=_bind_advantages(section, entry),
         compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}"),
-        compute_terms=bind_arguments(entry.compute_terms, terms_args, where=f"terms_args of {name!r}"),
+        compute_terms=bind_arguments(entry.compute_terms, section.terms_args, where=f"terms_args of {name!r}"),
         needs=needs,
         aggregation=section.loss_aggregation or entry.aggregation,
         kl_coef=section.kl_coef,
@@ -296,7 +295,7 @@ def describe_algorithms() -> str:
         if entry.compute_advantages is not None:
             lines.append(f"    advantage_args: {_describe_arguments(entry.compute_advantages, {})}")
         if entry.compute_terms is not keep_advantages:
-            lines.append(f"    terms_args: {_describe_arguments(entry.compute_terms, entry.terms_args)}")
+            lines.append(f"    terms_args: {_describe_arguments(entry.compute_terms, {})}")
         lines.append(f"    loss_args: {_describe_arguments(entry.compute_losses, entry.loss_args)}")
     return "\n".join(lines)
 

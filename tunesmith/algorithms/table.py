@@ -51,8 +51,6 @@ class AlgorithmEntry:
     aggregation: Aggregation = "token-mean"
     compute_terms: Callable[..., TokenInputs] = keep_advantages
     """Function of all tokens of an update, run between advantages and losses."""
-    terms_args: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the algorithm that differ from those of `compute_terms`."""
     needs: frozenset[Need] = frozenset()
     """Inputs required besides rewards."""
     find_needs: Callable[[Mapping[str, Any]], frozenset[Need]] = find_reward_kl_needs

@@ -14,7 +14,8 @@ order, which is about the order of the backward pass.
 
 A parameter of a sharded layer (`sharded_model`) has the same layout: a rank holds whole rows of it, which are one range
 of its elements. These rows are the master, their gradient has been summed by the backward pass, and nothing has to be
-gathered, so such parameters are in no bucket. States are those of one rank, whatever the layout.
+gathered, so such parameters are in no bucket. A state is saved as that of a single rank, whatever the layout, so a run
+resumes on any number of ranks.
 
 Axes: R ranks, S elements of a rank's part.
 """
@@ -194,7 +195,8 @@ class ShardedAdamW(MasterAdamW):
         return is_narrow(self._model, self._parameters[name])
 
     def _build_part(self, name: str, *, seed: int) -> Tensor:
-        """This rank's part of the master of a parameter, which becomes that of the first rank."""
+        """This rank's part of the master of a parameter; whole parameters become those of the first rank, by one
+        broadcast each, in the same order on all ranks."""
         parameter = self._parameters[name]
         if name in self._sharded:
             return get_local(parameter).requires_grad_()
@@ -209,7 +211,7 @@ class ShardedAdamW(MasterAdamW):
         parameter = self._parameters[name]
         if self._has_master(name):
             self._masters[name].copy_(self._cut(name, pop_tensor(state, f"master:{name}", parameter)))
-        elif name not in self._sharded:  # whose rows are the master itself
+        elif name not in self._sharded:  # the rows of a sharded parameter are its master
             self._masters[name].copy_(self._cut(name, parameter.detach()))
 
     def _count_part(self, name: str) -> int:

@@ -34,7 +34,7 @@ class Sharding:
 
     ranks: Ranks
     dtype: torch.dtype
-    """In which the layers compute, and in which weights are handed on and saved."""
+    """The type in which the layers compute, and in which weights are sent to samplers and saved."""
 
 
 _SHARDINGS: WeakKeyDictionary[nn.Module, Sharding] = WeakKeyDictionary()
@@ -84,7 +84,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
     ignored = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(decoder, mesh=mesh, ignored_params=ignored)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of whole layers
+        torch.cuda.empty_cache()  # the memory of whole layers
     _SHARDINGS[model] = Sharding(ranks=ranks, dtype=dtype)
 
 
@@ -175,7 +175,7 @@ def cut_rows(whole: Tensor, parameter: Tensor, rank: int) -> Tensor:
 
 
 def is_narrow(model: nn.Module, parameter: Tensor) -> bool:
-    """Whether the model computes with 16-bit values of the parameter."""
+    """Whether the model computes with 16-bit values of the parameter, which then has a separate float32 master."""
     sharding = find_sharding(model)
     if sharding is None or not isinstance(parameter, DTensor):
         return not is_wide(parameter)  # type: ignore[arg-type]
