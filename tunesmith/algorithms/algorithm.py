@@ -57,8 +57,7 @@ class Algorithm:
 
     @property
     def can_weigh_in_loss_pass(self) -> bool:
-        """Whether importance weights depend on the token alone, and nothing else needs logprobs before the loss
-        pass."""
+        """Whether importance weights depend on the token alone, and no logprobs are needed before the loss pass."""
         correction = self.correction
         return (
             self.keeps_advantages
@@ -69,8 +68,7 @@ class Algorithm:
 
     @property
     def has_own_inputs(self) -> bool:
-        """Whether all inputs of fresh tokens, but for the counts that the loss is divided by, are those of each
-        token."""
+        """Whether the inputs of a fresh token depend on it alone, but for the counts that the loss is divided by."""
         correction = self.correction
         return (
             self.keeps_advantages
