@@ -278,9 +278,7 @@ class Trainer:
         )
         self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
-        metrics = read_update(gradient, rows, grad_norm, is_first=is_first, ranks=self._ranks)
-        if "train/kl" in gradient.totals:
-            metrics["train/kl_coef"] = self._algorithm.kl_coef
+        metrics = read_update(self._setup, self._algorithm, gradient, rows, grad_norm, is_first=is_first)
         try:
             check_finite(metrics)
             if is_first and not self._algorithm.is_supervised:

@@ -232,14 +232,24 @@ def run_loss(
 
 
 def read_update(
-    gradient: Gradient, rows: Sequence[Trie], grad_norm: Tensor, *, is_first: bool, ranks: Ranks
+    setup: PassSetup,
+    algorithm: Algorithm,
+    gradient: Gradient,
+    rows: Sequence[Trie],
+    grad_norm: Tensor,
+    *,
+    is_first: bool,
 ) -> dict[str, float]:
     """Metrics of the update over all ranks, read in the only wait for the device."""
     tensors = [grad_norm, *(total.value for total in gradient.totals.values())]
     norm, *values = torch.stack([value.double() for value in tensors]).tolist()
-    totals = read_totals(gradient.totals, values, ranks)
+    totals = read_totals(gradient.totals, values, setup.ranks)
     metrics = build_token_metrics(totals, gradient.prepared.counts, is_first=is_first)
-    return metrics | count_row_tokens(rows, ranks) | dict(gradient.prepared.inputs.metrics) | {"train/grad_norm": norm}
+    metrics |= count_row_tokens(rows, setup.ranks) | dict(gradient.prepared.inputs.metrics)
+    metrics["train/grad_norm"] = norm
+    if "train/kl" in totals:  # of all ranks: this one may have no rows
+        metrics["train/kl_coef"] = algorithm.kl_coef
+    return metrics
 
 
 def prepare_update(
