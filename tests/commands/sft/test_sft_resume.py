@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from conversation_examples import ROW
 from killed_runs import Zygote, read_metrics
-from tunesmith.model.prepare import prepare_model
+from small_pocket import write_small_pocket
 
 NUM_KILLS = 6
 WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
@@ -21,7 +21,7 @@ WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     rows = [
         ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": f"{n} it is."}]} for n in range(24)
     ]
