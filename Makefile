@@ -20,6 +20,7 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+unexport PYTHONDONTWRITEBYTECODE
 
 MAKEFLAGS += --jobs=2
 
@@ -32,6 +33,7 @@ demo: $(VENV)/.installed-demo
 test: lint docs pytest
 
 pytest: $(VENV)/.installed-test | docs
+	$(BIN)/python -c "import tunesmith.api"  # compiles modules once instead of in each process that runs tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed-test

@@ -53,7 +53,7 @@ KILLS: dict[str, tuple[Callable[[Path], bool], ...]] = {
         lambda run: count_metrics(run) >= 5,
         lambda run: (run / "model").exists(),
     ),
-    "adapter": (lambda run: count_metrics(run) >= 3, lambda run: count_metrics(run) >= 6),
+    "adapter": (lambda run: count_metrics(run) >= 3,),
 }
 """Points of a training, in their order, at which it is killed once: while the model loads, before the first checkpoint,
 in the middle of one, between later ones, and while the model is written."""
