@@ -241,7 +241,7 @@ def test_numbers_that_json_does_not_have_are_null(answers):
 )  # fmt: skip
 def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, template, reply):
     from tunesmith.viewer.answers.conversation import drop_controls, iter_tool_names, parse_reply
-    from tunesmith.viewer.reading.reply_format import find_reply_format
+    from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     reply_format = find_reply_format(tmp_path, {"model": {"tool_call_parser": "auto"}})
@@ -252,7 +252,7 @@ def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, templat
 
 
 def test_the_configs_parser_is_preferred_to_the_templates(tmp_path):
-    from tunesmith.viewer.reading.reply_format import find_reply_format
+    from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "chat_template.jinja").write_text("[THINK] [/THINK] [TOOL_CALLS]")
     auto = find_reply_format(tmp_path, {})

@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tunesmith.chat.call_probe import SENTINEL, RenderedCall
 from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
-from tunesmith.chat.memo import memoize
-from tunesmith.chat.messages import Message, ToolCall
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
+from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
 from tunesmith.chat.parsers import (
     HARMONY,
     HERMES,
@@ -36,7 +38,6 @@ from tunesmith.chat.parsers import (
 )
 from tunesmith.chat.special_tokens import ESCAPE, encode_text
 from tunesmith.chat.template import ChatTemplate
-from tunesmith.chat.token_length import find_longest_token
 from tunesmith.types import Sampling
 
 logger = logging.getLogger(__name__)
@@ -391,3 +392,61 @@ def _is_rendered(message: Message, text: str) -> bool:
     """Whether the message's content is in the text, verbatim or as JSON; templates may move, merge or drop messages."""
     content = message.content.strip()
     return message.role == "assistant" or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+MAX_COMPOSED = 4
+"""Most characters that Unicode normalization (NFC, NFKC) composes into one."""
+CHARACTERS_OF_ONE = {
+    "NFC": MAX_COMPOSED, "NFKC": MAX_COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "Replace": 1, "Sequence": 1,
+    "ByteLevel": 1, "Digits": 1, "Split": 1, "Metaspace": 1, "Punctuation": 1,
+}  # fmt: skip
+"""Normalizers and pre-tokenizers that drop no text -> how many characters they may merge into one."""
+BYTES_AS_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def find_longest_token(tokenizer: Tokenizer) -> int | None:
+    """Upper bound on the characters of a text that become one token; None if there is no known bound."""
+    parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
+    steps = [step for part in parts for step in _iter_steps(json.loads(part.__getstate__()))]
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps) and vocabulary.keys() >= set(
+        ByteLevel.alphabet()
+    )
+    has_bytes = getattr(tokenizer.model, "byte_fallback", False) and vocabulary.keys() >= BYTES_AS_TOKENS
+    is_complete = type(tokenizer.model).__name__ == "BPE" and (is_byte_level or has_bytes)
+    if not is_complete or not all(map(_drops_nothing, steps)):
+        return None
+    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    return max(map(len, vocabulary)) * max((CHARACTERS_OF_ONE[step["type"]] for step in steps), default=1)
+
+
+def _iter_steps(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield step
+    for nested in step.get("normalizers") or step.get("pretokenizers") or ():
+        yield from _iter_steps(nested)
+
+
+def _drops_nothing(step: dict[str, Any]) -> bool:
+    if step["type"] not in CHARACTERS_OF_ONE or step.get("behavior") == "Removed":
+        return False
+    if step["type"] != "Replace":
+        return True
+    replaced = step["pattern"].get("String")
+    return replaced is not None and len(step["content"]) >= len(replaced)
+
+
+def describe_scope(prompt: Prompt) -> str:
+    """The tools and template variables of a prompt as text."""
+    tools_and_variables = [list(prompt.tools), list(prompt.variables)]
+    cache_key = build_cache_key(tools_and_variables)
+    return _dump_scope(tools_and_variables) if cache_key is None else _dump_scope_cached(cache_key)
+
+
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _dump_scope_cached(cache_key: bytes) -> str:
+    return _dump_scope(load_cache_key(cache_key))
+
+
+def _dump_scope(tools_and_variables: list[Any]) -> str:
+    return json.dumps(tools_and_variables, sort_keys=True, default=str)

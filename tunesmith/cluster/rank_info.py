@@ -1,8 +1,9 @@
-"""Which rank this process is, from the environment that torchrun or Ray sets; torch is not needed."""
+"""Which rank this process is, and the network of ranks on one host; from the environment, without torch."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,3 +62,15 @@ def shows_console(environment: Mapping[str, str] = os.environ) -> bool:
 def is_ray_worker() -> bool:
     """Whether this process is a rank that Ray has started."""
     return RAY_WORKER in os.environ
+
+
+def use_loopback() -> None:
+    """Let gloo use the loopback interface, all that ranks of one host need, unless the user chose another."""
+    if (loopback := find_loopback()) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def find_loopback() -> str | None:
+    """Name of the loopback interface, None if it has an uncommon one."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith import errors
-from tunesmith.cluster.ray_console import ConsoleReader, add_line
 from tunesmith.cluster.ray_nodes import check_nodes, choose_gpus, first_line, inspect_nodes, list_versions
-from tunesmith.cluster.ray_worker import FinalError, RayJob, run_worker
+from tunesmith.cluster.ray_worker import ConsoleReader, FinalError, RayJob, add_line, run_worker
 from tunesmith.errors import ConfigError, RankError, TunesmithError
 from tunesmith.storage import storage_errors
 

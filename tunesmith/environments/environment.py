@@ -16,9 +16,8 @@ from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
 from tunesmith.config.environment.environment import EnvironmentSection
-from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.prompts import build_system_prompt
-from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol
+from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol, build_conversation
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Finish, Segment, Transcript
 from tunesmith.tools.tool import Tool

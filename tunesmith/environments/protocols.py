@@ -1,4 +1,4 @@
-"""The two protocols: how a transcript becomes a chat request, and a reply becomes segments.
+"""The two protocols: how a transcript becomes a chat request or a row for fine-tuning, and a reply becomes segments.
 
 `TagProtocol`: one assistant turn of tags; after a call, its result is appended to the turn and the turn is continued
 (`continue_final_message`). `NativeProtocol`: tool calls and tool messages of the chat template. Both are used by the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 from openai.types.chat import ChatCompletion
@@ -237,3 +238,27 @@ def build_chat(transcript: Transcript) -> list[dict[str, Any]]:
             key = "reasoning_content" if segment.is_reasoning else "content"
             reply[key] = reply.get(key, "") + segment.text
     return messages
+
+
+def build_conversation(
+    transcript: Transcript, *, system: str, tools: Sequence[Mapping[str, Any]], trains_forced: bool = False
+) -> dict[str, Any]:
+    """A row with `messages`, and with `tools` where calls are native; `trains_forced` trains forced text too."""
+    first = build_messages(system, transcript.question)
+    if transcript.protocol == "native":
+        if not trains_forced and any(each.kind == "forced" for each in transcript.segments):
+            raise ValueError("forced text in a native transcript cannot be left out of training: set trains_forced")
+        row: dict[str, Any] = {"messages": [*first, *build_chat(transcript)]}
+        return row | ({"tools": list(tools)} if tools else {})
+    parts = [
+        {"type": "text", "text": "".join(each.text for each in segments), "weight": weight}
+        for weight, segments in groupby(
+            transcript.segments, key=lambda each: int(is_written(each) or (trains_forced and each.kind == "forced"))
+        )
+    ]
+    return {"messages": [*first, {"role": "assistant", "content": parts}]}
+
+
+def is_written(segment: Segment) -> bool:
+    """Whether the agent wrote the text: a thought, a call or the answer."""
+    return segment.kind not in ("result", "forced")

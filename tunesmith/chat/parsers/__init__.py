@@ -1,14 +1,12 @@
 """Parsers of sampled replies: reasoning, content and tool calls in the formats that open models write."""
 
 from tunesmith.chat.parsers.call_format import CallFormat
-from tunesmith.chat.parsers.delta import Delta, join_deltas
 from tunesmith.chat.parsers.formats import CALL_FORMATS, REASONING_TAGS, find_call_format, find_reasoning_parser
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES, parse_call
-from tunesmith.chat.parsers.incremental import IncrementalParser
+from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, count_overlap, join_deltas
 from tunesmith.chat.parsers.json_calls import MISTRAL
 from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, ReasoningTags, ReplyParser
-from tunesmith.chat.parsers.stop_strings import count_overlap
 
 __all__ = [
     "CALL_CLOSE",

@@ -12,8 +12,7 @@ import re
 from typing import Any
 
 from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, Tools, build_call, load_json
-from tunesmith.chat.parsers.incremental import IncrementalParser
-from tunesmith.chat.parsers.stop_strings import count_overlap
+from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -13,8 +13,7 @@ from typing import Any
 from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers.call_format import Block, BlockReader, CallFormat, Tools
 from tunesmith.chat.parsers.hermes import HERMES
-from tunesmith.chat.parsers.incremental import IncrementalParser
-from tunesmith.chat.parsers.stop_strings import count_overlap
+from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 

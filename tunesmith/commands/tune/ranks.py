@@ -22,7 +22,7 @@ from tunesmith.cluster.roles import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.event_loop.step_windows import open_windows
+from tunesmith.engine.event_loop.clock import open_windows
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching

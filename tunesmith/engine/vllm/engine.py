@@ -361,3 +361,39 @@ def start_process(
 def read_top(row: Sequence[Sequence[float]], num_top: int) -> TopLogprobs:
     """The most likely tokens that the distribution does not exclude, most likely first."""
     return tuple((int(token), logprob) for token, logprob in row if logprob > -math.inf)[:num_top]
+
+
+class DistantEngine(BaseEngine):
+    """Implements `tunesmith.types.Engine` on a rank that runs no tasks."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, max_model_len: int
+    ) -> None:
+        super().__init__(model, tokenizer, max_model_len=max_model_len)
+        self._policy_version = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        order: tuple[int, ...] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Raise EngineError: only the first rank samples."""
+        raise EngineError("only the first rank samples with vLLM, and this rank was asked to")
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def resume(self, policy_version: int) -> None:
+        """Note the version."""
+        self._policy_version = policy_version
+
+    def compute_stats(self) -> dict[str, float]:
+        """No counters."""
+        return {}

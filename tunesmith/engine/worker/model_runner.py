@@ -21,9 +21,15 @@ from tunesmith.cluster.ranks import count_ranks
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
-from tunesmith.engine.batch.kv_cache import KVCache, LayerShape, PagedAttentionPlan, get_span_order
+from tunesmith.engine.batch.kv_cache import (
+    KVCache,
+    LayerShape,
+    PagedAttentionPlan,
+    SingleRunPlan,
+    get_span_order,
+    has_single_runs,
+)
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
-from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_runs
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span

@@ -27,8 +27,8 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model
-from tunesmith.model.source.adapter_files import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.source.fingerprint import compute_fingerprint
+from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.storage import save_json
 
 ADAPTER = "default"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunesmith.errors import StorageError
-from tunesmith.retrieval.corpus.read import iter_passages
+from tunesmith.retrieval.corpus import iter_passages
 from tunesmith.retrieval.index.bm25 import write_bm25
 from tunesmith.retrieval.index.dense import write_dense
 from tunesmith.retrieval.index.manifest import IndexInfo, describe_index, write_manifest

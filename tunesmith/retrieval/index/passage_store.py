@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tunesmith.errors import DataError
-from tunesmith.retrieval.corpus.passage import Passage
+from tunesmith.retrieval.corpus import Passage
 
 LINES, OFFSETS, RANKS = "passages.jsonl", "offsets.npy", "id_rank.npy"
 

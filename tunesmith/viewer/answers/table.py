@@ -11,8 +11,7 @@ from typing import Any
 
 from tunesmith.errors import TunesmithError
 from tunesmith.viewer.answers.evaluations import list_answers, list_evaluations
-from tunesmith.viewer.answers.failures import list_failures
-from tunesmith.viewer.answers.overview import describe_runs, get_metric, get_versions
+from tunesmith.viewer.answers.overview import describe_runs, get_metric, get_versions, list_failures
 from tunesmith.viewer.answers.search import search_rollouts
 from tunesmith.viewer.answers.steps import (
     describe_group,
