@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tunesmith.chat.call_probe import SENTINEL, RenderedCall
 from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
-from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
+from tunesmith.chat.memo import memoize, memoize_value
 from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
 from tunesmith.chat.parsers import (
     HARMONY,
@@ -187,42 +187,27 @@ class Renderer:
         self,
         prompt_ids: Sequence[int],
         *,
-        new_call_id: Callable[[], str],
         has_tools: bool,
         has_reasoning: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
-        is_single_call: bool = False,
-        stop: Sequence[str] = (),
-        keeps_stop: bool = False,
-        prefix: str = "",
+        **frame: Any,
     ) -> IncrementalParser:
         """A parser for the reply to a prompt; without `has_tools`, nothing is parsed as a tool call, and without
         `has_reasoning` reasoning is content.
 
-        `tools`: those of the request; some formats need their schemas to tell text from numbers. The reasoning of
-        harmony is a channel of its own, which stays reasoning.
+        `tools`: those of the request; some formats need their schemas to tell text from numbers. `frame`: arguments of
+        `IncrementalParser`. The reasoning of harmony is a channel of its own, so it stays reasoning.
         """
         if self.is_harmony:
-            return HarmonyParser(
-                new_call_id=new_call_id,
-                has_tool_calls=self._call_format is HARMONY and has_tools,
-                is_single_call=is_single_call,
-                stop=stop,
-                keeps_stop=keeps_stop,
-                prefix=prefix,
-            )
+            return HarmonyParser(has_tool_calls=self._call_format is HARMONY and has_tools, **frame)
         return ReplyParser(
-            new_call_id=new_call_id,
             has_reasoning=self.has_reasoning and has_reasoning,
             is_reasoning_open=has_reasoning and self.is_reasoning_open(prompt_ids),
             has_tool_calls=self.has_tool_calls and has_tools,
-            is_single_call=is_single_call,
-            stop=stop,
-            keeps_stop=keeps_stop,
-            prefix=prefix,
             reasoning_tags=self._tags,
             call_format=self._call_format or HERMES,
             tools=tools,
+            **frame,
         )
 
     def limit_to_one_call(self, sampling: Sampling) -> Sampling:
@@ -437,16 +422,10 @@ def _drops_nothing(step: dict[str, Any]) -> bool:
 
 
 def describe_scope(prompt: Prompt) -> str:
-    """The tools and template variables of a prompt as text."""
-    tools_and_variables = [list(prompt.tools), list(prompt.variables)]
-    cache_key = build_cache_key(tools_and_variables)
-    return _dump_scope(tools_and_variables) if cache_key is None else _dump_scope_cached(cache_key)
+    """The tools and template variables of a prompt as text: only a call with the same ones extends a recorded turn."""
+    return _dump_scope([list(prompt.tools), list(prompt.variables)])
 
 
-@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _dump_scope_cached(cache_key: bytes) -> str:
-    return _dump_scope(load_cache_key(cache_key))
-
-
+@memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
 def _dump_scope(tools_and_variables: list[Any]) -> str:
     return json.dumps(tools_and_variables, sort_keys=True, default=str)

@@ -3,8 +3,8 @@
 from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.formats import CALL_FORMATS, REASONING_TAGS, find_call_format, find_reasoning_parser
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
-from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES, parse_call
-from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, count_overlap, join_deltas
+from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
+from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, join_deltas
 from tunesmith.chat.parsers.json_calls import MISTRAL
 from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, ReasoningTags, ReplyParser
 
@@ -25,9 +25,7 @@ __all__ = [
     "IncrementalParser",
     "ReasoningTags",
     "ReplyParser",
-    "count_overlap",
     "find_call_format",
     "find_reasoning_parser",
     "join_deltas",
-    "parse_call",
 ]

@@ -5,16 +5,13 @@ Harmony, the format of gpt-oss, holds reasoning, content and calls in messages o
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from tunesmith.chat.parsers.call_format import CallFormat
-from tunesmith.chat.parsers.deepseek import DEEPSEEK
 from tunesmith.chat.parsers.harmony import HARMONY
 from tunesmith.chat.parsers.hermes import HERMES
-from tunesmith.chat.parsers.json_calls import LLAMA3, MISTRAL
 from tunesmith.chat.parsers.reply import THINK, ReasoningTags
-from tunesmith.chat.parsers.xml_calls import GLM, QWEN3_CODER
-
-CALL_FORMATS = {each.name: each for each in (HERMES, QWEN3_CODER, GLM, MISTRAL, DEEPSEEK, HARMONY, LLAMA3)}
-"""Formats in the order in which a chat template's calls are tried; Llama's, which has no tags, is last."""
+from tunesmith.config.model import CALL_FORMATS as PLACES
 
 REASONING_TAGS = {
     "deepseek_r1": THINK,
@@ -22,11 +19,16 @@ REASONING_TAGS = {
 }
 
 
-TEMPLATE_TAGS = {
-    HARMONY: HARMONY.openers, DEEPSEEK: DEEPSEEK.openers, MISTRAL: MISTRAL.openers, QWEN3_CODER: ("<function=",),
-    GLM: ("<arg_key>",), HERMES: HERMES.openers, LLAMA3: ('"parameters":',),
-}  # fmt: skip
-"""Format -> texts that a chat template with calls in this format contains, the first match first."""
+def load_call_format(name: str, place: str) -> CallFormat:
+    """The format of a name, from `module:attribute` below this package."""
+    module, _, attribute = place.partition(":")
+    found = getattr(import_module(f"{__package__}.{module}"), attribute)
+    assert isinstance(found, CallFormat) and found.name == name, f"{place} is the format {name!r}"
+    return found
+
+
+CALL_FORMATS = {name: load_call_format(name, place) for name, place in PLACES.items()}
+"""Formats in the order in which a chat template's calls are tried."""
 
 
 def find_call_format(template: str) -> CallFormat:
@@ -34,8 +36,8 @@ def find_call_format(template: str) -> CallFormat:
 
     The endpoint renders a probe call instead (`call_probe`).
     """
-    matches = (each for each, tags in TEMPLATE_TAGS.items() if any(tag in template for tag in tags))
-    return next(matches, HERMES)
+    formats = (each for each in CALL_FORMATS.values() if any(tag in template for tag in each.template_tags))
+    return next(formats, HERMES)
 
 
 def find_reasoning_parser(template: str) -> str:

@@ -117,6 +117,7 @@ class ReplyParser(IncrementalParser):
         if start is not None:
             self._add_content(self._buffer[:start])
             self._buffer = self._buffer[start:]
+            assert self._format.open_reader is not None, "HarmonyParser reads harmony"
             self._reader = self._format.open_reader(self._tools)
             self._parse_state = self._parse_block
             return True

@@ -142,6 +142,7 @@ def _list_types(schema: Any) -> set[str]:
 QWEN3_CODER = CallFormat(
     name="qwen3_coder",
     openers=(CALL_OPEN, FUNCTION_OPEN),
+    template_tags=(FUNCTION_OPEN,),
     close=CALL_CLOSE,
     arguments_start=r"<parameter=a>",
     argument_ends=("</parameter>", CALL_CLOSE),
@@ -150,6 +151,7 @@ QWEN3_CODER = CallFormat(
 GLM = CallFormat(
     name="glm",
     openers=(CALL_OPEN,),
+    template_tags=("<arg_key>",),
     close=CALL_CLOSE,
     markup=GLM_TAGS,
     arguments_start=r"<arg_key>a</arg_key>",

@@ -1,7 +1,8 @@
 """Fused head and log-softmax on a GPU: hidden states -> logprob and entropy per token, and the backward.
 
 The float32 logits of a chunk exist once. One kernel reads them; in the backward another overwrites them with their
-gradients. Both make one pass over the logits. Triton is installed on CUDA machines only, so import this file there only.
+gradients. Both make one pass over the logits. Triton is installed on CUDA machines only, so import this file there
+only.
 
 A logit x becomes `scale_after * cap(scale_before * x)`, with cap(y) = softcap * tanh(y / softcap) if a softcap is set.
 Gradients in 16 bits fill the first half of each float32 row.
