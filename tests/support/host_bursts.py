@@ -147,7 +147,7 @@ def _find_runs(span: Span) -> Span:
 def build_burst_engine(model: str = "llama", *, max_model_len: int = 128, **settings: object) -> LocalEngine:
     """An engine that decodes in bursts."""
     engine = build_engine(model, max_model_len=max_model_len, **settings)
-    engine._runner._onednn_linears = None
+    engine._runner._cpu_layers = None
     engine._runner.has_graphs = True
     engine._runner._burst_decoder = HostBurstDecoder(
         engine._runner, max_num_seqs=engine._settings.max_num_seqs, max_model_len=max_model_len

@@ -22,9 +22,8 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.block_manager import BlockPool
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, StepOutput, deliver_output
-from tunesmith.engine.core.request import Request, check_sampling
+from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler
-from tunesmith.engine.core.stop_strings import StopMatcher
 from tunesmith.engine.event_loop.clock import Clock, build_clock
 from tunesmith.engine.worker.async_step import AsyncStepper
 from tunesmith.engine.worker.model_runner import ModelRunner
@@ -60,7 +59,6 @@ class LocalEngine(BaseEngine):
         self._inbox: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
         self._undelivered: deque[StepOutput] = deque()
-        self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
         self._queue_places = asyncio.Semaphore(settings.max_waiting)
@@ -74,7 +72,7 @@ class LocalEngine(BaseEngine):
 
     @property
     def policy_version(self) -> int:
-        return self._output_processor.policy_version
+        return self._output_processor.scheduler.policy_version
 
     @property
     def has_work(self) -> bool:
@@ -92,9 +90,7 @@ class LocalEngine(BaseEngine):
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one completion; see `tunesmith.types.Engine`."""
-        check_sampling(prompt_ids, sampling, self._vocab_size)
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        self._check(prompt_ids, sampling)
         grammar = sampling.distribution.grammar
         token_matcher = self.grammars.open(grammar) if grammar else None
         deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
@@ -102,28 +98,19 @@ class LocalEngine(BaseEngine):
         if len(prompt_ids) >= self._max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         await self._queue_places.acquire()
-        request = Request(
-            request_id=self._num_requests,
-            prompt_ids=tuple(prompt_ids),
-            sampling=sampling,
-            order=order,
-            deadline_at=deadline_at,
-            max_model_len=self._max_model_len,
-            token_matcher=token_matcher,
+        state = self._build_state(
+            prompt_ids, sampling, on_tokens=on_tokens, order=order, deadline_at=deadline_at, token_matcher=token_matcher
         )
-        self._num_requests += 1
-        future = asyncio.get_running_loop().create_future()
-        matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
         if isinstance(on_tokens, DeferredTokens):
-            on_tokens.read, on_tokens = partial(self._copy_tokens, request), None
-        self._inbox.append(RequestState(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
+            on_tokens.read, state.on_tokens = partial(self._copy_tokens, state.request), None
+        self._inbox.append(state)
         self._end_idle()
         self._notify()
         try:
-            return await future
+            return await state.future
         finally:
-            if future.cancelled():
-                self._cancelled.append(request.request_id)
+            if state.future.cancelled():
+                self._cancelled.append(state.request.request_id)
                 self._notify()
 
     def _copy_tokens(self, request: Request) -> Completion:
@@ -149,7 +136,6 @@ class LocalEngine(BaseEngine):
             self._schedule_delivery()
             self._deliver_own()
             scheduler = self._output_processor.scheduler
-            self._output_processor.policy_version = policy_version
             (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
             self._runner.mark_weights_updated()
             self._is_paused = False

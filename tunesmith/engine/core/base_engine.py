@@ -1,10 +1,18 @@
-"""What every engine knows of the policy, whatever samples from it: its context, vocabulary and end-of-sequence ids."""
+"""What every engine knows of the policy, whatever samples from it, and how it takes a request."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.engine.core.output_processor import RequestState
+from tunesmith.engine.core.request import Request, check_sampling
+from tunesmith.engine.core.stopping import StopConditions, check_stops
 from tunesmith.grammar.matcher import GrammarCompiler
+from tunesmith.types import OnTokens, Sampling
 
 
 class BaseEngine:
@@ -15,11 +23,34 @@ class BaseEngine:
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._num_requests = 0
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
         """The grammars that requests name in their distribution; the trainer replays them, also those of another
         engine."""
+
+    def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        """Raise ValueError for a request that this engine cannot sample."""
+        check_sampling(prompt_ids, sampling, self._vocab_size)
+        check_stops(sampling, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None)
+
+    def _build_state(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, on_tokens: OnTokens | None, **fields: Any
+    ) -> RequestState:
+        """The state of a new request; `fields`: further ones of `Request`."""
+        request = Request(
+            request_id=self._num_requests,
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            max_model_len=self._max_model_len,
+            **fields,
+        )
+        self._num_requests += 1
+        stops = StopConditions(request, self._tokenizer, eos_ids=self._eos_ids)
+        return RequestState(
+            request=request, future=asyncio.get_running_loop().create_future(), on_tokens=on_tokens, stops=stops
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -126,9 +126,6 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
         raise ValueError(f"max_tokens={sampling.max_tokens} must be at least 1")
     if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"top_logprobs={sampling.top_logprobs} must lie in [0, {MAX_TOP_LOGPROBS}]")
-    unknown = [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < vocab_size]
-    if unknown:
-        raise ValueError(f"stop_token_ids must lie in [0, {vocab_size}); got {unknown[0]}")
     _check_penalties(sampling, vocab_size)
     if not 0 <= distribution.temperature < math.inf:
         raise ValueError(f"temperature={distribution.temperature} must be 0 (greedy) or above")

@@ -24,9 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
-from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output, find_first_stop
-from tunesmith.engine.core.request import MAX_TOP_LOGPROBS, Request, check_sampling
-from tunesmith.engine.core.stop_strings import StopMatcher
+from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output
+from tunesmith.engine.core.request import MAX_TOP_LOGPROBS
 from tunesmith.engine.vllm.connection import Connection
 from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.process import VllmProcess
@@ -65,7 +64,6 @@ class VllmEngine(BaseEngine):
         """Requests for which vLLM has not sent its last event."""
         self._output = StepOutput()
         self._counts: Counter[str] = Counter()
-        self._num_requests = 0
         self._policy_version = 0
         self._pushed_version: int | None = None
         self._is_paused = False
@@ -97,24 +95,13 @@ class VllmEngine(BaseEngine):
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one completion; see `tunesmith.types.Engine`. vLLM admits requests in order of arrival."""
-        check_sampling(prompt_ids, sampling, self._vocab_size)
+        self._check(prompt_ids, sampling)
         check_parameters(sampling, eos_ids=self._eos_ids)
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         self._bind_loop()
         if len(prompt_ids) >= self._max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         async with self._places:
-            return await self._run(
-                Request(
-                    request_id=self._num_requests,
-                    prompt_ids=tuple(prompt_ids),
-                    sampling=sampling,
-                    order=order,
-                    max_model_len=self._max_model_len,
-                ),
-                on_tokens,
-            )
+            return await self._run(self._build_state(prompt_ids, sampling, on_tokens=on_tokens, order=order))
 
     def pause(self) -> None:
         """Abort what vLLM samples, once it has sent the tokens so far; unfinished requests wait for `resume`."""
@@ -174,12 +161,8 @@ class VllmEngine(BaseEngine):
         if not self._connection.call("reset_cache", timeout_s=PAUSE_TIMEOUT_S):
             raise EngineError("vLLM still uses cached keys and values of older weights after all requests were aborted")
 
-    async def _run(self, request: Request, on_tokens: OnTokens | None) -> Completion:
-        self._num_requests += 1
-        request_id, sampling = request.request_id, request.sampling
-        loop = asyncio.get_running_loop()
-        matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-        state = RequestState(request=request, future=loop.create_future(), on_tokens=on_tokens, matcher=matcher)
+    async def _run(self, state: RequestState) -> Completion:
+        request_id, deadline_s = state.request.request_id, state.request.sampling.deadline_s
         if not self._connection.is_open:
             raise EngineError(self._process.explain_end())
         if self._pushed_version is None:
@@ -188,8 +171,8 @@ class VllmEngine(BaseEngine):
         if not self._is_paused:
             self._submit(state)
         timer = None
-        if sampling.deadline_s is not None:
-            timer = loop.call_later(sampling.deadline_s, self._finish, state, "deadline")
+        if deadline_s is not None:
+            timer = asyncio.get_running_loop().call_later(deadline_s, self._finish, state, "deadline")
         try:
             return await state.future
         finally:
@@ -237,7 +220,7 @@ class VllmEngine(BaseEngine):
         if not all(map(math.isfinite, logprobs)):
             self._fail(state, "vLLM's logprobs are not finite; lower the learning rate, or look for broken weights")
             return
-        num_kept, reason = find_first_stop(state, ids, eos_ids=self._eos_ids)
+        num_kept, reason = state.stops.find_end(ids)
         details = None
         if "top" in event:
             top = tuple(read_top(row, state.request.sampling.top_logprobs) for row in event["top"][:num_kept])

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput
-from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop, find_length_limit
+from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.inflight import BurstRows, InflightBurst, collect_rows, split_output
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
-from tunesmith.types import StopReason, TokenDetails
+from tunesmith.types import TokenDetails
 
 
 class AsyncStepper(SyncStepper):
@@ -191,15 +191,7 @@ class AsyncStepper(SyncStepper):
         """Append a row's tokens, of which the `num_to_eos`-th is the first end-of-sequence token."""
         request, processor = state.request, self._output_processor
         processor.flush(request)
-        stop_reason: StopReason | None
-        if state.has_stops:
-            num_kept, stop_reason = find_first_stop(state, token_ids, eos_ids=processor.eos_ids)
-        else:
-            num_kept = min(len(token_ids), request.max_num_tokens - len(request.token_ids))
-            if num_to_eos <= num_kept and not request.sampling.ignore_eos:
-                num_kept, stop_reason = num_to_eos, "eos"
-            else:
-                stop_reason = find_length_limit(request, num_kept)
+        num_kept, stop_reason = state.stops.find_end(token_ids, num_to_eos=num_to_eos)
         # what a row decodes after its end is not part of the reply and may be anything
         if not all(map(math.isfinite, logprobs[:num_kept])):
             self._fail(state)

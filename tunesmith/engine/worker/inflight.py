@@ -62,7 +62,7 @@ def collect_rows(states: Sequence[RequestState], *, num_prefilled: int) -> Burst
         slots_R=np.array([state.request.slot for state in states], dtype=np.int64),
         num_tokens_R=num_tokens_R,
         max_num_tokens_R=np.array([state.request.max_num_tokens for state in states], dtype=np.int64),
-        has_stops_R=np.array([state.has_stops for state in states], dtype=np.bool_),
+        has_stops_R=np.array([state.stops.has_stops for state in states], dtype=np.bool_),
         is_streaming_R=np.array([state.on_tokens is not None for state in states], dtype=np.bool_),
     )
 

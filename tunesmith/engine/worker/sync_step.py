@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop
+from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.types import TokenDetails
@@ -58,7 +58,7 @@ class SyncStepper:
             except ValueError as error:
                 self._output_processor.fail(state, str(error))
                 return
-        _, stop_reason = find_first_stop(state, [token_id], eos_ids=self._output_processor.eos_ids)
+        _, stop_reason = state.stops.find_end([token_id])
         self._output_processor.add_tokens(state, [token_id], [logprob], details)
         if stop_reason is not None:
             self._output_processor.finish(state, stop_reason)

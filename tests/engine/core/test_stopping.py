@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import build_chat_tokenizer
-from tunesmith.engine.core.stop_strings import StopMatcher
+from tunesmith.engine.core.stopping import StopMatcher
 
 TOKENIZER = build_chat_tokenizer("{{ messages }}")
 
