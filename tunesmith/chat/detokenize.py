@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import decoders
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,15 +78,8 @@ class ByteTable(dict[int, bytes]):
         return text
 
 
-def _list_byte_characters() -> dict[str, int]:
-    """Character -> byte in the alphabet of byte-level BPE (Radford et al., 2019): printable Latin-1 characters stand
-    for themselves, other bytes for the characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-BYTE_OF_CHARACTER = _list_byte_characters()
+BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
+"""The alphabet of byte-level BPE (Radford et al., 2019)."""
 BYTE_CHARACTERS = frozenset(BYTE_OF_CHARACTER)
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,31 +206,25 @@ def build_trainer(job: RayJob, launch: RayLaunch, *, has_gpus: bool) -> Any:
 
 def fit(ray: Any, trainer: Any, max_restarts: int, folder: Path) -> bytes:
     """Train; in a thread, because Ray would replace this thread's handler of Ctrl-C."""
-    outcome: list[Any] = []
-    failures: list[BaseException] = []
+    outcome: Future[bytes] = Future()
 
     def run() -> None:
         try:
-            outcome.append(trainer.fit().return_value)
+            outcome.set_result(trainer.fit().return_value)
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            failures.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="ray-train", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="ray-train", daemon=True).start()
     console = ConsoleReader(folder)
     try:
-        while thread.is_alive():
-            thread.join(WAIT_S)
+        while not wait([outcome], WAIT_S).done:
             console.show()
     finally:
         console.show()
-    if not failures:
-        result: bytes = outcome[0]
-        return result
-    error = failures[0]
-    if not isinstance(error, (ray.train.TrainingFailedError, ray.exceptions.RayError)):
-        raise error
-    raise describe_failure(error, max_restarts) from error
+    try:
+        return outcome.result()
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+        raise describe_failure(error, max_restarts) from error
 
 
 def describe_failure(error: BaseException, max_restarts: int) -> TunesmithError:

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.environments.prompts import build_system_prompt
-from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol, build_conversation
+from tunesmith.environments.protocols import NativeProtocol, ReadReply, TagProtocol, build_conversation
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Finish, Segment, Transcript
 from tunesmith.tools.tool import Tool
@@ -49,7 +49,7 @@ class Environment:
         self.tools: Mapping[str, Tool] = {each.name: each for each in tools}
         if len(self.tools) < len(tools):
             raise ValueError(f"two tools have the same name: {', '.join(sorted(each.name for each in tools))}")
-        self.protocol: AgentProtocol = (
+        self.protocol = (
             TagProtocol(tools=self.tools, opening=self.config.opening)
             if self.config.protocol == "tags"
             else NativeProtocol(tools=self.tools)

@@ -1,8 +1,8 @@
 """The two protocols: how a transcript becomes a chat request or a row for fine-tuning, and a reply becomes segments.
 
 `TagProtocol`: one assistant turn of tags; after a call, its result is appended to the turn and the turn is continued
-(`continue_final_message`). `NativeProtocol`: tool calls and tool messages of the chat template. Both are used by the
-one loop in `environment`.
+(`continue_final_message`). `NativeProtocol`: tool calls and tool messages of the chat template. Both have the same
+methods, described at the first, and are used by the one loop in `environment`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from openai.types.chat import ChatCompletion
 
@@ -38,30 +38,6 @@ class ReadReply:
     """The caller's stop string that ended it."""
 
 
-class AgentProtocol(Protocol):
-    """How an agent writes calls and answers."""
-
-    def begin(self, question: str) -> Transcript: ...
-
-    def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
-        """`messages` and other fields of the next chat request."""
-        ...
-
-    def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply: ...
-
-    def wrap(self, result: Segment) -> Segment:
-        """A result as the model reads it."""
-        ...
-
-    def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
-        """The segments with which an author other than the model calls a tool; `text` is its text argument."""
-        ...
-
-    def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
-        """The segments with which an author other than the model answers."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagProtocol:
     """Thoughts, calls, results and the answer as tags inside one assistant turn."""
@@ -74,6 +50,7 @@ class TagProtocol:
         return transcript.force(self.opening) if self.opening else transcript
 
     def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
+        """`messages` and other fields of the next chat request."""
         messages = build_messages(system, transcript.question)
         extra = {"include_stop_str_in_output": True, "separate_reasoning": False}
         if transcript.text:
@@ -122,13 +99,16 @@ class TagProtocol:
         return (Segment(kind="thought", text=thought), last) if thought else (last,)
 
     def wrap(self, result: Segment) -> Segment:
+        """A result as the model reads it."""
         return replace(result, text=wrap_result(result.result))
 
     def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
+        """The segments with which an author other than the model calls a tool; `text` is its text argument."""
         written = f"{THINK_OPEN}{thought}{THINK_CLOSE}\n<{tool.name}>{text}</{tool.name}>"
         return self.read_text(written, number=number)
 
     def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
+        """The segments with which an author other than the model answers."""
         return self.read_text(f"{THINK_OPEN}{thought}{THINK_CLOSE}\n{ANSWER_OPEN}\\boxed{{{answer}}}{ANSWER_CLOSE}")
 
 

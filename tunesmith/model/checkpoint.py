@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
-from tunesmith.model.adapters.adapter import has_adapter
+from tunesmith.model.adapters.adapter import has_adapter, has_same_layout
 from tunesmith.storage import (
     DONE,
     check_free_space,
@@ -176,10 +176,6 @@ def load_model_state(
         named = ", ".join((missing + differing)[:3])
         raise StorageError(f"{folder} does not hold the weights of this model: {named} missing or of another shape")
     return source
-
-
-def has_same_layout(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype | None = None) -> bool:
-    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
 
 
 def estimate_checkpoint_bytes(

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tunesmith.engine.batch.arrays import concatenate_ranges
-from tunesmith.engine.batch.sampler import has_truncation, wrap_int64
+from tunesmith.engine.batch.sampler import wrap_int64
 from tunesmith.engine.core.request import Request
+from tunesmith.model.forward.distribution import has_truncation
 
 
 class InputBatch:

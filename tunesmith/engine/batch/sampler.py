@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.logit_adjustment import LogitAdjustment
 from tunesmith.types import Distribution, Sampling, TokenDetails, TopLogprobs
 
@@ -260,12 +261,6 @@ def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> 
     chosen_NV.masked_fill_(chosen_NV < thresholds_N1, -math.inf)
     if chosen_NV is not logits_NV:
         logits_NV[index] = chosen_NV
-
-
-def has_truncation(distribution: Distribution) -> bool:
-    """Whether top-k, top-p or min-p removes tokens before sampling."""
-    truncates = distribution.top_k > 0 or distribution.top_p < 1 or distribution.min_p > 0
-    return truncates and distribution.temperature > 0
 
 
 def _compute_thresholds(logits_NV: Tensor, distributions: Sequence[Distribution]) -> Tensor:

@@ -91,7 +91,7 @@ class _SteppingSelector(selectors.DefaultSelector):
             return self._wait(timeout)
         self._slept_s = 0.0
         for engine in working:
-            if self.is_stepping:  # the first may be a `StepWindows`, which ends its window
+            if self.is_stepping:  # the first may be `LoopWindows`: its step may end the window
                 engine.step()
         return super().select(0)
 
@@ -104,7 +104,10 @@ class _SteppingSelector(selectors.DefaultSelector):
 
 
 class EngineLoop(asyncio.SelectorEventLoop):
-    """An event loop whose engines step when every coroutine waits; only `run_until_complete` can stop it."""
+    """An event loop whose engines step when every coroutine waits; only `run_until_complete` can stop it.
+
+    It is the `Clock` of each engine that is added to it.
+    """
 
     def __init__(self, settings: RolloutSection) -> None:
         self.threads = ThreadPool(settings.max_concurrency)
@@ -122,6 +125,9 @@ class EngineLoop(asyncio.SelectorEventLoop):
         """Let this loop step the engine; engines step in the order they were added, or before all others."""
         if engine not in self._stepping_selector.engines:
             self._stepping_selector.engines.insert(0 if is_first else len(self._stepping_selector.engines), engine)
+
+    def notify(self) -> None:
+        """Nothing to do: the loop asks its engines for work whenever every coroutine waits."""
 
     @property
     def is_stepping(self) -> bool:
@@ -201,21 +207,6 @@ def frozen_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-class LoopClock:
-    """Lockstep on an `EngineLoop`, which checks for work by itself."""
-
-    def __init__(self, engine: Steppable, loop: EngineLoop) -> None:
-        loop.add_engine(engine)
-        self._loop = loop
-
-    def notify(self) -> None:
-        """Nothing to do."""
-
-    @property
-    def waited_s(self) -> float | None:
-        return self._loop.waited_s
-
-
 class TaskClock:
     """Steps from a task of an ordinary event loop."""
 
@@ -240,14 +231,24 @@ class TaskClock:
 def build_clock(engine: Steppable) -> Clock:
     """The clock for the running event loop."""
     loop = asyncio.get_running_loop()
-    return LoopClock(engine, loop) if isinstance(loop, EngineLoop) else TaskClock(engine, loop)
+    if not isinstance(loop, EngineLoop):
+        return TaskClock(engine, loop)
+    loop.add_engine(engine)
+    return loop
 
 
 WINDOW_STEPS = 8
 
 
-class StepWindows:
-    """Counts the steps of the engines of an `EngineLoop`, which steps this before them."""
+class LoopWindows:
+    """Windows of engine steps, so that several processes stop sampling at a step and not at a time.
+
+    Within a window the event loop steps its engines as always; after `WINDOW_STEPS` steps it stops until the next
+    `begin`. A window also ends when every coroutine waits and no engine has work; an engine that gets work later is
+    stepped. Without windows the engines step from `begin` to `stop`.
+
+    This is itself the first of the loop's engines, so it counts each step before the others make it.
+    """
 
     def __init__(
         self, loop: EngineLoop, engines: Sequence[Steppable], on_end: Callable[[bool], None], *, has_windows: bool
@@ -299,8 +300,8 @@ class StepWindows:
             self._num_steps += 1
 
 
-def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> StepWindows:
+def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> LoopWindows:
     """The windows of the running event loop, which is an `EngineLoop`."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, EngineLoop), "runs use run_lockstep"
-    return StepWindows(loop, engines, on_end, has_windows=has_windows)
+    return LoopWindows(loop, engines, on_end, has_windows=has_windows)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
@@ -103,6 +103,11 @@ def find_linear_shape(model: nn.Module, name: str) -> tuple[int, int] | None:
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether the model has an active (not merged) adapter; then only its weights are trained and saved."""
     return bool(getattr(model, "peft_config", None))
+
+
+def has_same_layout(one: Tensor, other: Tensor, *, dtype: torch.dtype | None = None) -> bool:
+    """Whether one tensor can be copied into the other; `dtype`: any dtype of the source will do."""
+    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model
+from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.storage import save_json
@@ -203,10 +203,6 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
     set_peft_model_state_dict(
         model, {name.removeprefix(KEY_PREFIX): tensor for name, tensor in saved.items()}, adapter_name=ADAPTER
     )
-
-
-def has_same_layout(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def check_target_names(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

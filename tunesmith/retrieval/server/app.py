@@ -33,7 +33,7 @@ INDEX_HEADER = "X-Index-Hash"
 
 def build_app(index: SearchIndex, settings: ServerSettings | None = None) -> Starlette:
     """The server of one index as an ASGI app."""
-    handlers = _Handlers(index, settings or ServerSettings())
+    handlers = _SearchHandlers(index, settings or ServerSettings())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -76,7 +76,7 @@ def answer_failure(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": f"the search failed: {type(error).__name__}: {error}"}, status_code=500)
 
 
-class _Handlers:
+class _SearchHandlers:
     def __init__(self, index: SearchIndex, settings: ServerSettings) -> None:
         self.index = index
         self.settings = settings

@@ -1,12 +1,12 @@
 """Evaluation questions with the answers of models next to each other.
 
-A column is one evaluation: a step of a run, or a model of a comparison (`tunesmith eval`).
+A column is one evaluation: a step of a run (key `<run>:<step>`), or a model of a comparison by `tunesmith eval`
+(`<run>:=<label>`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,38 +17,34 @@ PAGE_ROWS = 50
 MAX_ANSWER_CHARS = 2000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One evaluation on one set."""
-
-    key: str
-    """`<run>:<step>`, or `<run>:=<label>` of a comparison."""
-    label: str
-    run: int
-    step: int | None
-
-
 def list_evaluations(runs: Sequence[Run]) -> dict[str, Any]:
     """The task sets, and the evaluations on each of them with their mean and interval."""
     sets: dict[str, list[dict[str, Any]]] = {}
+
+    def add(number: int, name: str, key: str, label: str, step: int | None, interval: Any, **counts: Any) -> None:
+        low, high = interval or (None, None)
+        described = {"key": f"{number}:{key}", "label": f"{runs[number].name} {label}", "run": number, "step": step}
+        sets.setdefault(name, []).append(described | {"low": low, "high": high} | counts)
+
     for number, run in enumerate(runs):
         for step in run.list_evaluated_steps():
             for name, result in run.load_evaluation(step).items():
-                low, high = result.get("interval_95") or (None, None)
-                described = {"key": f"{number}:{step}", "label": f"{run.name} step {step}", "run": number, "step": step}
-                sets.setdefault(name, []).append(
-                    described
-                    | {"mean": result.get("mean"), "low": low, "high": high, "num_tasks": len(result["tasks"])}
+                interval, num_tasks = result.get("interval_95"), len(result["tasks"])
+                add(
+                    number,
+                    name,
+                    str(step),
+                    f"step {step}",
+                    step,
+                    interval,
+                    mean=result.get("mean"),
+                    num_tasks=num_tasks,
                 )
         for name, compared in run.comparison.items():
             for label, result in compared["models"].items():
-                estimate = result["estimates"].get("reward", {})
-                low, high = estimate.get("interval") or (None, None)
-                described = {"key": f"{number}:={label}", "label": f"{run.name} {label}", "run": number, "step": None}
-                sets.setdefault(name, []).append(
-                    described
-                    | {"mean": estimate.get("mean"), "low": low, "high": high, "num_tasks": result["num_tasks"]}
-                )
+                reward, num_tasks = result["estimates"].get("reward", {}), result["num_tasks"]
+                interval = reward.get("interval")
+                add(number, name, f"={label}", label, None, interval, mean=reward.get("mean"), num_tasks=num_tasks)
     return {"sets": sets}
 
 
