@@ -20,31 +20,23 @@ MAX_ANSWER_CHARS = 2000
 def list_evaluations(runs: Sequence[Run]) -> dict[str, Any]:
     """The task sets, and the evaluations on each of them with their mean and interval."""
     sets: dict[str, list[dict[str, Any]]] = {}
-
-    def add(number: int, name: str, key: str, label: str, step: int | None, interval: Any, **counts: Any) -> None:
-        low, high = interval or (None, None)
-        described = {"key": f"{number}:{key}", "label": f"{runs[number].name} {label}", "run": number, "step": step}
-        sets.setdefault(name, []).append(described | {"low": low, "high": high} | counts)
-
     for number, run in enumerate(runs):
-        for step in run.list_evaluated_steps():
-            for name, result in run.load_evaluation(step).items():
-                interval, num_tasks = result.get("interval_95"), len(result["tasks"])
-                add(
-                    number,
-                    name,
-                    str(step),
-                    f"step {step}",
-                    step,
-                    interval,
-                    mean=result.get("mean"),
-                    num_tasks=num_tasks,
-                )
-        for name, compared in run.comparison.items():
-            for label, result in compared["models"].items():
-                reward, num_tasks = result["estimates"].get("reward", {}), result["num_tasks"]
-                interval = reward.get("interval")
-                add(number, name, f"={label}", label, None, interval, mean=reward.get("mean"), num_tasks=num_tasks)
+        columns = [
+            (name, f"{step}", f"step {step}", step, result.get("mean"), result.get("interval_95"), len(result["tasks"]))
+            for step in run.list_evaluated_steps()
+            for name, result in run.load_evaluation(step).items()
+        ]
+        columns += [
+            (name, f"={label}", label, None, reward.get("mean"), reward.get("interval"), result["num_tasks"])
+            for name, compared in run.comparison.items()
+            for label, result in compared["models"].items()
+            for reward in (result["estimates"].get("reward", {}),)
+        ]
+        for name, key, label, step, mean, interval, num_tasks in columns:
+            low, high = interval or (None, None)
+            column = {"key": f"{number}:{key}", "label": f"{run.name} {label}", "run": number, "step": step}
+            column |= {"mean": mean, "low": low, "high": high, "num_tasks": num_tasks}
+            sets.setdefault(name, []).append(column)
     return {"sets": sets}
 
 
