@@ -39,6 +39,7 @@ def open_ranks(place: RankInfo, *, device: torch.device, timeout_s: float) -> It
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     try:
+        # all ranks wait here for each other, for the last one's imports too
         with terminated_at_once():
             check_store(min(timeout_s, STORE_TIMEOUT_S))
             dist.init_process_group(

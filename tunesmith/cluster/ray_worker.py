@@ -122,10 +122,12 @@ def meet(job: RayJob) -> Meeting:
 
     meeting = None
     if os.environ["RANK"] == "0":
+        # a file, since no process of an earlier attempt is left when Ray starts the workers again
         started = Path(job.shared_folder) / "started"
         is_restart = started.exists()
         started.touch()
         address = ray.util.get_node_ip_address()
+        # Ray broadcasts the address, because torch's process group, which ranks meet for, does not exist yet.
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]

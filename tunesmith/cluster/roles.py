@@ -36,6 +36,8 @@ class RankRoles:
 
     def send_weights(self, parameters: Sequence[Tensor]) -> None:
         """Overwrite parameters on the samplers with those of the first rank; these ranks call this together."""
+        # in buckets: a collective for each small parameter would cost more than its transfer, one for all of them a
+        # copy of the model
         for bucket in split_weights(parameters):
             flat = torch.cat([each.data.flatten() for each in bucket])
             with rank_errors():

@@ -132,6 +132,7 @@ class LocalEngine(BaseEngine):
         With `keeps_cache` running requests keep theirs, which no other request reads.
         """
         with self._lock:
+            # tokens in flight were sampled with the old weights, so they are read before the version changes
             self._run_guarded(self._stepper.drain)
             self._schedule_delivery()
             self._deliver_own()
@@ -244,6 +245,7 @@ class LocalEngine(BaseEngine):
             self._output_processor.fail_all(
                 explain_device_error(error, work="a step of the engine", advice=MEMORY_ADVICE), error
             )
+            # the scheduler may have been left with half a step: requests without their blocks, or a burst in flight
             failed, (self._output_processor, self._stepper) = self._output_processor, self._build_stepper()
             self._output_processor.continue_from(failed)
 

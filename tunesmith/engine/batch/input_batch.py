@@ -38,6 +38,7 @@ class InputBatch:
 
     def update(self, requests: Sequence[Request], *, num_new: int) -> None:
         """Write the blocks of a burst's requests, and all values of the last `num_new`, which are new in the batch."""
+        # only what has changed is written: most rows of a burst were in the one before, and have no new blocks
         for request in requests[len(requests) - num_new :]:
             self._add(request)
         slots_R = np.array([request.slot for request in requests], dtype=np.int64)

@@ -47,6 +47,7 @@ class BlockPool:
         """Hold `num_blocks` blocks; None, and none held, when too few are available."""
         if num_blocks > self.num_available:
             return None
+        # free blocks first: a cached one may still save a later request its prefill
         blocks = [self._free.popitem()[0] for _ in range(min(len(self._free), num_blocks))]
         blocks += [self._evict() for _ in range(num_blocks - len(blocks))]
         for block in blocks:

@@ -130,11 +130,14 @@ class DecodeGraphs:
         size = choose_capture_size(num_rows, self._num_slots)
         has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         has_entropies = bool(self.input_batch.has_entropy_S[rows.slots_R].any())
+        # first, since a capture overwrites the buffers into which this launch's inputs go
         graph = self._get_graph(size, has_truncation, has_entropies) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
         staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * NUM_LOGS * LOG_LINES)
+        # Inputs, first tokens, steps and the copy of the log are queued on one stream, so they run in this order, and
+        # after the launch before. The host waits for nothing here.
         self._copy_inputs(staging, size)
         self._sample_prefilled(rows, has_truncation, has_entropies)
         for _ in range(num_steps):
@@ -170,6 +173,7 @@ class DecodeGraphs:
                 merge_weights(self._model)  # which moves them once more
             if self._fp8 is not None:
                 self._fp8.rebuild()
+            # their kernels read the addresses of the old parameters
             self._graphs.clear()
             self._hidden_graphs = self._prefill_graphs = None
         elif self._fp8 is not None:
@@ -201,6 +205,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
         """Capture a step on padding rows while the device is idle."""
+        # the last launch may still copy from the pinned staging buffer, which is padded now
         torch.cuda.synchronize()
         # warm-up and capture sample for padding rows, over the last tokens that the next launch needs
         saved_ids = self._sampling.ids_R.clone()

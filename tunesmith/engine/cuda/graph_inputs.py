@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 
 from tunesmith.engine.batch.kv_cache import KVCache
 
+# A decode step of few rows takes the time of reading the weights, so up to 64 rows sizes may double: padding is free.
+# In larger steps padding rows are computed at a price, so sizes grow by a half at most, and by a quarter from 512 on.
+# There is no size 1: torch traces layers once more for it, since it takes an axis of size 1 for a constant.
 CAPTURE_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 

@@ -41,6 +41,7 @@ class HiddenGraphs:
         """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
         size = choose_capture_size(len(spans), self._context.num_slots)
         graph = self._graphs.find(size) or self._capture(size)
+        # the host buffers are written again only when the device has read them; its computation need not be over
         self._copied.synchronize()
         self._fill(spans, token_ids, size)
         self._copy(size)

@@ -25,6 +25,7 @@ from tunesmith.engine.cuda.graph_inputs import GraphContext
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
+# Padding tokens are computed like others, so from 64 tokens on each size is at most half as large again as the last.
 CAPTURE_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 QUEUED_OPERATIONS = 8e12
 """Floating-point operations that a fast GPU computes while the host queues a forward: 20 ms at 400 TFLOP/s. Forwards of

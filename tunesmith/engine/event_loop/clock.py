@@ -76,8 +76,10 @@ class _SteppingSelector(selectors.DefaultSelector):
         self._slept_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # asyncio passes 0 while callbacks are ready: some coroutine can still run, and may send a request of this step
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
+        # what has arrived comes before a step: it may wake a coroutine whose request then is in the same batch
         events = super().select(0)
         working = [engine for engine in self.engines if engine.has_work] if self.is_stepping else []
         if events or not working:

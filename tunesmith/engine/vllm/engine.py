@@ -109,6 +109,7 @@ class VllmEngine(BaseEngine):
             return
         self._is_paused = True
         if self._submitted:
+            # until the last event of each request: tokens that vLLM has sent already are of the present version
             self._connection.send({"op": "abort", "ids": sorted(self._submitted)})
             self._connection.wait_until(lambda: not self._submitted, work="pause", timeout_s=PAUSE_TIMEOUT_S)
         self._measure()

@@ -129,6 +129,7 @@ def push_handles(
     """
     for chunk in split_chunks(weights):
         copies = [{device: tensor.to(device, copy=True) for device in devices} for _, tensor in chunk]
+        # vLLM's workers read the copies from other processes, which know nothing of the streams that write them here
         for device in {*devices, own}:
             torch.cuda.synchronize(device)
         handles = [{name_gpu(device): reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]

@@ -78,6 +78,7 @@ class ModelRunner:
     ) -> None:
         """`grammars` computes the masks of requests that have a grammar; `has_trainer`: whether the model is also
         trained on this device, whose memory is then shared."""
+        # before the model is verified: rollouts use the frequencies that are fixed here
         fix_rotary_frequencies(model, max_model_len=max_model_len)
         verify_model(model)
         self._grammars = grammars
@@ -112,6 +113,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], SamplerOutput]:
         """Compute the chunks; return those that sample a token, and their tokens in the same order."""
+        # by number of new tokens and context: attention batches neighbors, and pads them to the longest
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
         num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
