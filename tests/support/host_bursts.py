@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from engines import build_engine
-from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
-from tunesmith.engine.batch.input_batch import InputBatch
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBatch
 from tunesmith.engine.batch.kv_cache import PagedAttentionPlan
 from tunesmith.engine.batch.sampler import sample_tokens
 from tunesmith.engine.core.span import BlockRun, Span, extend_runs

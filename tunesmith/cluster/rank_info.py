@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tunesmith.errors import ConfigError
@@ -32,8 +31,9 @@ class RankInfo:
         return self.rank == 0
 
 
-def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
+def find_rank_info() -> RankInfo:
     """The place of this process; a single process if the variables are not set."""
+    environment = os.environ
     if "WORLD_SIZE" not in environment:
         return RankInfo()
     missing = [name for name in VARIABLES if not environment.get(name, "").isdigit()]
@@ -54,9 +54,9 @@ def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
     )
 
 
-def shows_console(environment: Mapping[str, str] = os.environ) -> bool:
+def shows_console() -> bool:
     """Whether this process prints lines that every rank would print: it is the first rank, or the only process."""
-    return "WORLD_SIZE" not in environment or environment.get("RANK", "0") == "0"
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def is_ray_worker() -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tunesmith.http_server import format_url, open_listener, run_app
-from tunesmith.retrieval.index.build import build_index
-from tunesmith.retrieval.index.search import SearchIndex
+from tunesmith.retrieval.index.search import SearchIndex, build_index
 from tunesmith.retrieval.server.app import build_app
 from tunesmith.retrieval.settings import IndexSettings, ServerSettings
 

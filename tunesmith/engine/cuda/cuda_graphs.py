@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
-from tunesmith.engine.batch.input_batch import InputBatch
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan

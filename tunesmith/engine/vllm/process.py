@@ -69,7 +69,6 @@ class VllmProcess:
         *,
         python: str | None,
         devices: Sequence[int] | None,
-        environment: Mapping[str, str] | None = None,
         server: Path = SERVER,
     ) -> None:
         """Start the process; it answers once its model is loaded. `devices`: the GPUs that it may use, by index among
@@ -83,7 +82,7 @@ class VllmProcess:
             for name, value in os.environ.items()
             if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIX)
         }
-        variables |= ENVIRONMENT | {"VLLM_RPC_BASE_PATH": str(folder)} | dict(environment or {})
+        variables |= ENVIRONMENT | {"VLLM_RPC_BASE_PATH": str(folder)}
         variables["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(name_device, devices))
@@ -106,12 +105,12 @@ class VllmProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def stop(self, *, timeout_s: float = EXIT_TIMEOUT_S) -> None:
+    def stop(self) -> None:
         """End the process, and whatever it has started."""
         atexit.unregister(self.stop)
         self.socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+            self._process.wait(EXIT_TIMEOUT_S)
         self._kill()
         if not self.has_failed:
             shutil.rmtree(self.folder, ignore_errors=True)

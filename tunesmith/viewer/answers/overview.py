@@ -64,12 +64,12 @@ def compress_steps(steps: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
-def get_metric(runs: Sequence[Run], name: str, *, max_points: int = MAX_POINTS) -> dict[str, Any]:
+def get_metric(runs: Sequence[Run], name: str) -> dict[str, Any]:
     """The series of one metric in every run that has it."""
     series = []
     for number, run in enumerate(runs):
         if (found := run.metrics.get(name)) is not None:
-            thinned = found.thin(max_points)
+            thinned = found.thin(MAX_POINTS)
             series.append({"run": number, "steps": thinned.steps.tolist(), "values": thinned.values.tolist()})
     return {"name": name, "series": series}
 
