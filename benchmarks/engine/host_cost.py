@@ -51,7 +51,7 @@ class InstantBurstHandle:
 
 
 class InstantBurstDecoder:
-    """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
+    """Has the methods of `tunesmith.engine.cuda.cuda_graphs.DecodeGraphs` that the engine calls."""
 
     def __init__(self, engine: LocalEngine, *, max_num_seqs: int, vocab_size: int) -> None:
         self._runner = engine._runner

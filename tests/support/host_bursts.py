@@ -39,7 +39,7 @@ class HostBurstHandle:
 
 
 class HostBurstDecoder:
-    """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
+    """Has the methods of `tunesmith.engine.cuda.cuda_graphs.DecodeGraphs` that the engine calls."""
 
     def __init__(self, runner: ModelRunner, *, max_num_seqs: int, max_model_len: int) -> None:
         cache = runner.cache

@@ -6,13 +6,11 @@ that a host without Tunesmith can say so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError
-from tunesmith.version import __version__
 
 PACKAGES = ("torch", "transformers", "peft")
 """Besides Tunesmith itself: packages whose version must be the same on all hosts."""
@@ -51,10 +49,8 @@ def choose_gpus(ray: Any, num_workers: int, *, device: str) -> bool:
     return has_gpus
 
 
-def inspect_nodes(ray: Any, paths: Sequence[str]) -> list[NodeReport]:
-    """The reports of all hosts on which workers can run."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # optional
-
+def build_inspection(paths: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    """The function that reports on a host; Ray sends it by value."""
     packages, not_found = PACKAGES, NOT_FOUND
 
     def inspect() -> dict[str, Any]:  # sent by value: it must not use names of this module
@@ -75,9 +71,16 @@ def inspect_nodes(ray: Any, paths: Sequence[str]) -> list[NodeReport]:
         missing = [path for path in paths if not Path(path).exists()]
         return {"host": socket.gethostname(), "versions": {"tunesmith": own, **versions}, "missing": missing}
 
+    return inspect
+
+
+def inspect_nodes(ray: Any, paths: Sequence[str]) -> list[NodeReport]:
+    """The reports of all hosts on which workers can run."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # optional
+
     nodes = [node for node in ray.nodes() if node["Alive"] and {"CPU", "GPU"} & node["Resources"].keys()]
 
-    task = ray.remote(num_cpus=0, max_retries=0)(inspect)
+    task = ray.remote(num_cpus=0, max_retries=0)(build_inspection(paths))
     pending = [
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
         for node in nodes
@@ -117,12 +120,7 @@ def check_nodes(reports: Sequence[NodeReport], own: Mapping[str, str]) -> None:
 
 def list_versions() -> dict[str, str]:
     """Versions of the packages that must be the same everywhere, here."""
-    versions = {"tunesmith": __version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = NOT_FOUND
+    versions: dict[str, str] = build_inspection([])()["versions"]
     return versions
 
 

@@ -1,4 +1,4 @@
-"""The interface of a device that decodes in bursts: several decode steps between two host synchronizations.
+"""Inputs and outputs of a device that decodes in bursts: several decode steps between two host synchronizations.
 
 A launch queues a burst on the device and returns; its tokens are read later, when the next burst is already queued.
 Rows are described by arrays with one entry per row, so the host does no work per token.
@@ -10,9 +10,7 @@ of the block table, G rows of a burst that hold more blocks than before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +19,6 @@ from torch import Tensor
 from tunesmith.engine.batch.arrays import concatenate_ranges
 from tunesmith.engine.batch.sampler import wrap_int64
 from tunesmith.engine.core.request import Request
-from tunesmith.engine.core.span import Span
-from tunesmith.model.forward.attention import AttentionPlan
 from tunesmith.model.forward.distribution import has_truncation
 
 
@@ -113,43 +109,3 @@ class BurstOutput:
     logprobs_LR: NDArray[np.float32]
     entropies_LR: NDArray[np.float32] | None = None
     """Entropies of the distributions sampled from, in nats; None unless some row asks for them."""
-
-
-class BurstHandle(Protocol):
-    """A burst in the device's queue."""
-
-    def read(self) -> BurstOutput:
-        """Wait for the burst; the arrays are valid until two more bursts are launched."""
-        ...
-
-
-class BurstDecoder(Protocol):
-    """Prefills and decodes on a device without synchronizing."""
-
-    input_batch: InputBatch
-
-    def launch(self, rows: BurstInput, *, num_steps: int) -> BurstHandle:
-        """Queue `num_steps` decode steps; with 0, only the first token of prefilled rows is sampled."""
-        ...
-
-    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
-        """Queue one decode step of requests that the host samples: hidden states [R, C] of one token of each, valid
-        until the next call."""
-        ...
-
-    def prefill(self, spans: Sequence[Span], token_ids: Ints, last_tokens: Sequence[int]) -> Tensor | None:
-        """Queue the forward of spans in one row: hidden states [N, C] of the tokens at the places `last_tokens`; None
-        if it is not faster than the model's own forward."""
-        ...
-
-    def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:
-        """Attention of the new tokens of several requests in one flat row."""
-        ...
-
-    def installed(self) -> AbstractContextManager[None]:
-        """Run the model's forward in the way that is fastest on this device."""
-        ...
-
-    def refresh(self) -> None:
-        """The parameters may have changed, in place or not."""
-        ...

@@ -51,7 +51,7 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class CudaBurstHandle:
-    """Implements `BurstHandle`: a launch in the device's queue and the host copy of its token log."""
+    """A launch in the device's queue and the host copy of its token log."""
 
     event: torch.cuda.Event
     log: Tensor
@@ -60,13 +60,14 @@ class CudaBurstHandle:
     has_entropies: bool
 
     def read(self) -> BurstOutput:
+        """Wait for the burst; the arrays are valid until two more bursts are launched."""
         self.event.synchronize()
         log = self.log.numpy()[:, : self.num_steps + 1, : self.num_rows]
         return BurstOutput(log[0], log[1].view(np.float32), log[2].view(np.float32) if self.has_entropies else None)
 
 
 class DecodeGraphs:
-    """Implements `BurstDecoder` with one captured decode step per batch size, captured on first use."""
+    """Prefills and decodes without synchronizing; each batch size has a captured decode step, captured on first use."""
 
     def __init__(
         self,
@@ -148,11 +149,15 @@ class DecodeGraphs:
         return CudaBurstHandle(staging.event, staging.log, num_steps, num_rows, has_entropies)
 
     def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        """Queue one decode step of requests that the host samples: hidden states [R, C] of one token of each, valid
+        until the next call."""
         if self._hidden_graphs is None:
             self._hidden_graphs = HiddenGraphs(self._context)
         return self._hidden_graphs.compute(spans, token_ids)
 
     def prefill(self, spans: Sequence[Span], token_ids: NDArray[np.int64], last_tokens: Sequence[int]) -> Tensor | None:
+        """Queue the forward of spans in one row: hidden states [N, C] of the tokens at the places `last_tokens`; None
+        if it is not faster than the model's own forward."""
         if self._prefill_graphs is None:
             self._prefill_graphs = PrefillGraphs(self._context)
         if not self._prefill_graphs.can_compute(len(token_ids), len(spans)):
@@ -160,9 +165,11 @@ class DecodeGraphs:
         return self._prefill_graphs.compute(spans, token_ids, last_tokens)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
+        """Attention of the new tokens of several requests in one flat row."""
         return build_prefill_plan(self._cache, spans, tile_tokens=self._context.tile_tokens, device=self._model.device)
 
     def installed(self) -> AbstractContextManager[None]:
+        """Within, the model's layers run fused."""
         return nullcontext() if self._fused is None else self._fused.installed()
 
     def refresh(self) -> None:

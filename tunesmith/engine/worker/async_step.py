@@ -14,19 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.engine.batch.decode_burst import BurstHandle, BurstInput, BurstOutput
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
 from tunesmith.types import TokenDetails
+
+if TYPE_CHECKING:
+    from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle  # needs Triton, which only CUDA machines have
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -82,7 +85,7 @@ def collect_rows(states: Sequence[RequestState], *, num_prefilled: int) -> Burst
 class InflightBurst:
     """A burst in the device's queue."""
 
-    handle: BurstHandle
+    handle: CudaBurstHandle
     states: list[RequestState]
     rows: BurstRows
     """`num_tokens_R` includes the tokens of this burst."""

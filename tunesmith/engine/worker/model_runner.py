@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from tunesmith.cluster.ranks import count_ranks
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
-from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
+from tunesmith.engine.batch.decode_burst import BurstInput
 from tunesmith.engine.batch.kv_cache import (
     KVCache,
     LayerShape,
@@ -45,6 +45,7 @@ from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_
 from tunesmith.model.forward.rotary import fix_rotary_frequencies
 
 if TYPE_CHECKING:
+    from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle, DecodeGraphs
     from tunesmith.engine.cuda.fp8_weights import Fp8Weights  # needs Triton, which only CUDA machines have
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
@@ -135,7 +136,7 @@ class ModelRunner:
 
     def launch_burst(
         self, requests: Sequence[Request], rows: BurstInput, *, num_new: int, num_steps: int
-    ) -> BurstHandle:
+    ) -> CudaBurstHandle:
         """Queue `num_steps` decode steps of each request; the caller finds out where each request ends.
 
         The last `num_new` requests were not in the previous burst.
@@ -221,7 +222,7 @@ class ModelRunner:
 
 def _build_burst_decoder(
     model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int, fp8: Fp8Weights | None
-) -> BurstDecoder:
+) -> DecodeGraphs:
     from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
 
     return build_graphs(

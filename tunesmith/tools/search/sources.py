@@ -19,6 +19,8 @@ from tunesmith.errors import ConfigError, ToolUnavailableError
 from tunesmith.retrieval.index.search import SearchIndex, open_index
 from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection, find_backoff
 
+WEB_KEY_HEADERS = {"serper": "X-API-KEY", "bing": "Ocp-Apim-Subscription-Key"}
+
 
 @dataclass(frozen=True, slots=True)
 class FoundPassage:
@@ -55,7 +57,7 @@ def open_source(settings: SearchToolSection) -> SearchSource:
         raise ConfigError(
             f"source: {settings.source} needs an API key in the environment variable {settings.key_variable}"
         )
-    return SerperSource(settings, key) if settings.source == "serper" else BingSource(settings, key)
+    return WebSource(settings, key)
 
 
 class IndexSource:
@@ -100,44 +102,29 @@ class ServerSource:
             raise ToolUnavailableError(f'{url} did not answer with a list of {{"id", "contents"}}') from error
 
 
-class SerperSource:
-    """Google results in the JSON of serper.dev: `organic`, and before them `answerBox` and `knowledgeGraph`."""
+class WebSource:
+    """Google results in the JSON of serper.dev, or results in the JSON of Bing's web search."""
 
     def __init__(self, settings: SearchToolSection, key: str) -> None:
         self._settings = settings
-        self._headers = {"X-API-KEY": key}
+        self._headers = {WEB_KEY_HEADERS[settings.source]: key}
 
     async def find_version(self, client: httpx.AsyncClient) -> str:
         return self._settings.found_url
 
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
-        body = {"q": query, "num": top_n}
-        found, _ = await fetch_json(
-            client, "POST", self._settings.found_url, self._settings, headers=self._headers, body=body
-        )
-        return read_serper(found, self._settings.found_url)[:top_n]
-
-
-class BingSource:
-    """Results in the JSON of Bing's web search: `webPages.value`."""
-
-    def __init__(self, settings: SearchToolSection, key: str) -> None:
-        self._settings = settings
-        self._headers = {"Ocp-Apim-Subscription-Key": key}
-
-    async def find_version(self, client: httpx.AsyncClient) -> str:
-        return self._settings.found_url
-
-    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        settings, url, headers = self._settings, self._settings.found_url, self._headers
+        if settings.source == "serper":
+            body = {"q": query, "num": top_n}
+            found, _ = await fetch_json(client, "POST", url, settings, headers=headers, body=body)
+            return read_serper(found, url)[:top_n]
         parameters = {"q": query, "count": str(top_n)}
-        found, _ = await fetch_json(
-            client, "GET", self._settings.found_url, self._settings, headers=self._headers, parameters=parameters
-        )
-        return read_bing(found, self._settings.found_url)[:top_n]
+        found, _ = await fetch_json(client, "GET", url, settings, headers=headers, parameters=parameters)
+        return read_bing(found, url)[:top_n]
 
 
 def read_serper(found: Any, url: str) -> list[FoundPassage]:
-    """The passages of a Serper response."""
+    """The passages of a Serper response: `organic`, and before them `answerBox` and `knowledgeGraph`."""
     if not isinstance(found, dict) or not isinstance(found.get("organic"), list):
         raise ToolUnavailableError(f"{url} did not answer in Serper's form: there is no list `organic`")
     boxes = [found[name] for name in ("answerBox", "knowledgeGraph") if isinstance(found.get(name), dict)]
@@ -147,7 +134,7 @@ def read_serper(found: Any, url: str) -> list[FoundPassage]:
 
 
 def read_bing(found: Any, url: str) -> list[FoundPassage]:
-    """The passages of a Bing response; one without `webPages` has no results."""
+    """The passages of a Bing response, `webPages.value`; one without `webPages` has no results."""
     if not isinstance(found, dict) or not ("webPages" in found or "queryContext" in found or "_type" in found):
         raise ToolUnavailableError(f"{url} did not answer in Bing's form: there is no `webPages`")
     rows = found.get("webPages", {}).get("value", [])
