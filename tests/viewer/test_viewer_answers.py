@@ -11,10 +11,9 @@ import call_templates as families
 from chat_templates import LLAMA3, QWEN25
 from tunesmith.types import Task, Trajectory
 from tunesmith.viewer.answers.conversation import build_conversations
-from tunesmith.viewer.answers.steps import build_tokens
+from tunesmith.viewer.answers.steps import build_tokens, build_trie
 from tunesmith.viewer.answers.table import Answers, UnknownAnswerError
 from tunesmith.viewer.answers.tasks import diff_texts
-from tunesmith.viewer.answers.trie import build_trie
 from tunesmith.viewer.reading.run import StoredRollout, open_runs
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tunesmith.http_server import format_url, open_listener, run_app
 from tunesmith.retrieval.index.search import SearchIndex, build_index
-from tunesmith.retrieval.server.app import build_app
+from tunesmith.retrieval.server import build_app
 from tunesmith.retrieval.settings import IndexSettings, ServerSettings
 
 API_KEY_VARIABLE = "TUNESMITH_SEARCH_API_KEY"

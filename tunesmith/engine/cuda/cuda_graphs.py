@@ -26,15 +26,13 @@ from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBa
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
+from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, PrefillGraphs, choose_capture_size
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
-from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
-from tunesmith.engine.cuda.hidden_graphs import HiddenGraphs
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
-from tunesmith.engine.cuda.prefill_graphs import PrefillGraphs
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits

@@ -26,9 +26,8 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output
 from tunesmith.engine.core.request import MAX_TOP_LOGPROBS
-from tunesmith.engine.vllm.connection import Connection
 from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
-from tunesmith.engine.vllm.process import VllmProcess
+from tunesmith.engine.vllm.process import Connection, VllmProcess
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs

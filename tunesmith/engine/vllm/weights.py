@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from tunesmith.engine.vllm.connection import Connection
+from tunesmith.engine.vllm.process import Connection
 
 SHARDED_PREFIX = "FSDP"
 """Of the name of a class that FSDP2 has put in place of a module's own."""

@@ -14,8 +14,14 @@ from tunesmith.errors import StorageError
 from tunesmith.retrieval.corpus import iter_passages
 from tunesmith.retrieval.index.bm25 import Bm25Index, write_bm25
 from tunesmith.retrieval.index.dense import DenseIndex, write_dense
-from tunesmith.retrieval.index.manifest import IndexInfo, describe_index, read_manifest, write_manifest
-from tunesmith.retrieval.index.passage_store import PassageStore, write_passages
+from tunesmith.retrieval.index.folder import (
+    IndexInfo,
+    PassageStore,
+    describe_index,
+    read_manifest,
+    write_manifest,
+    write_passages,
+)
 from tunesmith.retrieval.index.ranking import Ranking, fuse
 from tunesmith.retrieval.settings import MAX_TOP_N, IndexSettings
 from tunesmith.storage import locked_beside, renamed_folder

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 import httpx
 
 from tunesmith.errors import ToolUnavailableError
-from tunesmith.tools.search.cache import ResultCache
 from tunesmith.tools.search.settings import SearchToolSection
-from tunesmith.tools.search.sources import FoundPassage, SearchSource, open_source
+from tunesmith.tools.search.sources import FoundPassage, ResultCache, SearchSource, open_source
 from tunesmith.tools.tool import Tool, ToolInputError
 
 NAME = "search"
