@@ -1,10 +1,10 @@
 """Forwards as CUDA graphs that end before the head: decode steps of tokens that the host samples, and prefills.
 
-Their inputs are separate from those of bursts, because a burst may be in the device's queue, and its last tokens are the
-input of the next one.
+Their inputs are separate from those of bursts, because a burst may be in the device's queue, and its last tokens are
+the input of the next one.
 
-Axes: S slots (the maximum number of rows), R rows of a step, P columns of the block table, T tokens of a graph, I tiles,
-N last tokens, C hidden size.
+Axes: S slots (the maximum number of rows), R rows of a step, P columns of the block table, T tokens of a graph, I
+tiles, N last tokens, C hidden size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The index folder: its passages, and its manifest, which says what it was built from and how.
 
-`passages.jsonl` holds one `{"id", "contents"}` line for each passage, in the form in which the server sends it, found by
-position without parsing; `offsets.npy` the byte at which each begins and the size of the file; `id_rank.npy` the rank of
-each passage's id among all ids, by which ties of equal scores are broken.
+`passages.jsonl` holds one `{"id", "contents"}` line for each passage, in the form in which the server sends it, found
+by position without parsing; `offsets.npy` the byte at which each begins and the size of the file; `id_rank.npy` the
+rank of each passage's id among all ids, by which ties of equal scores are broken.
 
 An index is built under a temporary name and renamed when its manifest is written, so a folder without a manifest, or
 with files of another size than the manifest says, is refused.
