@@ -29,7 +29,7 @@ class Detokenizer:
         self._hidden_ids = frozenset(hidden_ids)
         self._bytes_of = build_byte_table(self._backend, hidden_ids=self._hidden_ids)
         self._last: tuple[Sequence[int], str] = ((), "")
-        """Ids and text of the last reply, which is decoded to be parsed and again to be recorded."""
+        """Ids and text of the last reply: it is decoded to be parsed, and again to be recorded."""
 
     def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
         """Text of the ids without special tokens and `extra_hidden_ids`."""
@@ -59,7 +59,7 @@ class Detokenizer:
         return text
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is a raw byte of a byte-fallback vocabulary, which decodes together with its neighbors."""
+        """Whether the token is a raw byte of a byte-fallback vocabulary; it decodes together with its neighbors."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
 

@@ -1,6 +1,6 @@
 """Fast rendering of a tokenizer's chat template.
 
-`apply_chat_template` copies and validates its whole input at every call, which costs more than the template itself.
+`apply_chat_template` copies and validates its whole input at every call, and that costs more than the template itself.
 Messages parsed from JSON do not need that, so the template compiled by transformers is rendered directly. This is used
 only if both give the same text for probe conversations with every kind of message; else the tokenizer renders.
 

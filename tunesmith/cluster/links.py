@@ -2,7 +2,7 @@
 
 Messages are frozen dataclasses. They are received by coroutines, so agents and engines of the receiving rank go on.
 Each end sends `Alive` at intervals while its event loop runs: a rank whose rollouts take hours is alive, one whose loop
-hangs is not. A rank accepts messages only from ranks that know a secret of the run, which is broadcast in the process
+hangs is not. A rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process
 group.
 """
 

@@ -25,7 +25,7 @@ from tunesmith.cluster.ranks import Ranks, rank_errors
 from tunesmith.errors import ConfigError
 
 STORE_TIMEOUT_S = 20.0
-"""Seconds that a rank tries to reach the store of torchrun's agent, which is older than the rank."""
+"""Seconds that a rank tries to reach the store of torchrun's agent; the agent starts it before the rank."""
 
 
 @contextmanager

@@ -56,9 +56,9 @@ class RayLaunch:
     max_restarts: int
     namespace: str | None
     device: str
-    """As `model.device`."""
+    """The value of `model.device`."""
     root: Path
-    """Folder of run folders, which all hosts see."""
+    """Folder of run folders; all hosts see it."""
     paths: Sequence[str]
     """Absolute paths that all hosts need."""
 
@@ -265,7 +265,7 @@ def find_final_error(found: Any) -> FinalError | None:
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """The error that a worker raised, which Ray Train wraps to keep its traceback."""
+    """The error that a worker raised; Ray Train wraps it to keep its traceback."""
     inner = getattr(error, "_base_exc", error)
     assert isinstance(inner, BaseException)
     return inner
@@ -279,7 +279,7 @@ NOT_FOUND = "not installed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a host has."""
+    """The packages of a host, and the paths that it lacks."""
 
     host: str
     versions: Mapping[str, str]

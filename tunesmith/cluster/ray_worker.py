@@ -1,10 +1,10 @@
-"""What a worker of Ray Train runs: it takes its place among the ranks, then does the work of the launcher.
+"""The program of a worker of Ray Train: it takes its place among the ranks, then does the work of the launcher.
 
 The launcher's function arrives pickled, and is read after the environment is set, because libraries read their
 variables when they are imported. Torch is not needed here.
 
-The launcher shows the console of the first rank, which passes through a file that both hosts see. Ray's own forwarding
-shows all actors, with prefixes; it is off in a cluster that the launcher joins, and their logs stay in Ray's folder.
+The launcher shows the console of the first rank through a file that both hosts see. Ray's own forwarding shows all
+actors, with prefixes; it is off in a cluster that the launcher joins, and their logs stay in Ray's folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CAUSE_FIRST_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayJob:
-    """What every worker receives."""
+    """The work and the surroundings that every worker receives."""
 
     work: bytes
     """The pickled function; it takes whether the run was restarted."""
@@ -127,7 +127,7 @@ def meet(job: RayJob) -> Meeting:
         is_restart = started.exists()
         started.touch()
         address = ray.util.get_node_ip_address()
-        # Ray broadcasts the address, because torch's process group, which ranks meet for, does not exist yet.
+        # Ray broadcasts the address, because torch's process group does not exist yet: ranks meet to make it.
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]

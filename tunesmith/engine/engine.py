@@ -129,7 +129,7 @@ class LocalEngine(BaseEngine):
     def resume(self, policy_version: int, *, keeps_cache: bool = False) -> None:
         """Continue sampling with the current weights; cached keys and values are dropped.
 
-        With `keeps_cache` running requests keep theirs, which no other request reads.
+        With `keeps_cache` running requests keep theirs, and no other request reads them.
         """
         with self._lock:
             # tokens in flight were sampled with the old weights, so they are read before the version changes

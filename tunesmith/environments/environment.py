@@ -108,7 +108,7 @@ class Environment:
         return transcript.append(*call)
 
     def write_result(self, transcript: Transcript, text: str) -> Transcript:
-        """The transcript with a given result of its open call, which is not run."""
+        """The transcript with a given result of its open call; the call is not run."""
         (call,) = transcript.open_calls
         result = Segment(kind="result", text=text, tool=call.tool, result=text, call_id=call.call_id)
         return transcript.append(self.protocol.wrap(result))

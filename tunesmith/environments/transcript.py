@@ -38,24 +38,24 @@ class Segment:
     text: str
     """The exact text; of native calls, the JSON arguments."""
     tool: str = ""
-    """Of calls and results: the tool's name."""
+    """The tool's name, of calls and results."""
     arguments: Mapping[str, Any] | None = None
-    """Of calls: the arguments, or None if they could not be read."""
+    """The arguments of a call; None if they could not be read."""
     result: str = ""
-    """Of results: the text without tags."""
+    """The text of a result without tags."""
     ok: bool = True
-    """Of results: whether the call succeeded."""
+    """Whether the call of a result succeeded."""
     failure: FailureKind = ""
-    """Of results: why the call failed."""
+    """Why the call of a result failed."""
     ms: float = 0.0
-    """Of results: wall time of the call."""
+    """Wall time of the call of a result."""
     tokens: int = 0
     """Sampled tokens of the model call that ended with this segment; 0 for earlier segments of the same model call,
     and for text that was not sampled."""
     call_id: str = ""
     """Of calls and results: the id that joins them; of tag calls, their number in the rollout."""
     is_reasoning: bool = False
-    """Of native thoughts: reasoning, rather than content next to a call."""
+    """A native thought is reasoning, rather than content next to a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Transcript:
 
     @property
     def refused_calls(self) -> int:
-        """Calls over a limit, which were not run."""
+        """Calls that were not run, because they are over a limit."""
         return sum(each.kind == "result" and each.failure == "call_limit" for each in self.segments)
 
     @property

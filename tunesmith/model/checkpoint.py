@@ -207,7 +207,7 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Hide transformers' progress bars, which would overwrite the run's own."""
+    """Hide transformers' progress bars: they would overwrite the run's own."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

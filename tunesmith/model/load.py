@@ -51,7 +51,7 @@ LOAD_ERRORS = (
     StrictDataclassError,
     pickle.UnpicklingError,
 )
-"""What transformers raises for missing, damaged or unknown files."""
+"""Errors that transformers raises for missing, damaged or unknown files."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Torch's global modes: gradients, inference mode, autocast, default dtype and device, CPU threads.
 
 They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that changes a mode
-and does not restore it, would change them for the engine and the trainer, which run on the same thread in between.
+and does not restore it, would change them for the engine and the trainer: these run on the same thread in between.
 Engine and trainer run under `default_modes`; `UserModes` saves and restores a user coroutine's modes across awaits.
 """
 

@@ -28,7 +28,7 @@ def serve(settings: ServerSettings, *, index: str) -> None:
 
 
 def announce(line: str) -> None:
-    """Print the line with the URL, which programs that start the server wait for."""
+    """Print the line with the URL; programs that start the server wait for it."""
     print(line, flush=True)
 
 

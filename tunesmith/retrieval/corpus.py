@@ -15,7 +15,7 @@ from tunesmith.retrieval.settings import IndexSettings
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The unit of search: an id and a text, which begins with its title if it has one."""
+    """The unit of search: an id and a text that begins with its title, if it has one."""
 
     passage_id: str
     contents: str

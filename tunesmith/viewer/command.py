@@ -67,7 +67,7 @@ class Wanted:
 
 
 def choose_run(runs: Sequence[Run]) -> Run:
-    """The first run with rollouts: the folder of a pipeline or demo also has fine-tuning runs, which have none."""
+    """The first run with rollouts: the folder of a pipeline or demo also has fine-tuning runs without rollouts."""
     return next((run for run in runs if run.rollouts.list_steps()), runs[0])
 
 
@@ -150,7 +150,7 @@ def format_message(message: dict[str, Any]) -> list[Text | Rule]:
 
 
 def clean(text: str) -> str:
-    """The text without characters that control a terminal, which a model may have written."""
+    """The text without characters that control a terminal: a model may have written such."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cf", "Cs"} else "\ufffd" for char in text
     )

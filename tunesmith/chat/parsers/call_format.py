@@ -1,4 +1,4 @@
-"""What a format of tool calls is to the reply parser: its tags, and a reader of one block of calls.
+"""Formats of tool calls, as the reply parser sees them: their tags, and a reader of one block of calls.
 
 A block starts with an opener, such as `<tool_call>`, and holds one call or several. A reader gets the text from the
 opener on, as often as it grows, and decides as soon as the text determines where the block ends. So the result does

@@ -16,7 +16,7 @@ from tunesmith.chat.parsers.call_format import ReadCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one piece of text adds to the message."""
+    """Reasoning, content and calls that one piece of text adds to the message."""
 
     reasoning: str = ""
     content: str = ""
@@ -135,7 +135,7 @@ class StopStrings:
         self._held = ""
 
     def cut(self, text: str, *, is_end: bool) -> str:
-        """The next text, which ends at the first stop string."""
+        """The next text, up to the first stop string."""
         if self.found is not None:
             return ""
         text = self._held + text

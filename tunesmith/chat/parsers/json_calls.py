@@ -86,7 +86,7 @@ def _build_llama_call(call: Any) -> ReadCall | None:
 
 
 def _read_builtin(text: str, start: int) -> Block | None:
-    """A call of a built-in tool, which has keyword arguments with literal values."""
+    """A call of a built-in tool with literal values as keyword arguments."""
     found = _BUILTIN.fullmatch(text, start)
     if found is None:
         return None

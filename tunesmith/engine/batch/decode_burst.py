@@ -30,7 +30,7 @@ class InputBatch:
     """
 
     def __init__(self, num_slots: int, *, num_columns: int, scratch_block: int) -> None:
-        """Unused columns of the block table hold `scratch_block`, which nothing reads."""
+        """Unused columns of the block table hold `scratch_block`; nothing reads that block."""
         self.seeds_S = np.zeros(num_slots, dtype=np.int64)
         self.temperatures_S = np.ones(num_slots, dtype=np.float32)
         self.top_ks_S = np.zeros(num_slots, dtype=np.int64)
@@ -45,7 +45,7 @@ class InputBatch:
         self._num_blocks_S = np.zeros(num_slots, dtype=np.int64)
 
     def update(self, requests: Sequence[Request], *, num_new: int) -> None:
-        """Write the blocks of a burst's requests, and all values of the last `num_new`, which are new in the batch."""
+        """Write the blocks of a burst's requests, and all values of the last `num_new` requests, the new ones."""
         # only what has changed is written: most rows of a burst were in the one before, and have no new blocks
         for request in requests[len(requests) - num_new :]:
             self._add(request)

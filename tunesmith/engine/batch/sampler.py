@@ -46,12 +46,12 @@ class SamplerOutput:
     logprobs: list[float]
     is_finite: list[bool]
     entropies: list[float] | None = None
-    """In nats; None: no row asked for it."""
+    """Entropies in nats; None: no row asked for them."""
     top_logprobs: list[TopLogprobs] | None = None
-    """None: no row asked for it."""
+    """The most likely tokens of each row; None: no row asked for them."""
 
     def get_details(self, row: int, sampling: Sampling) -> TokenDetails | None:
-        """What the request of a row asks for; None: nothing."""
+        """The details that the request of a row asks for; None if it asks for none."""
         entropies = top_logprobs = None
         if sampling.return_entropy and self.entropies is not None:
             entropies = (self.entropies[row],)

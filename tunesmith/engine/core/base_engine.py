@@ -1,4 +1,4 @@
-"""What every engine knows of the policy, whatever samples from it, and how it takes a request."""
+"""The base of all engines: the policy's limits and end-of-sequence ids, and the checks and state of a new request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Results of engine steps for the callers of `generate`: tokens, completions and errors.
 
-The stepper enters sampled tokens; what callers receive is collected in a `StepOutput`, which the engine passes to the
-event loop after the step (`deliver_output`). Holds no tensors.
+The stepper enters sampled tokens; what callers receive is collected in a `StepOutput`, and the engine passes it to
+the event loop after the step (`deliver_output`). Holds no tensors.
 
 Axes: S slots, W columns, L lines of a burst, R rows.
 """
@@ -38,7 +38,7 @@ class RequestState:
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What the event loop delivers to callers after a step."""
+    """Tokens and results that the event loop delivers to callers after a step."""
 
     tokens: list[tuple[RequestState, Sequence[int], Sequence[float], TokenDetails | None]] = field(default_factory=list)
     """Token ids, logprobs and details for requests with an `on_tokens` callback."""
@@ -57,7 +57,7 @@ class OutputProcessor:
         self.scheduler = scheduler
         self.eos_ids = frozenset(eos_ids)
         self.states: dict[int, RequestState] = {}
-        """By request id."""
+        """The state of each request by its id."""
         self._token_buffer = TokenBuffer(scheduler.max_num_seqs)
         self.counts: Counter[str] = Counter()
         self.num_deadlines = 0
@@ -258,7 +258,7 @@ class TokenBuffer:
         self._counts_S[slots_R] = ends_R
 
     def read_entropies(self, slot: int) -> tuple[float, ...]:
-        """The entropies of a slot's tokens, which `take` removes; empty if no burst had any."""
+        """The entropies of a slot's tokens, until `take` removes them; empty if no burst had any."""
         return () if self._entropies_SW is None else tuple(self._entropies_SW[slot, : self._counts_S[slot]].tolist())
 
     def read(self, slot: int) -> tuple[list[int], list[float]]:

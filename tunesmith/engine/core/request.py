@@ -24,7 +24,7 @@ class Request:
     """Mutable state of one call of `generate`."""
 
     request_id: int
-    """In order of arrival."""
+    """Ids ascend in order of arrival."""
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     order: tuple[int, ...] = ()

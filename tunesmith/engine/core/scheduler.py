@@ -43,7 +43,7 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step computes."""
+    """The chunks that one step computes, and the budget that is left while they are chosen."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     unschedulable: list[Request] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Scheduler:
         self.pool.reset()
 
     def keep_cache(self, policy_version: int) -> None:
-        """As `reset_cache`, but running requests keep their keys and values, which no other request may read."""
+        """As `reset_cache`, but running requests keep their keys and values; no other request may read these."""
         self._begin_version(policy_version)
         self.pool.clear_prefixes()
 

@@ -223,7 +223,7 @@ class DirectCall:
 
 
 class DirectCalls:
-    """Calls of the submodules of decoder layers without `nn.Module.__call__`, which takes about 3 us.
+    """Calls of the submodules of decoder layers without `nn.Module.__call__` and the 3 us that it takes.
 
     Inside `installed()` the attribute of the parent module, such as `self.q_proj`, is a `DirectCall` of the submodule's
     forward or of the one that replaces it. Submodules with hooks are called as usual. Modules that hold a submodule in
@@ -240,7 +240,7 @@ class DirectCalls:
         ]
         self._forwards: list[tuple[dict[str, Any], str, nn.Module, Callable[..., Any]]] = []
         self._calls: dict[int | None, list[Attribute]] = {}
-        """By number of rows."""
+        """The calls that are installed for a number of rows."""
 
     def refresh(self) -> None:
         """Weights may have been replaced, and hooks added or removed."""

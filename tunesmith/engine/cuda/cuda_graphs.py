@@ -115,9 +115,9 @@ class DecodeGraphs:
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
         self._graphs: GraphStore[None] = GraphStore(model)
-        """By number of rows, whether some row is truncated, and whether some row asks for entropies."""
+        """Keys: the number of rows, whether some row is truncated, and whether some row asks for entropies."""
         self._hidden_graphs: HiddenGraphs | None = None
-        """For requests that the host samples; built when the first one comes."""
+        """Graphs for requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
 
     @torch.inference_mode()
@@ -327,7 +327,7 @@ def build_graphs(
     is_compiled: bool,
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, which read FP8 weights if given."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given."""
     fused = None
     if is_compiled:
         merge_weights(model)
@@ -337,6 +337,6 @@ def build_graphs(
 
 
 def build_fp8_weights(model: PreTrainedModel) -> Fp8Weights:
-    """The FP8 copy of the model's weights, which are merged first."""
+    """Merge the model's weights, and copy them in FP8."""
     merge_weights(model)
     return Fp8Weights(model)

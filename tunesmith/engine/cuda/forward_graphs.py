@@ -136,7 +136,7 @@ class PrefillGraphs:
         """Token ids, positions and cache slots."""
         self._block_table_SP = torch.zeros((num_slots + 1, context.num_columns), dtype=torch.int32, device=device)
         self._spans_3S = torch.zeros((3, num_slots + 1), dtype=torch.int32, device=device)
-        """Of padding requests all is zero: they have no tokens."""
+        """Padding requests have no tokens: all of their entries are zero."""
         self._tiles_2I = torch.zeros((2, self._count_tiles(self._max_tokens)), dtype=torch.int32, device=device)
         self._graphs: GraphStore[Tensor] = GraphStore(context.model)
         """Each writes hidden states [T, C]."""

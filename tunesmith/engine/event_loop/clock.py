@@ -154,7 +154,7 @@ class EngineLoop(asyncio.SelectorEventLoop):
         return super().run_until_complete(self._main_future)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report errors of tasks never awaited, except KeyboardInterrupt and SystemExit, which the loop raises."""
+        """Report errors of tasks never awaited, except KeyboardInterrupt and SystemExit: the loop raises these."""
         if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             super().call_exception_handler(context)
 
@@ -297,13 +297,13 @@ class LoopWindows:
             self._loop.call_soon(self._on_end, True)
         elif self._num_steps == WINDOW_STEPS:
             self._loop.is_stepping = False
-            self._loop.call_soon(self._on_end, False)  # not within this step, which then ends here in any case
+            self._loop.call_soon(self._on_end, False)  # not within this step: it ends here in any case
         else:
             self._num_steps += 1
 
 
 def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> LoopWindows:
-    """The windows of the running event loop, which is an `EngineLoop`."""
+    """The windows of the running event loop; it must be an `EngineLoop`."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, EngineLoop), "runs use run_lockstep"
     return LoopWindows(loop, engines, on_end, has_windows=has_windows)

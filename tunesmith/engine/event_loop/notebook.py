@@ -34,7 +34,7 @@ def is_event_loop_running() -> bool:
 
 
 def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one.
+    """Run a function that starts an event loop; in a new thread if the calling thread already runs one.
 
     Ctrl-C while the new thread runs interrupts `work` there and raises KeyboardInterrupt once it has ended. As in a
     command, the second Ctrl-C interrupts whatever runs; the third raises at once and leaves the thread running.

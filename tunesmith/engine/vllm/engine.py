@@ -251,7 +251,7 @@ class VllmEngine(BaseEngine):
                 self._fail(state, message)
 
     def _deliver(self, output: StepOutput) -> None:
-        """Call back in the event loop, which may be waiting in `pause`."""
+        """Call back in the event loop, once it no longer waits in `pause`."""
         if not self._output and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon(self._flush)
         self._output.tokens += output.tokens

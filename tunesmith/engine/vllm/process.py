@@ -40,13 +40,13 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
-"""Of the vLLM process. The last is what vLLM requires for handles of GPU memory, which only the parent sends."""
+"""Variables of the vLLM process. vLLM requires the last one for handles of GPU memory; only the parent sends these."""
 LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 """Set by torchrun for the ranks of training; vLLM would take them for its own."""
 LAUNCHER_PREFIX = "TORCHELASTIC_"
-"""Of further variables; with one of them the ranks of vLLM would wait for the store of torchrun."""
+"""Start of the names of further variables; with one of them vLLM's ranks would wait for the store of torchrun."""
 ROOT_CAUSE = "See root cause above"
 START_CAUSES = {
     r"Free memory on device .*": "lower engine.vllm.gpu_memory_share, or use GPUs with more free memory",
@@ -156,7 +156,7 @@ class VllmProcess:
 
 
 def name_device(index: int) -> str:
-    """A GPU's name in CUDA_VISIBLE_DEVICES, which may already restrict those of this process."""
+    """A GPU's name in CUDA_VISIBLE_DEVICES; the variable may already restrict the GPUs of this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return str(index) if not visible else visible.split(",")[index].strip()
 

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tunesmith.engine.vllm.process import Connection
 
 SHARDED_PREFIX = "FSDP"
-"""Of the name of a class that FSDP2 has put in place of a module's own."""
+"""Start of the name of a class that FSDP2 has put in place of a module's own."""
 CHUNK_BYTES = 2**30
 """Weights that are copied and handed over at once; at least one tensor."""
 BASE_LAYER = ".base_layer."

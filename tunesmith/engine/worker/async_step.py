@@ -122,7 +122,7 @@ class RowsOutput:
 
 
 def split_output(burst: InflightBurst, output: BurstOutput, *, eos_ids: Collection[int]) -> list[RowsOutput]:
-    """Rows that were decoding before the burst, and prefilled rows, which sampled one token more."""
+    """Rows that were decoding before the burst, and prefilled rows; these sampled one token more."""
     num_decoding = len(burst.states) - burst.num_prefilled
     parts = [_check_rows(burst, output, range(num_decoding, len(burst.states)), first=0, eos_ids=eos_ids)]
     if burst.num_steps:

@@ -51,7 +51,7 @@ class SyncStepper:
     def _process_token(
         self, state: RequestState, token_id: int, logprob: float, details: TokenDetails | None = None
     ) -> None:
-        """Append a sampled token, which may end the request."""
+        """Append a sampled token; it may end the request."""
         if state.request.token_matcher is not None:
             try:
                 state.request.token_matcher.accept(token_id)

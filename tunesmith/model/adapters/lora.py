@@ -2,7 +2,7 @@
 
 PEFT's layers replace linear layers inside the model; the model object stays the same, and engine and trainer run the
 same forward. Only the adapter's factors take gradients. Files are in PEFT's format: `PeftModel.from_pretrained` reads
-them. Importing this file imports PEFT, which takes seconds, so other files import it lazily.
+them. Importing this file imports PEFT and takes seconds, so other files import it lazily.
 """
 
 from __future__ import annotations

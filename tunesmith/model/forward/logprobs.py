@@ -2,7 +2,7 @@
 
 Positions are processed in chunks. With gradients and several chunks, each chunk recomputes its logits in its backward.
 Results are float32, or float64 in a float64 model. Greedy tokens (temperature 0) are scored at temperature 1. On a GPU
-a chunk of 16-bit hidden states has one float32 copy of its logits, which its gradients overwrite.
+a chunk of 16-bit hidden states has one float32 copy of its logits, and their gradients overwrite it.
 
 Axes: N positions, C hidden size, V vocabulary.
 """

@@ -32,7 +32,7 @@ class AdapterFiles:
     r: int
     alpha: float
     target_modules: Any
-    """As in PEFT's config: a pattern or a list of names."""
+    """A pattern or a list of names, in the form of PEFT's config."""
 
 
 def is_adapter(place: Path) -> bool:

@@ -57,7 +57,7 @@ COMMON_MODULES = (
 
 
 class Report(ctypes.Structure):
-    """What the worker tells the pool; `ENDED` has the wait status and the beginning of `struct rusage`."""
+    """A report of the worker to the pool; `ENDED` has the wait status and the beginning of `struct rusage`."""
 
     _fields_ = [
         ("kind", ctypes.c_int),

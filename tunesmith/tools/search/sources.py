@@ -39,7 +39,7 @@ class SearchSource(Protocol):
     """A source of passages."""
 
     async def find_version(self, client: httpx.AsyncClient) -> str:
-        """What results depend on besides the query and top_n."""
+        """A name of everything that results depend on besides the query and top_n."""
 
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
         """Passages, best first."""
@@ -88,7 +88,7 @@ class ServerSource:
         self._version: str | None = None
 
     async def find_version(self, client: httpx.AsyncClient) -> str:
-        """The hash of the server's index, which `/health` says first and each response afterwards."""
+        """The hash of the server's index, from `/health` at first and from each response afterwards."""
         if self._version is None:
             url = f"{self._settings.found_url}/health"
             health, _ = await fetch_json(client, "GET", url, self._settings, headers=self._headers)

@@ -108,7 +108,7 @@ def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any
 
 WORD = re.compile(r"\s+|\w+|[^\w\s]")
 MAX_WORDS = 6000
-"""Longer texts are compared line by line, which is quadratic in far fewer parts."""
+"""Longer texts are compared line by line, because the time is quadratic in the number of parts."""
 
 
 def diff_texts(before: str, after: str) -> list[dict[str, Any]]:

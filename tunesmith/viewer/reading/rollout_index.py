@@ -109,7 +109,7 @@ class RolloutIndex:
                 yield self._rows[path][1]
 
     def find_step(self, step: int) -> Rows:
-        """The rows of one step, which is read if it is not in the index yet."""
+        """The rows of one step; its file is read if it is not in the index yet."""
         stamp = self._files.stamp(step)
         for known, rows in self._rows.values():
             if known == stamp and len(rows) and rows["step"][0] <= step <= rows["step"][-1]:
