@@ -25,9 +25,8 @@ from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler
 from tunesmith.engine.event_loop.clock import Clock, build_clock
-from tunesmith.engine.worker.async_step import AsyncStepper
 from tunesmith.engine.worker.model_runner import ModelRunner
-from tunesmith.engine.worker.sync_step import SyncStepper
+from tunesmith.engine.worker.steppers import AsyncStepper, SyncStepper
 from tunesmith.model.device_errors import explain_device_error
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
@@ -62,10 +61,6 @@ class LocalEngine(BaseEngine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
         self._queue_places = asyncio.Semaphore(settings.max_waiting)
-        self._busy_s = 0.0
-        self._idle_s = 0.0
-        self._idle_since: float | None = None
-        """Since when the engine has been sampling without any request; None if it has one or is paused."""
         self._reported_wait_s = 0.0
         """The clock's `waited_s` at the last report."""
         self._num_cpu_threads = torch.get_num_threads()
@@ -104,7 +99,7 @@ class LocalEngine(BaseEngine):
         if isinstance(on_tokens, DeferredTokens):
             on_tokens.read, state.on_tokens = partial(self._copy_tokens, state.request), None
         self._inbox.append(state)
-        self._end_idle()
+        self._usage.enter(None)
         self._notify()
         try:
             return await state.future
@@ -121,7 +116,7 @@ class LocalEngine(BaseEngine):
         """Stop sampling after the current step; requests stay queued, and no work is left in the device's queue."""
         with self._lock:
             self._is_paused = True
-            self._end_idle()
+            self._usage.enter(None)
             self._run_guarded(self._stepper.drain)
         self._schedule_delivery()
         self._deliver_own()
@@ -140,7 +135,7 @@ class LocalEngine(BaseEngine):
             (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
             self._runner.mark_weights_updated()
             self._is_paused = False
-            self._begin_idle()
+            self._usage.enter(None if self.has_work else "idle")
         self._notify()
 
     def hold(self) -> None:
@@ -162,14 +157,12 @@ class LocalEngine(BaseEngine):
             names = ("requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions")
             counts = self._output_processor.counts
             stats = {f"engine/num_{name}": float(counts[name]) for name in names}
-            stats["perf/engine_busy_s"] = self._busy_s
-            stats["perf/engine_idle_s"] = self._idle_s
+            stats |= self._usage.take()
             waited_s = None if self._clock is None else self._clock.waited_s
             if waited_s is not None:
                 stats["perf/tool_wait_s"] = waited_s - self._reported_wait_s
                 self._reported_wait_s = waited_s
             counts.clear()
-            self._busy_s = self._idle_s = 0.0
             return stats
 
     def step(self) -> None:
@@ -177,22 +170,11 @@ class LocalEngine(BaseEngine):
         with self._lock:
             if self._is_paused:
                 return
-            self._end_idle()
-            started_at = time.perf_counter()
+            self._usage.enter("busy")
             self._run_guarded(self._step)
-            self._busy_s += time.perf_counter() - started_at
-            self._begin_idle()
+            # without a request every workflow waits for tools or runs its own code
+            self._usage.enter(None if self.has_work else "idle")
         self._schedule_delivery()
-
-    def _begin_idle(self) -> None:
-        """Start measuring idle time if there is no request: every workflow waits for tools or runs its own code."""
-        if not self.has_work:
-            self._idle_since = time.perf_counter()
-
-    def _end_idle(self) -> None:
-        if self._idle_since is not None:
-            self._idle_s += time.perf_counter() - self._idle_since
-            self._idle_since = None
 
     def _bind_loop(self) -> None:
         loop = asyncio.get_running_loop()

@@ -66,13 +66,10 @@ class TagProtocol:
     def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
         choice = completion.choices[0]
         text = choice.message.content or ""
-        tokens = completion.usage.completion_tokens if completion.usage is not None else 0
-        before = transcript.open_text
-        segments = self.read_text(text, before=before, number=len(transcript.calls) + transcript.refused_calls)
-        if segments:
-            segments = (*segments[:-1], replace(segments[-1], tokens=tokens))
+        number = len(transcript.calls) + transcript.refused_calls
+        segments = self.read_text(text, before=transcript.open_text, number=number)
         return ReadReply(
-            segments=segments,
+            segments=count_tokens(segments, completion),
             is_truncated=choice.finish_reason == "length",
             is_answer=bool(segments) and segments[-1].kind == "answer",
             stop=next((each for each in stop if text.endswith(each)), ""),
@@ -110,6 +107,12 @@ class TagProtocol:
     def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
         """The segments with which an author other than the model answers."""
         return self.read_text(f"{THINK_OPEN}{thought}{THINK_CLOSE}\n{ANSWER_OPEN}\\boxed{{{answer}}}{ANSWER_CLOSE}")
+
+
+def count_tokens(segments: Sequence[Segment], completion: ChatCompletion) -> tuple[Segment, ...]:
+    """The segments of a model call, the last of them with the call's sampled tokens."""
+    tokens = completion.usage.completion_tokens if completion.usage is not None else 0
+    return (*segments[:-1], *(replace(each, tokens=tokens) for each in segments[-1:]))
 
 
 def read_tag(body: str, tool: Tool) -> Mapping[str, Any] | None:
@@ -175,10 +178,9 @@ class NativeProtocol:
                 name, text = call.function.name, call.function.arguments
                 arguments = read_arguments(text)
                 segments.append(Segment(kind="call", text=text, tool=name, arguments=arguments, call_id=call.id))
-        tokens = completion.usage.completion_tokens if completion.usage is not None else 0
-        if segments:
-            segments[-1] = replace(segments[-1], tokens=tokens)
-        return ReadReply(segments=tuple(segments), is_truncated=is_truncated, is_answer=is_answer, stop=stopped)
+        return ReadReply(
+            segments=count_tokens(segments, completion), is_truncated=is_truncated, is_answer=is_answer, stop=stopped
+        )
 
     def wrap(self, result: Segment) -> Segment:
         return result

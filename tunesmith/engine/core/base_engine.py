@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +14,28 @@ from tunesmith.engine.core.request import Request, check_sampling
 from tunesmith.engine.core.stopping import StopConditions, check_stops
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.types import OnTokens, Sampling
+
+
+class UsageTimes:
+    """Seconds in which an engine was busy, and idle: it could have sampled, and had no request."""
+
+    def __init__(self) -> None:
+        self._seconds = {"busy": 0.0, "idle": 0.0}
+        self._state: Literal["busy", "idle"] | None = None
+        self._since = 0.0
+
+    def enter(self, state: Literal["busy", "idle"] | None) -> None:
+        """The state from now on; None: neither."""
+        now = time.perf_counter()
+        if self._state is not None:
+            self._seconds[self._state] += now - self._since
+        self._state, self._since = state, now
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        self.enter(self._state)
+        seconds, self._seconds = self._seconds, {"busy": 0.0, "idle": 0.0}
+        return {f"perf/engine_{name}_s": value for name, value in seconds.items()}
 
 
 class BaseEngine:
@@ -24,6 +47,7 @@ class BaseEngine:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._num_requests = 0
+        self._usage = UsageTimes()
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output
 from tunesmith.engine.core.request import MAX_TOP_LOGPROBS
-from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.process import Connection, VllmProcess
+from tunesmith.engine.vllm.support import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
@@ -68,9 +68,7 @@ class VllmEngine(BaseEngine):
         self._is_paused = False
         self._places = asyncio.Semaphore(settings.max_num_seqs + settings.max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._times: defaultdict[str, float] = defaultdict(float)
-        self._busy_since: float | None = None
-        self._idle_since: float | None = None
+        self._weight_push_s = 0.0
         self._process = start_process(model, settings, max_model_len, devices=self._devices)
         self._finalizer = weakref.finalize(self, self._process.stop)
         self._connection = Connection(
@@ -127,14 +125,11 @@ class VllmEngine(BaseEngine):
 
     def compute_stats(self) -> dict[str, float]:
         """Metrics since the last call."""
-        self._measure()
         names = ("requests", "sampled_tokens", "prefill_tokens", "cached_tokens")
         stats = {f"engine/num_{name}": float(self._counts[name]) for name in names}
-        stats["perf/engine_busy_s"] = self._times["engine_busy"]
-        stats["perf/engine_idle_s"] = self._times["engine_idle"]
-        stats["perf/weight_push_s"] = self._times["weight_push"]
+        stats |= self._usage.take() | {"perf/weight_push_s": self._weight_push_s}
         self._counts.clear()
-        self._times.clear()
+        self._weight_push_s = 0.0
         return stats
 
     def close(self) -> None:
@@ -155,7 +150,7 @@ class VllmEngine(BaseEngine):
         devices = self._devices if self._settings.vllm.weight_transfer == "memory" else None
         folder = self._process.folder
         push_weights(self._connection, self._model, devices, folder, timeout_s=PUSH_TIMEOUT_S, gather=self._gather)
-        self._times["weight_push"] += time.perf_counter() - started_at
+        self._weight_push_s += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:
         if not self._connection.call("reset_cache", timeout_s=PAUSE_TIMEOUT_S):
@@ -276,15 +271,9 @@ class VllmEngine(BaseEngine):
         self._connection.attach(loop)
 
     def _measure(self) -> None:
-        """Add the time since the last call to that in which vLLM had requests, or sampled without any."""
-        now = time.perf_counter()
-        for name, since in (("engine_busy", self._busy_since), ("engine_idle", self._idle_since)):
-            if since is not None:
-                self._times[name] += now - since
-        self._busy_since = now if self._submitted else None
-        self._idle_since = (
-            now if not self._submitted and not self._is_paused and self._pushed_version is not None else None
-        )
+        """Note whether vLLM has requests from now on, or could sample without any."""
+        can_sample = not self._is_paused and self._pushed_version is not None
+        self._usage.enter("busy" if self._submitted else "idle" if can_sample else None)
 
 
 def list_devices(own: torch.device, settings: EngineSection) -> list[torch.device] | None:

@@ -15,7 +15,7 @@ STATE_LOST = "The session was restarted: its variables are lost."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonResult:
-    """The result of a call for the model. Every outcome is an observation for the model; trouble with the sandbox is an exception."""
+    """The result of a call. Every outcome is an observation for the model; trouble with the sandbox is an exception."""
 
     outcome: Outcome
     """ok; error: an exception, a non-zero exit status or a signal; timeout: wall or CPU time; memory: an uncaught
