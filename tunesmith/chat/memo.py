@@ -68,7 +68,9 @@ def memoize_value(*, max_entries: int, max_length: int) -> Callable[[Callable[[A
 
     def decorate(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         # computed from a copy: the caller may change its own value later, and the result may share parts of it
-        compute = memoize(max_entries=max_entries, max_length=max_length)(lambda key: function(load_cache_key(key)))
+        @memoize(max_entries=max_entries, max_length=max_length)
+        def compute(cache_key: bytes) -> Result:
+            return function(load_cache_key(cache_key))
 
         @functools.wraps(function)
         def wrapper(value: Any) -> Result:

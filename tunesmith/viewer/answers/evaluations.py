@@ -21,7 +21,7 @@ def list_evaluations(runs: Sequence[Run]) -> dict[str, Any]:
     """The task sets, and the evaluations on each of them with their mean and interval."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
-        columns = [
+        columns: list[tuple[str, str, str, int | None, Any, Any, int]] = [
             (name, f"{step}", f"step {step}", step, result.get("mean"), result.get("interval_95"), len(result["tasks"]))
             for step in run.list_evaluated_steps()
             for name, result in run.load_evaluation(step).items()
