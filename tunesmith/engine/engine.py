@@ -90,7 +90,7 @@ class LocalEngine(BaseEngine):
         token_matcher = self.grammars.open(grammar) if grammar else None
         deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
         self._bind_loop()
-        if len(prompt_ids) >= self._max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         await self._queue_places.acquire()
         state = self._build_state(
@@ -118,7 +118,6 @@ class LocalEngine(BaseEngine):
             self._is_paused = True
             self._usage.enter(None)
             self._run_guarded(self._stepper.drain)
-        self._schedule_delivery()
         self._deliver_own()
 
     def resume(self, policy_version: int, *, keeps_cache: bool = False) -> None:
@@ -129,7 +128,6 @@ class LocalEngine(BaseEngine):
         with self._lock:
             # tokens in flight were sampled with the old weights, so they are read before the version changes
             self._run_guarded(self._stepper.drain)
-            self._schedule_delivery()
             self._deliver_own()
             scheduler = self._output_processor.scheduler
             (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
@@ -212,7 +210,7 @@ class LocalEngine(BaseEngine):
             has_prefix_cache=self._settings.has_prefix_cache,
             prefers_runs=not self._runner.has_graphs,
         )
-        processor = OutputProcessor(scheduler, eos_ids=self._eos_ids)
+        processor = OutputProcessor(scheduler, eos_ids=self.eos_ids)
         if self._runner.has_graphs:
             return processor, AsyncStepper(self._runner, processor, burst_length=self._settings.decode_block)
         return processor, SyncStepper(self._runner, processor)
@@ -267,6 +265,7 @@ class LocalEngine(BaseEngine):
     def _deliver_own(self) -> None:
         """Deliver at once, in a call from the event loop's thread: callers then receive tokens while `policy_version`
         is theirs."""
+        self._schedule_delivery()
         if self._loop is not None and not self._loop.is_closed():
             self._deliver()
 

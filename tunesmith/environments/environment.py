@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -24,14 +24,6 @@ from tunesmith.tools.tool import Tool
 
 OVERLONG = "maximum context length"
 """Part of the message with which vLLM and SGLang refuse a prompt that is too long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one rollout, a prefix included."""
-
-    max_calls: int
-    max_tokens: int | None
 
 
 class Environment:
@@ -78,26 +70,21 @@ class Environment:
         `fields` are fields of every chat request, such as temperature. Errors of tools that are no results
         (`ToolUnavailableError`) are raised.
         """
-        limits = Limits(
-            max_calls=self.config.max_calls if max_calls is None else max_calls,
-            max_tokens=max_tokens or self.config.max_tokens,
-        )
         transcript = self.begin(question) if prefix is None else replace(prefix, question=question, finish=None)
         if transcript.protocol != self.config.protocol:
             raise ValueError(
                 f"a prefix of protocol {transcript.protocol!r} in an environment of {self.config.protocol!r}"
             )
-        toolbox = self._build_toolbox(limits.max_calls)
-        async with toolbox:
+        max_tokens = max_tokens or self.config.max_tokens
+        async with self._build_toolbox(self.config.max_calls if max_calls is None else max_calls) as toolbox:
             await toolbox.replay(transcript)
             while transcript.finish is None:
-                transcript = await self._advance(transcript, model, toolbox, limits, stop, fields)
+                transcript = await self._advance(transcript, model, toolbox, max_tokens, stop, fields)
         return transcript
 
     async def execute(self, transcript: Transcript) -> Transcript:
         """The transcript with the results of the calls at its end, without a model."""
-        toolbox = self._build_toolbox(self.config.max_calls)
-        async with toolbox:
+        async with self._build_toolbox(self.config.max_calls) as toolbox:
             await toolbox.replay(transcript)
             results = await toolbox.run(transcript.open_calls)
         return transcript.append(*map(self.protocol.wrap, results))
@@ -130,7 +117,7 @@ class Environment:
         transcript: Transcript,
         model: Any,
         toolbox: Toolbox,
-        limits: Limits,
+        max_tokens: int | None,
         stop: Sequence[str],
         fields: Mapping[str, Any],
     ) -> Transcript:
@@ -140,7 +127,7 @@ class Environment:
             if transcript.refused_calls and any(each.failure == "call_limit" for each in results):
                 return replace(transcript, finish="call_limit")
             transcript = transcript.append(*map(self.protocol.wrap, results))
-        remaining = None if limits.max_tokens is None else limits.max_tokens - transcript.reasoning_tokens
+        remaining = None if max_tokens is None else max_tokens - transcript.reasoning_tokens
         if remaining is not None and remaining < 1:
             return replace(transcript, finish="length")
         completion = await self._sample(transcript, model, stop, fields, remaining)

@@ -45,12 +45,12 @@ class BaseEngine:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, max_model_len: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._num_requests = 0
         self._usage = UsageTimes()
-        self._eos_ids = collect_eos_ids(model, tokenizer)
+        self.eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
-        self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self.eos_ids)
         """The grammars that requests name in their distribution; the trainer replays them, also those of another
         engine."""
 
@@ -67,22 +67,14 @@ class BaseEngine:
             request_id=self._num_requests,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             **fields,
         )
         self._num_requests += 1
-        stops = StopConditions(request, self._tokenizer, eos_ids=self._eos_ids)
+        stops = StopConditions(request, self._tokenizer, eos_ids=self.eos_ids)
         return RequestState(
             request=request, future=asyncio.get_running_loop().create_future(), on_tokens=on_tokens, stops=stops
         )
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos_ids
 
 
 def collect_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

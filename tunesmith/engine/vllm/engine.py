@@ -93,9 +93,9 @@ class VllmEngine(BaseEngine):
     ) -> Completion:
         """Sample one completion; see `tunesmith.types.Engine`. vLLM admits requests in order of arrival."""
         self._check(prompt_ids, sampling)
-        check_parameters(sampling, eos_ids=self._eos_ids)
+        check_parameters(sampling, eos_ids=self.eos_ids)
         self._bind_loop()
-        if len(prompt_ids) >= self._max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         async with self._places:
             return await self._run(self._build_state(prompt_ids, sampling, on_tokens=on_tokens, order=order))
@@ -182,7 +182,7 @@ class VllmEngine(BaseEngine):
         if request.num_sampled and has_reply_penalties(request.sampling.distribution):
             self._fail(state, "engine.kind=vllm cannot go on with presence_penalty or frequency_penalty after a pause")
             return
-        parameters = build_parameters(request, eos_ids=self._eos_ids, has_seed=self._settings.vllm.has_seeds)
+        parameters = build_parameters(request, eos_ids=self.eos_ids, has_seed=self._settings.vllm.has_seeds)
         self._submitted.add(request.request_id)
         self._counts["requests"] += not request.num_sampled
         self._counts["prefill_tokens"] += len(request.token_ids)
