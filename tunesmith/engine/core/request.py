@@ -83,11 +83,6 @@ class Request:
             extend_runs(self.runs, self.blocks[num_known:])
         return self.runs
 
-    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        self.policy_versions.append(policy_version)
-
     def extend(
         self,
         token_ids: Sequence[int],
@@ -95,7 +90,7 @@ class Request:
         policy_version: int,
         details: TokenDetails | None = None,
     ) -> None:
-        """Append several tokens."""
+        """Append sampled tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_versions += [policy_version] * len(token_ids)
