@@ -63,7 +63,7 @@ class VllmEngine(BaseEngine):
         """Requests for which vLLM has not sent its last event."""
         self._output = StepOutput()
         self._counts: Counter[str] = Counter()
-        self._policy_version = 0
+        self.policy_version = 0
         self._pushed_version: int | None = None
         self._is_paused = False
         self._places = asyncio.Semaphore(settings.max_num_seqs + settings.max_waiting)
@@ -78,10 +78,6 @@ class VllmEngine(BaseEngine):
             explain_end=self._process.explain_end,
         )
         self._start()
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
 
     async def generate(
         self,
@@ -117,7 +113,7 @@ class VllmEngine(BaseEngine):
         if policy_version != self._pushed_version:
             self._push()
         self._reset_cache()
-        self._policy_version = self._pushed_version = policy_version
+        self.policy_version = self._pushed_version = policy_version
         self._is_paused = False
         for state in list(self._states.values()):
             self._submit(state)
@@ -161,7 +157,7 @@ class VllmEngine(BaseEngine):
         if not self._connection.is_open:
             raise EngineError(self._process.explain_end())
         if self._pushed_version is None:
-            self.resume(self._policy_version)
+            self.resume(self.policy_version)
         self._states[request_id] = state
         if not self._is_paused:
             self._submit(state)
@@ -222,7 +218,7 @@ class VllmEngine(BaseEngine):
             details = TokenDetails(top_logprobs=top)
         ids, logprobs = ids[:num_kept], logprobs[:num_kept]
         state.request.num_cached_tokens = state.request.num_cached_tokens or event.get("cached")
-        state.request.extend(ids, logprobs, self._policy_version, details)
+        state.request.extend(ids, logprobs, self.policy_version, details)
         self._counts["sampled_tokens"] += num_kept
         if state.on_tokens is not None:
             self._deliver(StepOutput(tokens=[(state, ids, logprobs, details)]))
@@ -342,11 +338,7 @@ class DistantEngine(BaseEngine):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, max_model_len: int
     ) -> None:
         super().__init__(model, tokenizer, max_model_len=max_model_len)
-        self._policy_version = 0
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
+        self.policy_version = 0
 
     async def generate(
         self,
@@ -364,7 +356,7 @@ class DistantEngine(BaseEngine):
 
     def resume(self, policy_version: int) -> None:
         """Note the version."""
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
     def compute_stats(self) -> dict[str, float]:
         """No counters."""
