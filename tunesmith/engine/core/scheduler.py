@@ -291,7 +291,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
-        # with its old priority: it starts again before all that arrived after it
+        # it keeps its priority, so it starts again before all requests of lower priority
         self.add(request)
 
     def _release(self, request: Request) -> None:
