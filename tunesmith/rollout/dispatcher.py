@@ -37,15 +37,17 @@ from tunesmith.errors import RolloutError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.staleness import compute_staleness
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.group import GroupRequest, build_requests
+from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.seeds import derive_round_seed, derive_seed
 from tunesmith.rollout.statistics import check_failures, compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.workers.group_runner import cancel_all
+from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import Worker, merge_statistics
 from tunesmith.tasks.task_feed import TaskFeed
-from tunesmith.types import Group, RunAdvantage, Sampling, Task
+from tunesmith.types import Group, RunAdvantage, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,23 +155,20 @@ class Dispatcher:
 
     async def evaluate(
         self,
-        tasks: Sequence[Task],
+        requests: Sequence[GroupRequest],
         *,
-        size: int,
-        seed: int,
-        step: int = 0,
         policy_version: int = 0,
-        sampling: Sampling | None = None,
+        max_failure_rate: float = 1.0,
         progress: RolloutProgress | None = None,
     ) -> list[Group]:
-        """Run groups that no step trains, `size` rollouts for each task, while groups in flight wait; in their order.
+        """Run groups that no step trains, while groups in flight wait; returns them in the order of the requests.
 
-        They run on all workers by plan. What they count is not in `compute_metrics`.
+        They run on all workers by plan. What they count is not in `compute_metrics`. Raises a RolloutError if more than
+        `max_failure_rate` of their rollouts failed.
         """
         await self._open(progress)
         await self.publish(policy_version)
-        requests = build_requests(tasks, size=size, seed=seed, step=step, sampling=sampling)
-        self._progress.num_expected = self._progress.num_done + size * len(tasks)
+        self._progress.num_expected = self._progress.num_done + sum(request.size for request in requests)
         parts = [requests[first :: len(self._workers)] for first in range(len(self._workers))]
         running = [
             asyncio.ensure_future(worker.evaluate(part, policy_version=policy_version))
@@ -181,7 +180,9 @@ class Dispatcher:
         finally:
             await cancel_all(running)
         self._sampled_version = None
-        return [found[index % len(self._workers)][index // len(self._workers)] for index in range(len(tasks))]
+        groups = [found[index % len(self._workers)][index // len(self._workers)] for index in range(len(requests))]
+        check_failures(groups, max_failure_rate)
+        return groups
 
     def pause(self) -> None:
         """Stop sampling on devices that also train."""
@@ -443,6 +444,11 @@ class Dispatcher:
         if dropped:
             self._feed.requeue([self._index_of.pop(number) for number in dropped])
             self._counts["dropped_groups"] += len(dropped)
+
+
+def build_evaluator(actors: Actors) -> Dispatcher:
+    """A dispatcher that only evaluates, in this process."""
+    return Dispatcher([LocalWorker(actors)])
 
 
 def describe_requeued(feed: TaskFeed, *, num_shown: int = 5) -> str | None:

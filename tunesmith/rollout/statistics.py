@@ -23,11 +23,17 @@ def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
     """Raise a RolloutError with the most frequent causes if the failure rate exceeds `max_failure_rate`."""
+    if (problem := describe_failures(groups, max_failure_rate)) is not None:
+        raise RolloutError(problem)
+
+
+def describe_failures(groups: Sequence[Group], max_failure_rate: float) -> str | None:
+    """What is wrong if the failure rate exceeds `max_failure_rate`, with the most frequent causes; None if not."""
     failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
     num_trajectories = sum(len(group.trajectories) for group in groups)
     if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
-        return
-    raise RolloutError(
+        return None
+    return (
         f"{len(failures)} of {num_trajectories} rollouts failed, more than max_failure_rate={max_failure_rate:g} "
         f"allows:\n  " + "\n  ".join(list_causes(groups))
     )

@@ -30,10 +30,8 @@ from tunesmith.errors import ConfigError
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.rollout.statistics import check_failures
-from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
@@ -218,12 +216,19 @@ def evaluate_set(
     started = time.perf_counter()
 
     async def run() -> list[Group]:
-        async with Dispatcher([LocalWorker(actors)]) as dispatcher:
-            return await run_held_out(config, dispatcher, name, tasks, policy_version=0, status=progress)
+        async with build_evaluator(actors) as dispatcher:
+            return await run_held_out(
+                config,
+                dispatcher,
+                name,
+                tasks,
+                policy_version=0,
+                max_failure_rate=config.rollout.max_failure_rate,
+                status=progress,
+            )
 
     groups = run_lockstep(run(), config.rollout)
     seconds = time.perf_counter() - started
-    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     renderer = Renderer(
         policy.tokenizer,
         tool_call_parser=config.model.tool_call_parser,

@@ -8,6 +8,7 @@ from tunesmith.commands.eval.behavior import add_behavior
 from tunesmith.commands.eval.results import EvaluationResult, compute_evaluation
 from tunesmith.config import RunConfig
 from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.progress import RolloutProgress, StatusLine
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.runs.policy import build_sampling
@@ -43,15 +44,20 @@ async def run_held_out(
     tasks: Sequence[Task],
     *,
     policy_version: int,
+    max_failure_rate: float = 1.0,
     status: StatusLine | None = None,
 ) -> list[Group]:
     """Run one held-out set."""
-    groups = await dispatcher.evaluate(
+    requests = build_requests(
         tasks,
         size=config.evaluation.num_samples,
         seed=derive_seed(config.seed, "evaluation", name),
-        policy_version=policy_version,
         sampling=build_sampling(config.model, temperature=config.evaluation.temperature),
+    )
+    groups = await dispatcher.evaluate(
+        requests,
+        policy_version=policy_version,
+        max_failure_rate=max_failure_rate,
         progress=RolloutProgress(status=status),
     )
     return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

@@ -1,15 +1,14 @@
 """The roles of a flywheel, loaded once: models with their engines, functions, the judge, and the environment.
 
-A model in a role has a session of its own in each attempt, with a seed of its own; requests carry their sampling
-parameters, so nothing is shared between attempts.
+An attempt is a rollout whose workflow is `Batch.make`. A model in a role has a session of its own in each attempt, with
+a seed of its own; requests carry their sampling parameters, so nothing is shared between attempts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunesmith.config import FlywheelConfig
@@ -26,11 +25,12 @@ from tunesmith.et_agent.flywheel.roles import Role
 from tunesmith.et_agent.flywheel.state import QuestionState, is_correct
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.failures import shorten
+from tunesmith.rollout.group import GroupRequest, build_requests
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.runs.load_function import load_function
 from tunesmith.runs.policy import check_auxiliary
-from tunesmith.types import JudgeType, Turn
+from tunesmith.types import Group, JudgeType, Sampling, Task, Turn, WorkflowOutput
 
 MAX_REASON_CHARS = 500
 AUXILIARY = "auxiliary_models."
@@ -48,25 +48,7 @@ class Crew:
     """Roles that are functions, by role."""
     judge: JudgeType
 
-    async def make(self, plan: AttemptPlan, state: QuestionState, *, order: int) -> Record:
-        """One attempt. An error in it is recorded as a failure; it never counts as a wrong answer."""
-        models = self._open_models(plan, order)
-        turns: list[Turn] = []
-        try:
-            async with asyncio.timeout(self.config.rollout.timeout_s):
-                record = await self._run(plan, state, models)
-        except Exception as error:  # noqa: BLE001 - tools, roles and judges are user code
-            record = Record(plan=plan, outcome="failed", reason=describe(error))
-        finally:
-            for name, bound in models.items():
-                turns += self.providers[self.sources[name]].close(bound)
-        errors = [each.session.engine_error for each in models.values() if each.session is not None]
-        failed = next((each for each in errors if each is not None), None)
-        if failed is not None:
-            record = Record(plan=plan, outcome="failed", reason=describe(EngineError(failed)))
-        return replace(record, tokens=sum(len(turn.sampled_ids) for turn in turns))
-
-    async def _run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
+    async def run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
         parent = None if plan.parent is None else state.kept[plan.parent]
         given = None
         if parent is not None:
@@ -113,18 +95,76 @@ class Crew:
         roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
         return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
 
-    def _open_models(self, plan: AttemptPlan, order: int) -> dict[str, BoundModel]:
-        seed = self.config.seed
-        return {
-            name: self.providers[source].open(
-                seed=derive_seed(seed, plan.question_id, plan.number, name), order=(order, place)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAttempt:
+    """What the workflow of an attempt receives as its model."""
+
+    plan: AttemptPlan
+    models: Mapping[str, BoundModel]
+    """By role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Attempts that are made together: the provider of their models, and their workflow."""
+
+    crew: Crew
+    plans: Sequence[AttemptPlan]
+    states: Mapping[str, QuestionState]
+    made: dict[AttemptPlan, Record] = field(default_factory=dict)
+    """Attempts that ended without an error."""
+
+    def list_requests(self) -> list[GroupRequest]:
+        """A group of one rollout for each attempt; only its place follows from the request's seed."""
+        return build_requests(
+            [
+                Task(task_id=plan.trajectory_id, index=index, row=self.states[plan.question_id].row)
+                for index, plan in enumerate(self.plans)
+            ],
+            size=1,
+            seed=self.crew.config.seed,
+        )
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
+        from the batch: attempts of a resumed flywheel may be in another one."""
+        plan, crew = self.plans[order[0]], self.crew
+        models = {
+            name: crew.providers[source].open(
+                seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name), order=(order[0], place)
             )
-            for place, (name, source) in enumerate(self.sources.items())
+            for place, (name, source) in enumerate(crew.sources.items())
         }
+        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None)
 
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        models: Mapping[str, BoundModel] = bound.model.models
+        sources = self.crew.sources
+        return tuple(turn for name, each in models.items() for turn in self.crew.providers[sources[name]].close(each))
 
-def describe(error: BaseException) -> str:
-    return shorten(f"{type(error).__name__}: {error}", MAX_REASON_CHARS)
+    async def make(self, task: Mapping[str, Any], model: OpenAttempt) -> WorkflowOutput:
+        """The workflow. Its reward says that the attempt ended; the correctness is in the record."""
+        try:
+            record = await self.crew.run(model.plan, self.states[model.plan.question_id], model.models)
+        finally:  # an engine error is one also where a role has caught it
+            errors = [each.session.engine_error for each in model.models.values() if each.session is not None]
+            if (failed := next(filter(None, errors), None)) is not None:
+                raise EngineError(failed)
+        self.made[model.plan] = record
+        return WorkflowOutput(reward=1.0)
+
+    def list_records(self, groups: Sequence[Group]) -> list[Record]:
+        """The attempts, in order. An error in one is recorded as a failure; it never counts as a wrong answer."""
+        records = []
+        for plan, group in zip(self.plans, groups, strict=True):
+            (run,) = group.trajectories
+            if run.failure is None:
+                record = self.made[plan]
+            else:
+                record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
+            records.append(replace(record, tokens=sum(len(turn.sampled_ids) for turn in run.turns)))
+        return records
 
 
 def check_roles(config: FlywheelConfig) -> None:
