@@ -80,7 +80,7 @@ def test_a_prompt_with_too_many_failures_is_never_the_best_and_the_first_one_rai
     runs, _ = build_runs()
     asyncio.run(runs.score("first", range(4)))
     assert asyncio.run(runs.score("fails", range(4))) == -math.inf
-    with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: 4 of 4 runs failed.*boom"):
+    with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: 4 of 4 rollouts failed.*boom"):
         asyncio.run(build_runs()[0].score("fails", range(4)))
 
 

@@ -29,8 +29,8 @@ from tunesmith.commands.candidates.models import (
 from tunesmith.commands.candidates.runs import (
     RunLimits,
     count_failures,
-    describe_failures,
-    has_too_many_failures,
+    find_problem,
+    list_run_causes,
     run_agent,
 )
 from tunesmith.commands.candidates.usage import MeasuredModel, counted_calls, get_usage
@@ -204,7 +204,7 @@ def rename_task(judge: JudgeType) -> Callable[..., Any]:
 
 def log_candidate(label: str, trajectories: Sequence[Trajectory]) -> None:
     if num_failures := count_failures(trajectories):
-        causes = "\n  ".join(describe_failures(trajectories))
+        causes = "\n  ".join(list_run_causes(trajectories))
         logger.warning("%s: %d of %d runs failed:\n  %s", label, num_failures, len(trajectories), causes)
 
 
@@ -212,7 +212,7 @@ def choose_best(
     candidates: Sequence[Candidate], runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits
 ) -> ModelSelection:
     """The eligible candidate with the highest mean reward, the first of several."""
-    eligible = [each.label for each in candidates if not has_too_many_failures(runs[each.label], limits)]
+    eligible = [each.label for each in candidates if find_problem(runs[each.label], limits) is None]
     if not eligible:
         raise RolloutError(describe_all_failed(runs, limits))
     rewards = {label: [each.reward for each in runs[label]] for label in eligible}
@@ -254,7 +254,7 @@ def score_candidate(
         interval=None if own is None else compute_bootstrap_interval(own, seed=seed),
         num_tasks=len(trajectories),
         num_scored=len(scored),
-        causes=tuple(describe_failures(trajectories)),
+        causes=tuple(list_run_causes(trajectories)),
         metrics=average_metrics(scored),
         lead=lead,
     )
@@ -278,6 +278,6 @@ def describe_all_failed(runs: Mapping[str, Sequence[Trajectory]], limits: RunLim
 
 def list_all_causes(runs: Mapping[str, Sequence[Trajectory]]) -> str:
     return "\n".join(
-        f"  {label}: {count_failures(each)} of {len(each)} failed: {'; '.join(describe_failures(each))}"
+        f"  {label}: {count_failures(each)} of {len(each)} failed: {'; '.join(list_run_causes(each))}"
         for label, each in runs.items()
     )

@@ -16,8 +16,8 @@ from tunesmith.commands.candidates.models import LoadedModel
 from tunesmith.commands.candidates.runs import (
     RunLimits,
     count_failures,
-    describe_failures,
-    has_too_many_failures,
+    find_problem,
+    list_run_causes,
     run_agent,
 )
 from tunesmith.errors import RolloutError
@@ -87,14 +87,10 @@ class PromptRuns:
         name = name or (f"prompt {number}" if number else "initial prompt")
         if is_shown:
             self.show(f"{name}: {shorten(prompt, MAX_SHOWN_CHARS)}")
-        if has_too_many_failures(runs, self.limits):
-            message = (
-                f"{count_failures(runs)} of {len(runs)} runs failed, more than max_failure_rate="
-                f"{self.limits.max_failure_rate:g} allows:\n  " + "\n  ".join(describe_failures(runs))
-            )
+        if (problem := find_problem(runs, self.limits)) is not None:
             if number == 0:
-                raise RolloutError(f"the {name} cannot be evaluated: {message}")
-            logger.warning("%s is not eligible: %s", name, message)
+                raise RolloutError(f"the {name} cannot be evaluated: {problem}")
+            logger.warning("%s is not eligible: %s", name, problem)
             return -math.inf
         reward = compute_mean(runs)
         assert reward is not None
@@ -124,5 +120,5 @@ def summarize(prompt: str, runs: Sequence[Trajectory]) -> PromptScore:
         reward=compute_mean(runs),
         num_runs=len(runs),
         num_failures=count_failures(runs),
-        causes=tuple(describe_failures(runs)),
+        causes=tuple(list_run_causes(runs)),
     )
