@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.cluster.links import Links
+from tunesmith.cluster.links import NO_LINKS, Links
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.roles import RankRoles, split_ranks
@@ -155,7 +155,7 @@ def run_tuning(
         roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
         load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model)
         if roles.is_sampler:
-            return run_sampler(own_config, partial(load, has_trainer=False), roles)
+            return run_sampler(own_config, partial(load, has_trainer=False), roles, server)
         load = partial(load, ranks=roles.trainers, has_rollouts=not roles.samplers)
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
@@ -192,12 +192,13 @@ def run_leader(
         )
         thread = build_thread(config, policy)
         links = connect_ranks(config, roles)
+        server_links = NO_LINKS if server is None else connect_ranks(config, roles)
         parts = build_parts(config, plan, policy, actors, roles, links, thread)
         check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
         training = partial(train, config, plan, policy, parts, folder, monitor)
         leading = partial(lead, training, parts.dispatcher, links, monitor.show_line)
         try:
-            serving = work_while_serving(leading, server, actors.service, roles.trainers, monitor.show_line)
+            serving = work_while_serving(leading, server, actors.service, server_links, show_line=monitor.show_line)
             return run_lockstep(serving, config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder.paths.root))
@@ -216,6 +217,7 @@ def run_follower(
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
     actors, thread, links = bind_actors(actors, server), build_thread(config, policy), connect_ranks(config, roles)
+    server_links = NO_LINKS if server is None else connect_ranks(config, roles)
     trainer = build_trainer(config, algorithm, functions, policy, roles.trainers, total_steps=start.total_steps)
     worker = None
     if not roles.samplers and not config.cluster.has_sharded_weights:
@@ -229,19 +231,23 @@ def run_follower(
         return result
 
     try:
-        return run_lockstep(work_while_serving(train_parts, server, actors.service, roles.trainers), config.rollout)
+        serving = work_while_serving(train_parts, server, actors.service, server_links, rank=roles.world.rank)
+        return run_lockstep(serving, config.rollout)
     finally:
         policy.close()
 
 
-def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles) -> TuneResult:
+def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles, server: Server | None = None) -> TuneResult:
     """Sample on a rank that does not train; returns the result of the first rank."""
     roles.world.broadcast_object()
     policy, actors = load()
-    thread, links = build_thread(config, policy), connect_ranks(config, roles)
+    actors, thread, links = bind_actors(actors, server), build_thread(config, policy), connect_ranks(config, roles)
+    server_links = NO_LINKS if server is None else connect_ranks(config, roles)
     worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=True)
+    following = partial(follow, links, worker, None, thread)
     try:
-        result: TuneResult = run_lockstep(follow(links, worker, None, thread), config.rollout)
+        serving = work_while_serving(following, server, actors.service, server_links, rank=roles.world.rank)
+        result: TuneResult = run_lockstep(serving, config.rollout)
     finally:
         policy.close()
     return result
