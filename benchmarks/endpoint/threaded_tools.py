@@ -28,7 +28,7 @@ from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.group import build_requests
-from tunesmith.runs.actors import load_actors
+from tunesmith.runs.policy import load_actors
 from tunesmith.types import Group, Task, WorkflowOutput
 
 GROUP_SIZE = 8

@@ -60,12 +60,10 @@ from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config
-from tunesmith.runs.policy import BuildModel, Policy
+from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.resume_point import describe_interruption
-from tunesmith.runs.run_folder import RunFolder, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 

@@ -31,9 +31,8 @@ from tunesmith.et_agent.selection.rows import write_rows
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import load_tasks
