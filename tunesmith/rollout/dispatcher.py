@@ -39,11 +39,11 @@ from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.staleness import compute_staleness
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.seeds import derive_round_seed, derive_seed
 from tunesmith.rollout.statistics import check_failures, compute_baseline_metrics, compute_rollout_metrics
-from tunesmith.rollout.workers.group_runner import cancel_all
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import Worker, merge_statistics
 from tunesmith.tasks.task_feed import TaskFeed

@@ -13,7 +13,6 @@ from typing import Any
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import RunConfig
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recording.recorder import Recorder, Session, SessionCall
@@ -181,9 +180,9 @@ class LoggedEndpoint(ChatEndpoint):
         with self._log_refusal():
             return super().find_session(key)
 
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
+    async def admit(self, session: Session, fields: Any, **options: Any) -> Any:
         with self._log_refusal():
-            pending = await super().admit(session, fields)
+            pending = await super().admit(session, fields, **options)
         self.calls.append(pending.call)
         return pending
 

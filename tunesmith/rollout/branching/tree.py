@@ -22,6 +22,7 @@ from tunesmith.rollout.branching.decision import (
     split_evenly,
 )
 from tunesmith.rollout.branching.stats import BranchingStats
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.recording.replay import BranchPoint, RecordedCall, RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Group, Trajectory
@@ -90,7 +91,7 @@ class GroupTrees:
                 self._raise_error()
             self._raise_error()
         finally:
-            await self._cancel_all()
+            await cancel_all(self._tasks)
         assert sorted(self._finished) == list(range(self._group_size)), "every share was used"
         runs = tuple(self._finished[index] for index in range(self._group_size))
         return Group(task=runs[0].task, trajectories=runs)
@@ -186,10 +187,3 @@ class GroupTrees:
         for task in self._tasks:
             if task.done():
                 task.result()
-
-    async def _cancel_all(self) -> None:
-        running = [task for task in self._tasks if not task.done()]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)

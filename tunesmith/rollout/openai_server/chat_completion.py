@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers import Delta, IncrementalParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
@@ -34,18 +36,36 @@ from tunesmith.rollout.recording.recorder import Session, SessionCall, SessionCl
 from tunesmith.types import Completion, OnTokens, TokenDetails
 
 
-class ChoiceStream(Protocol):
+class ChoiceStream(ABC):
     """Turns the tokens of one choice into stream chunks."""
+
+    def __init__(self, renderer: Renderer, parser: IncrementalParser, index: int, *, hidden: Sequence[int]) -> None:
+        """`hidden`: ids of tokens without text."""
+        self._parser = parser
+        self._detokenizer = renderer.build_incremental_detokenizer(extra_hidden_ids=hidden)
+        self._index = index
+        self._is_first = True
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
+        """Both since the last chunk."""
 
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
     ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
-        ...
+        details = details or TokenDetails()
+        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
+        text = "".join(map(self._detokenizer.feed, token_ids))
+        return self._build_next(self._parser.feed(text) if text else Delta())
 
+    @abstractmethod
+    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
+        """The chunk of the tokens since the last one, unless it would be empty."""
+
+    @abstractmethod
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
         """The last chunks: held-back text, then the finish reason."""
-        ...
 
 
 class PendingCompletion(Protocol):
@@ -97,6 +117,10 @@ class PendingChatCompletion:
     @property
     def num_choices(self) -> int:
         return self.request.num_choices
+
+    def build_id(self, kind: str) -> str:
+        """The request's id as an object of another API."""
+        return f"{kind}_{self.header.completion_id.removeprefix('chatcmpl-')}"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -188,47 +212,24 @@ async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
         try:
             completions = await asyncio.gather(*tasks)
         finally:
-            await _cancel_all(tasks)
+            await cancel_all(tasks)
     return pending.build_body(completions)
 
 
-async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)
-
-
-class ChatChoiceStream:
+class ChatChoiceStream(ChoiceStream):
     """Turns the tokens of one choice into chat completion chunks."""
 
     def __init__(self, pending: PendingChatCompletion, index: int) -> None:
+        hidden = pending.request.sampling.stop_token_ids
+        super().__init__(pending.renderer, pending.build_parser(), index, hidden=hidden)
         self._pending = pending
-        self._index = index
-        self._parser = pending.build_parser()
-        self._detokenizer = pending.renderer.build_incremental_detokenizer(
-            extra_hidden_ids=pending.request.sampling.stop_token_ids
-        )
         self._deltas: list[Delta] = []
         self._num_calls = 0
-        self._is_first = True
-        self._tokens: list[TokenLogprobs] = []
-        self._entropies: list[float] = []
 
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
-    ) -> dict[str, Any] | None:
-        """The next chunk, if these tokens complete one."""
-        details = details or TokenDetails()
-        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
-        self._entropies += details.entropies or ()
-        text = "".join(map(self._detokenizer.feed, token_ids))
-        delta = self._parser.feed(text) if text else Delta()
+    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
         return self._build_chunk(delta) if delta or self._is_first else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunks: held-back text, then the finish reason."""
         deltas = [self._parser.feed(self._detokenizer.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
@@ -291,7 +292,7 @@ async def iterate_chunks(pending: PendingCompletion) -> AsyncGenerator[dict[str,
             usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
             yield pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage}
     finally:
-        await _cancel_all(tasks)
+        await cancel_all(tasks)
 
 
 async def stream_completion(pending: PendingCompletion, send: Send) -> None:

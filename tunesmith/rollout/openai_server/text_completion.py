@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.chat.parsers import Delta, ReplyParser
 from tunesmith.chat.renderer import Renderer
+from tunesmith.rollout.openai_server.chat_completion import ChoiceStream
 from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import TextRequest
 from tunesmith.rollout.openai_server.response import (
@@ -22,7 +23,7 @@ from tunesmith.rollout.openai_server.response import (
     list_tokens,
 )
 from tunesmith.rollout.recording.recorder import Session, SessionCall
-from tunesmith.types import Completion, OnTokens, TokenDetails
+from tunesmith.types import Completion, OnTokens
 
 
 class PendingTextCompletion:
@@ -117,33 +118,18 @@ class PendingTextCompletion:
         return choice
 
 
-class TextChoiceStream:
+class TextChoiceStream(ChoiceStream):
     """Turns the tokens of one choice into text completion chunks."""
 
     def __init__(self, pending: PendingTextCompletion, index: int) -> None:
+        hidden = pending.request.sampling.stop_token_ids
+        super().__init__(pending.renderer, pending.build_parser(), index, hidden=hidden)
         self._pending = pending
-        self._index = index
-        self._parser = pending.build_parser()
-        self._detokenizer = pending.renderer.build_incremental_detokenizer(
-            extra_hidden_ids=pending.request.sampling.stop_token_ids
-        )
-        self._tokens: list[TokenLogprobs] = []
-        self._entropies: list[float] = []
-        self._is_first = True
 
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
-    ) -> dict[str, Any] | None:
-        """The next chunk, if these tokens complete one."""
-        details = details or TokenDetails()
-        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
-        self._entropies += details.entropies or ()
-        text = "".join(map(self._detokenizer.feed, token_ids))
-        delta = self._parser.feed(text) if text else Delta()
+    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
         return self._build_chunk(delta.content) if delta.content else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunk: held-back text and the finish reason."""
         rest = self._parser.feed(self._detokenizer.finish()).content + self._parser.finish().content
         reason = build_finish_reason(completion, has_calls=False, is_stopped=self._parser.is_stopped)
         return [self._build_chunk(rest, reason)]

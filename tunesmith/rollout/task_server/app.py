@@ -14,10 +14,8 @@ first hands out tasks; it passes reports for attempts of others on to them (`ran
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +27,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
-from tunesmith.http_server import wait_disconnect
 from tunesmith.rollout.failures import WorkerError
+from tunesmith.rollout.openai_server.app import run_while_connected
 from tunesmith.rollout.openai_server.response import build_error
 from tunesmith.rollout.task_server.queue import Attempt, QueueError, TaskQueue
 from tunesmith.rollout.task_server.request import (
@@ -122,7 +120,7 @@ class _Handlers:
     async def next_task(self, request: Request) -> Response:
         check_key(request.scope, self._limits.api_key)
         asked = await read_fields(request, NextTask, max_bytes=self._limits.max_body_bytes)
-        attempt = await _run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
+        attempt = await run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
         return Response(status_code=204) if attempt is None else JSONResponse(self._describe(attempt, request))
 
     def _describe(self, attempt: Attempt, request: Request) -> dict[str, Any]:
@@ -208,19 +206,3 @@ class RequestLimit:
             await self._app(scope, receive, send)
         finally:
             self._num_open -= 1
-
-
-async def _run_while_connected(receive: Receive, waiting: Coroutine[Any, Any, Attempt | None]) -> Attempt | None:
-    """Await a task for a worker; if the worker disconnects first, stop, and raise ClientDisconnect."""
-    work = asyncio.ensure_future(waiting)
-    disconnect = asyncio.ensure_future(wait_disconnect(receive))
-    try:
-        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        disconnect.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work})
-    with contextlib.suppress(asyncio.CancelledError):
-        return work.result()
-    raise ClientDisconnect

@@ -24,9 +24,9 @@ from typing import Any
 
 from tunesmith.cluster.links import Link, Links
 from tunesmith.errors import RankError
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.failures import WorkerLostError
 from tunesmith.rollout.task_server.queue import Attempt, QueueError, Report, TaskQueue
-from tunesmith.rollout.workers.group_runner import cancel_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupModel, GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.recording.replay import RolloutRecord
@@ -164,15 +165,6 @@ class GroupRunner:
 def is_stale(oldest: int | None, policy_version: int, max_staleness: int) -> bool:
     """Whether a group is too old for a step of this version; `oldest` is the version of its oldest token."""
     return oldest is not None and policy_version - oldest > max_staleness
-
-
-async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
-    pending = [each for each in tasks if not each.done()]
-    for each in pending:
-        each.cancel()
-    if pending:
-        await asyncio.wait(pending)
 
 
 async def run_groups(

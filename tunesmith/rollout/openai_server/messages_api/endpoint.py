@@ -11,7 +11,6 @@ from tunesmith.rollout.openai_server.events import Events
 from tunesmith.rollout.openai_server.messages_api.events import MessageEvents
 from tunesmith.rollout.openai_server.messages_api.request import translate_counted_request, translate_request
 from tunesmith.rollout.openai_server.messages_api.response import build_content, build_message, build_stop, build_usage
-from tunesmith.rollout.openai_server.translated import TranslatedCompletion
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.types import Completion
 
@@ -25,7 +24,7 @@ class MessagesApi:
     async def admit(self, session: Session, fields: Any) -> PendingMessage:
         with translate_errors():
             chat_fields = translate_request(fields, self._endpoint.recorder.renderer.uses_variable)
-        return PendingMessage(await self._endpoint.admit(session, chat_fields))
+        return await self._endpoint.admit(session, chat_fields, build=PendingMessage)
 
     async def count_tokens(self, session: Session, fields: Any) -> dict[str, Any]:
         """Number of prompt tokens that a request with these fields would have; nothing is sampled or recorded."""
@@ -34,18 +33,14 @@ class MessagesApi:
         return {"input_tokens": await self._endpoint.count_prompt_tokens(session, chat_fields)}
 
 
-class PendingMessage(TranslatedCompletion):
-    """An admitted Messages request."""
-
-    def __init__(self, chat: PendingChatCompletion) -> None:
-        super().__init__(chat)
-        self._message_id = "msg_" + chat.header.completion_id.removeprefix("chatcmpl-")
+class PendingMessage(PendingChatCompletion):
+    """An admitted Messages request: a chat request whose body and events have another form."""
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        body = self.build_chat_body(completions)
+        body = super().build_body(completions)
         (choice,) = body["choices"]
         return build_message(
-            self._message_id,
+            self.build_id("msg"),
             model=self.header.model,
             content=build_content(choice["message"]),
             usage=build_usage(body["usage"]),
@@ -53,4 +48,4 @@ class PendingMessage(TranslatedCompletion):
         )
 
     def open_events(self) -> Events:
-        return MessageEvents(self._message_id, model=self.header.model, num_prompt_tokens=self.num_prompt_tokens)
+        return MessageEvents(self.build_id("msg"), model=self.header.model, num_prompt_tokens=self.num_prompt_tokens)

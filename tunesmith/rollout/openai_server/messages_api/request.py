@@ -9,8 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunesmith.rollout.openai_server.fields import RequestError
-from tunesmith.rollout.openai_server.translated import check_fields, read_list, read_text
+from tunesmith.rollout.openai_server.fields import RequestError, check_fields, read_list, read_text
 
 COUNTED_FIELDS: Mapping[str, tuple[Any, ...] | None] = dict.fromkeys(
     ["messages", "model", "system", "thinking", "tool_choice", "tools", "chat_template_kwargs", "cache_control"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
@@ -22,7 +23,6 @@ from tunesmith.rollout.openai_server.responses_api.response import (
     build_usage,
     get_status,
 )
-from tunesmith.rollout.openai_server.translated import TranslatedCompletion
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.types import Completion
 
@@ -45,8 +45,9 @@ class ResponsesApi:
             if instructions is not None and not isinstance(instructions, str):
                 raise RequestError("instructions must be text", param="instructions")
         system = [{"role": "system", "content": instructions}] if instructions else []
-        chat = await self._endpoint.admit(session, chat_fields | {"messages": [*system, *messages]})
-        return PendingResponse(chat, fields, messages, self._stored.setdefault(session, {}))
+        stored = self._stored.setdefault(session, {})
+        build = partial(PendingResponse, fields=fields, messages=messages, stored=stored)
+        return await self._endpoint.admit(session, chat_fields | {"messages": [*system, *messages]}, build=build)
 
     def _find_previous(self, session: Session, fields: Mapping[str, Any]) -> ChatMessages:
         response_id = fields.get("previous_response_id")
@@ -61,25 +62,27 @@ class ResponsesApi:
         return stored[response_id]
 
 
-class PendingResponse(TranslatedCompletion):
-    """An admitted Responses request."""
+class PendingResponse(PendingChatCompletion):
+    """An admitted Responses request: a chat request whose body and events have another form."""
 
     def __init__(
         self,
-        chat: PendingChatCompletion,
+        *admitted: Any,
         fields: Mapping[str, Any],
         messages: ChatMessages,
         stored: dict[str, ChatMessages],
+        **options: Any,
     ) -> None:
-        super().__init__(chat)
+        """`fields`: the request's; `messages`: those of its chat request; `stored`: the session's conversations."""
+        super().__init__(*admitted, **options)
         self._fields = fields
         self._messages = messages
         self._stored = stored
-        self._response_id = "resp_" + chat.header.completion_id.removeprefix("chatcmpl-")
+        self._response_id = self.build_id("resp")
         self._created = int(time.time())
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        body = self.build_chat_body(completions)
+        body = super().build_body(completions)
         (choice,) = body["choices"]
         message, status = choice["message"], get_status(choice["finish_reason"])
         logprobs = (choice.get("logprobs") or {}).get("content") or []
@@ -98,7 +101,7 @@ class PendingResponse(TranslatedCompletion):
         error: Mapping[str, Any] | None,
         reasoning: str,
     ) -> dict[str, Any]:
-        num_reasoning_tokens = self.count_tokens(reasoning) if reasoning and usage is not None else 0
+        num_reasoning_tokens = len(self.renderer.encode(reasoning)) if reasoning and usage is not None else 0
         return build_response(
             self._response_id,
             self._fields,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tunesmith.rollout.openai_server.fields import RequestError
-from tunesmith.rollout.openai_server.translated import check_fields, read_list, read_text
+from tunesmith.rollout.openai_server.fields import RequestError, check_fields, read_list, read_text
 
 FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys([
