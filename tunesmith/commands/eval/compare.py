@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from tunesmith.commands.eval.comparison_table import format_comparison
 from tunesmith.commands.eval.held_out import run_held_out
 from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
@@ -269,3 +271,31 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def check_stage(config: EvalConfig) -> None:
+    run = apply_suite(config.to_run_config(), config.suite)
+    check_run(run, models=[find_model(path) for path in config.models.values()])
+    if config.has_plot:
+        check_plot()
+
+
+def run_stage(config: EvalConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Compare the models; a killed evaluation resumes in `out_dir`."""
+    comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
+    results = {
+        f"{label} on {name}": result
+        for name, set_comparison in comparison.items()
+        for label, result in set_comparison.results.items()
+    }
+    figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
+    return StageResult(
+        tokens=sum(result.num_sampled_tokens for result in results.values()),
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures=figures | {name: describe_result(result) for name, result in results.items()},
+        result=comparison,
+    )
+
+
+def describe_result(result: ModelResult) -> str:
+    return f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"
