@@ -15,9 +15,8 @@ from tunesmith import DatasetConfig, JudgeOutput, PromptTuneConfig, PromptTuneRe
 from tunesmith.commands.candidates.models import Candidate, LoadedModel
 from tunesmith.commands.candidates.runs import RunLimits
 from tunesmith.commands.eval.statistics import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, PromptScore, Teacher
+from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptScore, Teacher
 from tunesmith.commands.tune_prompt.result import HeldOutScores, compute_improvement
-from tunesmith.commands.tune_prompt.settings import LiteLlmModel
 from tunesmith.commands.tune_prompt.tune import choose_proposer
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.rollout.service import ExternalModel

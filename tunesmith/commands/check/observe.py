@@ -13,6 +13,7 @@ from typing import Any
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import RunConfig
+from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recording.recorder import Recorder, Session, SessionCall
@@ -180,7 +181,7 @@ class LoggedEndpoint(ChatEndpoint):
         with self._log_refusal():
             return super().find_session(key)
 
-    async def admit(self, session: Session, fields: Any, **options: Any) -> Any:
+    async def admit(self, session: Session, fields: Any, **options: Any) -> PendingChatCompletion:
         with self._log_refusal():
             pending = await super().admit(session, fields, **options)
         self.calls.append(pending.call)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from openai.types.chat import ChatCompletion
 
@@ -29,6 +29,33 @@ from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import JudgeType, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTuning:
+    """What to optimize and how hard."""
+
+    initial_prompt: str
+    level: Literal["light", "medium", "heavy"] | None
+    """MIPROv2's `auto`; None: the two numbers below."""
+    num_candidates: int | None
+    num_trials: int | None
+    limits: RunLimits
+    is_compared: bool
+    """Also evaluate the initial prompt on the held-out tasks."""
+    num_shown_tasks: int
+    """Held-out tasks that are printed with their rewards."""
+    has_progress: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiteLlmModel:
+    """The model that proposes prompts, called through LiteLLM."""
+
+    name: str
+    base_url: str | None = None
+    api_key: str | None = None
+
 
 MAX_SHOWN_CHARS = 200
 logger = logging.getLogger(__name__)

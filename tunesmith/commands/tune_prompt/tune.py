@@ -23,9 +23,8 @@ from tunesmith.commands.candidates.models import (
 from tunesmith.commands.candidates.runs import RunLimits
 from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.eval.statistics import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, Teacher, summarize
+from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptTuning, Teacher, summarize
 from tunesmith.commands.tune_prompt.result import HeldOutScores, PromptTuneResult
-from tunesmith.commands.tune_prompt.settings import LiteLlmModel, PromptTuning
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig

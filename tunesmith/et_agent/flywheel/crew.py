@@ -19,9 +19,8 @@ from tunesmith.config.stages.flywheel import OWN_MODEL
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import EngineError
-from tunesmith.et_agent.flywheel.hints import list_hints
 from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
-from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent
+from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent, list_hints
 from tunesmith.et_agent.flywheel.prompted_roles import build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.roles import Role
 from tunesmith.et_agent.flywheel.state import QuestionState, is_correct

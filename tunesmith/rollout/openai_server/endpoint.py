@@ -39,7 +39,6 @@ from tunesmith.rollout.recording.recorder import (
 from tunesmith.types import Sampling
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
-Pending = TypeVar("Pending", bound=PendingChatCompletion)
 
 NO_KEY_MESSAGE = "no API key: use the key of the trajectory as the API key, or /t/<key>/v1 as the base URL"
 INVALID_KEY_MESSAGE = "the API key belongs to no open trajectory: it is wrong, or the trajectory has ended"
@@ -107,8 +106,12 @@ class ChatEndpoint:
             raise RequestError(message, param="model")
 
     async def admit(
-        self, session: Session, fields: Any, *, build: Callable[..., Pending] = PendingChatCompletion
-    ) -> Pending:
+        self,
+        session: Session,
+        fields: Any,
+        *,
+        build: Callable[..., PendingChatCompletion] = PendingChatCompletion,
+    ) -> PendingChatCompletion:
         """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `build`: its class."""
         renderer = self.recorder.renderer
         with translate_errors():

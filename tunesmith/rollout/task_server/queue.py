@@ -175,6 +175,7 @@ class TaskQueue:
         It is the oldest one of the rank that has the fewest at work.
         """
         self._count_return(worker)
+        # an attempt may end between its handing out and the next step of this coroutine
         while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
             pass
         if attempt is None:
@@ -186,6 +187,7 @@ class TaskQueue:
         return attempt
 
     async def _poll(self, wait_s: float) -> Attempt | None:
+        # fewest at work first: all ranks wait for the slowest one before they train
         if self._waiting:
             attempt = min(self._waiting, key=lambda each: self._num_at_work[each.rank])
             self._waiting.remove(attempt)

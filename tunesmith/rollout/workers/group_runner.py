@@ -130,6 +130,7 @@ class GroupRunner:
         self, group: RunningGroup, run_index: int, record: RolloutRecord | None = None
     ) -> Trajectory:
         request = group.request
+        # the permit covers the judge too, which may call models or tools of its own
         async with self._permits:
             trajectory = await run_trajectory(
                 request.task,

@@ -168,9 +168,11 @@ class LocalWorker:
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
         """Groups in flight keep their permits while they wait, so that an evaluation has as many of its own."""
         await self.open()
+        # counters start anew when they are read: those of training are set aside, those of the evaluation dropped below
         self._statistics.append(self._count())
         async with self._set_aside():
             self._resume_engines(policy_version)
+            # permits of its own: groups in flight may hold all of the others while their model calls wait
             async with self._build_runner() as runner:
                 groups = await runner.run_all(requests)
             self.actors.engine.pause()
@@ -206,6 +208,7 @@ class LocalWorker:
         """An empty prefix cache makes what follows a function of its seed."""
         for auxiliary in self.actors.auxiliary_engines:
             auxiliary.resume(0)
+        # before `resume`, which gathers the weights: the other ranks have to be in the collective too
         if policy_version != self._gathered_version:
             self._gathered_version = policy_version
             for link in self._shard_links:

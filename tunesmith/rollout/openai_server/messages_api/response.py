@@ -165,7 +165,7 @@ class MessagesApi:
     def __init__(self, endpoint: ChatEndpoint) -> None:
         self._endpoint = endpoint
 
-    async def admit(self, session: Session, fields: Any) -> PendingMessage:
+    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
         with translate_errors():
             chat_fields = translate_request(fields, self._endpoint.recorder.renderer.uses_variable)
         return await self._endpoint.admit(session, chat_fields, build=PendingMessage)

@@ -269,7 +269,7 @@ class ResponsesApi:
         self._stored: weakref.WeakKeyDictionary[Session, dict[str, ChatMessages]] = weakref.WeakKeyDictionary()
         """Messages up to each stored response, without the instructions."""
 
-    async def admit(self, session: Session, fields: Any) -> PendingResponse:
+    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
         with translate_errors():
             chat_fields = translate_request(fields)
             messages = self._find_previous(session, fields) + chat_fields["messages"]
