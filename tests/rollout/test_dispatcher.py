@@ -189,9 +189,7 @@ def test_groups_in_flight_wait_while_others_are_evaluated():
         rng = random.Random(0)
         await take(dispatcher, engine, rng, step=1)
         in_flight = set(engine.waiting)
-        evaluating = asyncio.ensure_future(
-            dispatcher.evaluate(build_requests(feed.tasks[:3], size=1, seed=1), policy_version=1)
-        )
+        evaluating = start_evaluation(dispatcher, feed.tasks[:3])
         while not evaluating.done():
             await asyncio.sleep(0)
             engine.waiting = [each for each in engine.waiting if each not in in_flight] if not engine.is_paused else []
@@ -211,9 +209,7 @@ def test_an_evaluation_has_permits_while_groups_in_flight_keep_theirs():
     async def run() -> None:
         dispatcher, engine, feed = build_dispatcher(talk, max_staleness=1, max_concurrency=2)
         await take(dispatcher, engine, random.Random(0), step=1)
-        evaluating = asyncio.ensure_future(
-            dispatcher.evaluate(build_requests(feed.tasks[:2], size=1, seed=1), policy_version=1)
-        )
+        evaluating = start_evaluation(dispatcher, feed.tasks[:2])
         while not evaluating.done():
             await asyncio.sleep(0)
             engine.sample_one(random.Random(0))
