@@ -7,7 +7,7 @@ does not count toward their time limit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,17 +76,12 @@ class LocalWorker:
         self._windows: StepWindows | None = None
         self._window: WindowState = "idle"
         self._stack = contextlib.AsyncExitStack()
-        self._groups: GroupRunner | None = None
+        self._is_open = False
         self._is_paused = True
         self._statistics: list[WorkerStatistics] = []
         """Counted before an evaluation."""
-        self._progress = RolloutProgress()
         self.on_change: Callable[[], None] = lambda: None
-
-    @property
-    def groups(self) -> GroupRunner:
-        assert self._groups is not None, "open() was called"
-        return self._groups
+        self.groups = self._build_runner(RolloutProgress())
 
     @property
     def rank(self) -> int:
@@ -94,13 +89,11 @@ class LocalWorker:
 
     @property
     def progress(self) -> RolloutProgress:
-        return self._progress
+        return self.groups.progress
 
     @progress.setter
     def progress(self, value: RolloutProgress) -> None:
-        self._progress = value
-        if self._groups is not None:
-            self._groups.progress = value
+        self.groups.progress = value
 
     @property
     def num_running(self) -> int:
@@ -116,11 +109,12 @@ class LocalWorker:
 
     async def open(self) -> None:
         """Serve the models and begin to watch the event loop, once."""
-        if self._groups is not None:
+        if self._is_open:
             return
+        self._is_open = True
         await self._stack.enter_async_context(serve_models(self.actors))
-        self._groups = await self._stack.enter_async_context(self._build_runner())
-        self._groups.on_change = self._note_change
+        await self._stack.enter_async_context(self.groups)
+        self.groups.on_change = self._note_change
         if self._open_windows is not None:
             self._windows = self._open_windows(self._end_window)
 
@@ -173,7 +167,7 @@ class LocalWorker:
         async with self._set_aside():
             self._resume_engines(policy_version)
             # permits of its own: groups in flight may hold all of the others while their model calls wait
-            async with self._build_runner() as runner:
+            async with self._build_runner(self.progress) as runner:
                 groups = await runner.run_all(requests)
             self.actors.engine.pause()
         self._count()
@@ -184,8 +178,8 @@ class LocalWorker:
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
         return WorkerStatistics(
-            engine=add_counts([part.engine for part in parts]),
-            recorder=add_counts([part.recorder for part in parts]),
+            engine=sum_by_name([part.engine for part in parts]),
+            recorder=sum_by_name([part.recorder for part in parts]),
         )
 
     async def close(self) -> None:
@@ -193,7 +187,7 @@ class LocalWorker:
             self._windows.release()
         await self._stack.aclose()
 
-    def _build_runner(self) -> GroupRunner:
+    def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
         return GroupRunner(
             agent=self.actors.agent,
             model=self.actors.model or self.actors.service,
@@ -201,7 +195,7 @@ class LocalWorker:
             max_concurrency=self.actors.max_concurrency,
             branching=self._branching,
             keeps_cache=self._keeps_cache,
-            progress=self.progress,
+            progress=progress,
         )
 
     def _resume_engines(self, policy_version: int) -> None:
@@ -247,10 +241,6 @@ class LocalWorker:
         self.on_change()
 
 
-def add_counts(parts: Sequence[Any]) -> dict[str, float]:
-    """Sums by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
