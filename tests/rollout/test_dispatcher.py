@@ -36,7 +36,7 @@ def build_dispatcher(workflow, *, max_staleness: int, max_concurrency: int = 6, 
     tasks = [Task(task_id=f"t/{i}", index=i, row={"number": i}) for i in range(NUM_TASKS)]
     feed = TaskFeed(tasks, build_sequential([[0.0]] * NUM_TASKS, seed=0))
     agent = Agent(workflow=workflow, timeout_s=60, cancel_grace_s=1)
-    actors = Actors(engine=engine, service=service, agent=agent, max_concurrency=max_concurrency)
+    actors = Actors(engine=engine, model=service, service=service, agent=agent, max_concurrency=max_concurrency)
     worker = LocalWorker(actors, max_staleness=max_staleness)
     return Dispatcher([worker], feed, build_plan(max_staleness, **options)), engine, feed
 

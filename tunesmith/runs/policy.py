@@ -301,6 +301,7 @@ def load_actors(
     }
     actors = Actors(
         engine=policy.engine,
+        model=policy.service,
         service=policy.service,
         auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],

@@ -50,7 +50,7 @@ class End:
 def build_local(workflow, engine, *, max_staleness: int) -> LocalWorker:
     service = ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=9))
     agent = Agent(workflow=workflow, timeout_s=60, cancel_grace_s=1)
-    actors = Actors(engine=engine, service=service, agent=agent, max_concurrency=6)
+    actors = Actors(engine=engine, model=service, service=service, agent=agent, max_concurrency=6)
     return LocalWorker(actors, max_staleness=max_staleness)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelProvider
 from tunesmith.rollout.statistics import describe_failures
-from tunesmith.rollout.workers.group_runner import run_groups
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.types import Engine, Group, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +32,15 @@ async def run_agent(
     *,
     agent: Agent,
     model: ModelProvider,
+    engine: Engine | None,
     limits: RunLimits,
 ) -> list[Trajectory]:
-    """One trajectory per task, in their order; a task has the same seed in every call.
-
-    This is the runner of the dispatcher's workers without a dispatcher: these would resume and pause the model's
-    engine, but a candidate may have none in this process, or share it with the model that proposes prompts.
-    """
+    """One trajectory per task, in their order; a task has the same seed in every call. `engine`: the model's, if it is
+    in this process."""
     requests = [GroupRequest(number=task.index, task=task, size=1, seed=(limits.seed, 0, task.index)) for task in tasks]
-    groups = await run_groups(requests, agent=agent, model=model, max_concurrency=limits.max_concurrency)
+    actors = Actors(engine=engine, model=model, agent=agent, max_concurrency=limits.max_concurrency)
+    async with build_evaluator(actors) as dispatcher:
+        groups = await dispatcher.evaluate(requests)
     return [group.trajectories[0] for group in groups]
 
 

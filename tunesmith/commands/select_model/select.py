@@ -145,8 +145,9 @@ async def evaluate_candidate(
     """Run the agent on every task with this model, which is released afterwards."""
     loaded = load_candidate(candidate, build_model=build_model)
     try:
-        with loaded.sampling(), counted_calls(loaded.find_chat_model()):
-            return await run_agent(tasks, agent=agent, model=MeasuredModel(loaded.provider), limits=limits)
+        with counted_calls(loaded.find_chat_model()):
+            model = MeasuredModel(loaded.provider)
+            return await run_agent(tasks, agent=agent, model=model, engine=loaded.engine, limits=limits)
     finally:
         is_local = loaded.engine is not None
         del loaded

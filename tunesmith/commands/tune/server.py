@@ -33,7 +33,7 @@ class Server:
 
 def bind_actors(actors: Actors, server: Server | None) -> Actors:
     """The actors with the server's models, if there is a server."""
-    return actors if server is None else replace(actors, model=server.model)
+    return actors if server is None or server.model is None else replace(actors, model=server.model)
 
 
 async def work_while_serving(

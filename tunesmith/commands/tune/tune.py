@@ -196,7 +196,7 @@ def run_leader(
         training = partial(train, config, plan, policy, parts, folder, monitor)
         leading = partial(lead, training, parts.dispatcher, links, monitor.show_line)
         try:
-            serving = work_while_serving(leading, server, actors.service, server_links, show_line=monitor.show_line)
+            serving = work_while_serving(leading, server, policy.service, server_links, show_line=monitor.show_line)
             return run_lockstep(serving, config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder.paths.root))
@@ -229,7 +229,7 @@ def run_follower(
         return result
 
     try:
-        serving = work_while_serving(train_parts, server, actors.service, server_links, rank=roles.world.rank)
+        serving = work_while_serving(train_parts, server, policy.service, server_links, rank=roles.world.rank)
         return run_lockstep(serving, config.rollout)
     finally:
         policy.close()
@@ -244,7 +244,7 @@ def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles, server: S
     worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=True)
     following = partial(follow, links, worker, None, thread)
     try:
-        serving = work_while_serving(following, server, actors.service, server_links, rank=roles.world.rank)
+        serving = work_while_serving(following, server, policy.service, server_links, rank=roles.world.rank)
         result: TuneResult = run_lockstep(serving, config.rollout)
     finally:
         policy.close()

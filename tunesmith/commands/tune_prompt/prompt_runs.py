@@ -102,7 +102,8 @@ class PromptRuns:
                 logger=logger,
             )
             tasks = [self.tasks[position] for position in missing]
-            runs = await run_agent(tasks, agent=agent, model=self.model.provider, limits=self.limits)
+            model, engine = self.model.provider, self.model.engine
+            runs = await run_agent(tasks, agent=agent, model=model, engine=engine, limits=self.limits)
             known.update(zip(missing, runs, strict=True))
         return [known[position] for position in positions]
 
@@ -169,12 +170,14 @@ class Teacher:
         seed = derive_seed(self._seed, "teacher", next(self._numbers))
         bound = self._model.provider.open(seed=seed, order=())
         try:
-            if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
-                return read_text(await create_chat_completion(bound.model, messages, **fields))
-            reply = await bound.model([dict(message) for message in messages])
-            if isinstance(reply, AsyncIterator):
-                reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
-            return read_text(reply)
+            # the search asks between runs, which pause the engine that both may share
+            with self._model.sampling():
+                if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
+                    return read_text(await create_chat_completion(bound.model, messages, **fields))
+                reply = await bound.model([dict(message) for message in messages])
+                if isinstance(reply, AsyncIterator):
+                    reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
+                return read_text(reply)
         except Exception as error:  # the caller's model, or a server
             raise RolloutError(f"the model that proposes prompts failed: {type(error).__name__}: {error}") from error
         finally:

@@ -194,7 +194,7 @@ def load_crew(config: FlywheelConfig, actors: Actors, environment: Environment) 
     return Crew(
         config=config,
         environment=environment,
-        providers={OWN_MODEL: actors.service, **actors.auxiliary_models},
+        providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
         functions=load_role_functions(config),
         judge=actors.agent.judge,
     )

@@ -166,20 +166,3 @@ class GroupRunner:
 def is_stale(oldest: int | None, policy_version: int, max_staleness: int) -> bool:
     """Whether a group is too old for a step of this version; `oldest` is the version of its oldest token."""
     return oldest is not None and policy_version - oldest > max_staleness
-
-
-async def run_groups(
-    requests: Sequence[GroupRequest],
-    *,
-    agent: Agent,
-    model: ModelProvider,
-    max_concurrency: int,
-    branching: Branching | None = None,
-    progress: RolloutProgress | None = None,
-) -> list[Group]:
-    """Run groups to their end, with a model that samples already; returns them in the order of the requests."""
-    runner = GroupRunner(
-        agent=agent, model=model, max_concurrency=max_concurrency, branching=branching, progress=progress
-    )
-    async with runner:
-        return await runner.run_all(requests)

@@ -150,7 +150,7 @@ class LocalWorker:
 
     def pause(self) -> None:
         """Auxiliary models share the device with the trainer; they have requests now only if groups are in flight."""
-        self.actors.engine.pause()
+        self._pause_engine()
         if self.max_staleness:
             for engine in self.actors.auxiliary_engines:
                 engine.pause()
@@ -169,7 +169,7 @@ class LocalWorker:
             # permits of its own: groups in flight may hold all of the others while their model calls wait
             async with self._build_runner(self.progress) as runner:
                 groups = await runner.run_all(requests)
-            self.actors.engine.pause()
+            self._pause_engine()
         self._count()
         if not self._is_paused:
             self._resume_engines(policy_version)
@@ -190,13 +190,17 @@ class LocalWorker:
     def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
         return GroupRunner(
             agent=self.actors.agent,
-            model=self.actors.model or self.actors.service,
+            model=self.actors.model,
             auxiliary_models=self.actors.auxiliary_models,
             max_concurrency=self.actors.max_concurrency,
             branching=self._branching,
             keeps_cache=self._keeps_cache,
             progress=progress,
         )
+
+    def _pause_engine(self) -> None:
+        if self.actors.engine is not None:
+            self.actors.engine.pause()
 
     def _resume_engines(self, policy_version: int) -> None:
         """An empty prefix cache makes what follows a function of its seed."""
@@ -208,7 +212,8 @@ class LocalWorker:
             for link in self._shard_links:
                 link.send(GatherWeights())
         engine: Any = self.actors.engine
-        engine.resume(policy_version, **({"keeps_cache": True} if self._keeps_cache else {}))
+        if engine is not None:
+            engine.resume(policy_version, **({"keeps_cache": True} if self._keeps_cache else {}))
 
     @contextlib.asynccontextmanager
     async def _set_aside(self) -> AsyncIterator[None]:
@@ -228,8 +233,11 @@ class LocalWorker:
             self.groups.gate.set()
 
     def _count(self) -> WorkerStatistics:
-        recorder = self.actors.service.recorder
-        return WorkerStatistics(engine=self.actors.engine.compute_stats(), recorder=recorder.compute_stats())
+        engine, service = self.actors.engine, self.actors.service
+        return WorkerStatistics(
+            engine={} if engine is None else engine.compute_stats(),
+            recorder={} if service is None else service.recorder.compute_stats(),
+        )
 
     def _end_window(self, is_idle: bool) -> None:
         self._window = "idle" if is_idle else "waiting"
