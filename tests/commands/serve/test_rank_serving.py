@@ -113,19 +113,6 @@ def test_two_ranks_train_on_what_a_worker_of_one_address_does(forks, folder):
     assert rewards == [float(sum(turn.sampled_ids) % 7) for turn in recorded]
 
 
-def test_a_rank_that_only_samples_serves_its_attempts(forks, folder):
-    changes = ("cluster.sampling_ranks=1", "rollout.max_staleness=1", "eval_datasets={}")
-    process, url = start(forks, folder, "sampler", *(word for change in changes for word in ("--set", change)))
-    worker = Worker(url)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    worker.join(timeout=60)
-    assert worker.error is None and not worker.is_alive()
-    assert set(worker.turns.values()).isdisjoint({httpx.URL(url).port}), "the first rank only trains"
-    trained = [row for row in read_metrics(folder / "runs/p/sampler") if row["kind"] == "train"]
-    assert [row["rollout/num_failed"] for row in trained] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run_with_one_sentence_and_it_resumes(forks, folder, victim):
     name = f"killed-{victim}"

@@ -153,7 +153,7 @@ def run_tuning(
         roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
         load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model)
         if roles.is_sampler:
-            return run_sampler(own_config, partial(load, has_trainer=False), roles, server)
+            return run_sampler(own_config, partial(load, has_trainer=False), roles)
         load = partial(load, ranks=roles.trainers, has_rollouts=not roles.samplers)
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
@@ -235,17 +235,14 @@ def run_follower(
         policy.close()
 
 
-def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles, server: Server | None = None) -> TuneResult:
+def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles) -> TuneResult:
     """Sample on a rank that does not train; returns the result of the first rank."""
     roles.world.broadcast_object()
     policy, actors = load()
-    actors, thread, links = bind_actors(actors, server), build_thread(config, policy), connect_ranks(config, roles)
-    server_links = NO_LINKS if server is None else connect_ranks(config, roles)
+    thread, links = build_thread(config, policy), connect_ranks(config, roles)
     worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=True)
-    following = partial(follow, links, worker, None, thread)
     try:
-        serving = work_while_serving(following, server, policy.service, server_links, rank=roles.world.rank)
-        result: TuneResult = run_lockstep(serving, config.rollout)
+        result: TuneResult = run_lockstep(follow(links, worker, None, thread), config.rollout)
     finally:
         policy.close()
     return result
