@@ -28,9 +28,9 @@ from tunesmith.rollout.openai_server.fields import (
     RequestError,
     get_field,
     get_number,
+    parse_sampling,
     shorten,
 )
-from tunesmith.rollout.openai_server.sampling_fields import parse_sampling
 from tunesmith.types import Sampling
 
 STREAM_OPTIONS = ("include_usage",)
