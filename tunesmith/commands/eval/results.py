@@ -14,6 +14,7 @@ from typing import Any
 from tunesmith.commands.eval.sample_scores import compute_pass_at_k_by_task, describe_row
 from tunesmith.commands.eval.statistics import Interval, compute_bootstrap_interval
 from tunesmith.experience.outcomes import compute_outcome
+from tunesmith.rollout.statistics import collect_reported
 from tunesmith.types import Group
 
 
@@ -85,11 +86,6 @@ def compute_evaluation(
     """Summarize the groups of one task set; `outcome_key` is the metric that is 1 for a passed rollout."""
     scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    reported: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.failure is None:
-            for key, value in trajectory.metrics.items():
-                reported.setdefault(key, []).append(value)
     outcomes = [[compute_outcome(trajectory, outcome_key) for trajectory in group.scored] for group in groups]
     return EvaluationResult(
         name=name,
@@ -98,6 +94,6 @@ def compute_evaluation(
         mean=statistics.fmean(scores) if scores else None,
         interval=compute_bootstrap_interval(scores, seed=seed) if scores else None,
         num_failures=sum(trajectory.failure is not None for trajectory in trajectories),
-        metric_means={key: statistics.fmean(values) for key, values in reported.items()},
+        metric_means={key: statistics.fmean(values) for key, values in collect_reported(trajectories).items()},
         pass_at_k={k: statistics.fmean(values) for k, values in compute_pass_at_k_by_task(outcomes).items()},
     )
