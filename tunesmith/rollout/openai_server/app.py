@@ -132,7 +132,7 @@ class SessionRoute:
             limit = f"rollout.max_body_mib={self._max_body_bytes / 2**20:g}"
             raise ApiError(413, f"the request is larger than {limit}: shorten it, or raise the limit") from error
 
-    async def _respond(self, handled: PendingCompletion | dict[str, Any], receive: Receive, send: Send) -> None:
+    async def _respond(self, handled: PendingCompletion[Any] | dict[str, Any], receive: Receive, send: Send) -> None:
         """Send the answer, or sample it, complete or streamed."""
         if isinstance(handled, dict):
             await _send_json(send, 200, handled)
