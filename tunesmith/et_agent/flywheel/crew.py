@@ -133,8 +133,8 @@ class Batch:
         )
 
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
-        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not from
-        its place in the batch."""
+        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
+        from its place in the batch."""
         plan, crew = self.plans[order[0]], self.crew
         models = {
             name: crew.providers[source].open(

@@ -137,15 +137,17 @@ class OtherRank:
 
     async def follow(self) -> None:
         """Carry out the rank's messages. Its attempts end with it."""
+        reason = "the run has ended"
         try:
             while True:
                 self._receive(await self._link.receive())
         except RankError as error:
-            self._lost = (503, f"the rank of the attempt does not answer ({error}); try again later")
+            reason = str(error)
+        finally:
+            self._lost = (503, f"the rank of the attempt does not answer ({reason}); try again later")
             for answer in self._answers:
                 if not answer.done():
                     answer.set_result(self._lost)
-        finally:
             await cancel_all(self._offers.values())
 
     async def report(self, attempt_id: str, report: Report | None) -> None:
