@@ -21,8 +21,7 @@ from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
-from tunesmith.commands.eval.held_out import evaluate_all
-from tunesmith.commands.eval.results import EvaluationResult
+from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
 from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,

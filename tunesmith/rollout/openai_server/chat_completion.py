@@ -20,10 +20,11 @@ from tunesmith.chat.parsers import Delta, IncrementalParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
 from tunesmith.rollout.cancellation import cancel_all
-from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest
 from tunesmith.rollout.openai_server.response import (
+    ChunkEvents,
     CompletionHeader,
+    Events,
     TokenLogprobs,
     build_delta,
     build_finish_reason,

@@ -13,8 +13,8 @@ from typing import Any
 
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
-from tunesmith.rollout.openai_server.events import Events, encode_named_event
 from tunesmith.rollout.openai_server.fields import RequestError, check_fields, read_list, read_text
+from tunesmith.rollout.openai_server.response import Events, encode_named_event
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.types import Completion
 
