@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,12 @@ def run_comparison(
             raise ConfigError("a plot is written to the output folder: set --out")
     check_output_folder(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
-    num_evaluations = len(models) * len(sets)
+    load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
     progress = ConsoleProgress(
-        first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
+        first_step=0,
+        total_steps=len(models) * len(sets),
+        has_progress=config.monitor.has_progress,
+        log_interval_steps=1,
     )
     with nullcontext() if out is None else Workspace(out), closing(progress):
         for number, (label, path) in enumerate(models.items()):
@@ -92,10 +96,8 @@ def run_comparison(
                 model_config,
                 sets,
                 partial_files,
+                load,
                 label=label,
-                workflow=workflow,
-                judge=judge,
-                build_model=build_model,
                 progress=progress,
                 num_done=number * len(sets),
             )
@@ -177,11 +179,9 @@ def evaluate_model(
     config: RunConfig,
     sets: Mapping[str, Sequence[Task]],
     partial_files: Mapping[str, Path | None],
+    load: Callable[[RunConfig], tuple[Policy, Actors]],
     *,
     label: str,
-    workflow: WorkflowType,
-    judge: JudgeType | None,
-    build_model: BuildModel,
     progress: ConsoleProgress,
     num_done: int,
 ) -> dict[str, SetScores]:
@@ -199,7 +199,7 @@ def evaluate_model(
             progress.show_done(number, f"{label} on {name}: already evaluated")
             continue
         progress.show_status(f"{label} on {name}: loading")
-        loaded = loaded or load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        loaded = loaded or load(config)
         found = evaluate_set(config, *loaded, name, tasks, progress)
         scores[name] = found
         if partial_file is not None:
