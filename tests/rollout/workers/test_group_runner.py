@@ -209,12 +209,16 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
         def emit(self, record):
             has_warned.set()
 
-    logger = logging.getLogger("test_watchdog")
-    logger.addHandler(Warned())
-    with watch_event_loop(logger, limit_s=0.1):
-        await asyncio.sleep(0.2)
-        assert not caplog.records
-        block_here()
+    # after caplog's handler, so that the record is there once the loop goes on
+    root, warned = logging.getLogger(), Warned()
+    root.addHandler(warned)
+    try:
+        with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+            await asyncio.sleep(0.2)
+            assert not caplog.records
+            block_here()
+    finally:
+        root.removeHandler(warned)
     assert len(caplog.records) == 1
     assert "block_here" in caplog.text
 
