@@ -28,7 +28,7 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from tunesmith.model.value_model import ValueModel, load_value_model
+from tunesmith.model.value_model import ValueModel
 from tunesmith.runs.policy import load_sharded_model
 from tunesmith.trainer.sharding.sharded_model import find_layers, find_sharding
 
@@ -111,7 +111,7 @@ def load_extra_models(
         teacher = load_frozen(section.teacher.path, model, policy=policy)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
-        critic = load_value_model(
+        model_with_head = load_model(
             section.critic.path or model.path,
             dtype=policy.dtype,
             device=policy.device,
@@ -119,6 +119,7 @@ def load_extra_models(
             base_path=model.base_path if section.critic.path is None else None,
             has_fp32_residual=model.residual_dtype == "float32",
         )
+        critic = ValueModel(model_with_head.get_decoder()).eval()
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return ExtraModels(reference=reference, teacher=teacher, critic=critic)
 

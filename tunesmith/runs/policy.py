@@ -21,13 +21,10 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, RunConfig, TrainerSection
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.vllm.distant_engine import DistantEngine
-from tunesmith.engine.vllm.engine import VllmEngine, list_devices
-from tunesmith.engine.vllm.installation import check_installation
-from tunesmith.engine.vllm.parameters import check_parameters
+from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
+from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
-from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
     build_empty_model,
@@ -39,6 +36,7 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent

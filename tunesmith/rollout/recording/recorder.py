@@ -20,8 +20,7 @@ from typing import TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
-from tunesmith.chat.renderer import Prompt, Renderer
-from tunesmith.chat.scope import describe_scope
+from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
 from tunesmith.chat.special_tokens import LONG_CHARACTERS
 from tunesmith.errors import EngineError
 from tunesmith.rollout.recording.open_turn import OpenTurn
