@@ -111,7 +111,7 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
         (
             SftConfig,
             {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "evaluation_interval_steps": 5},
-            "evaluation_interval_steps=5 has no effect without held-out rows",
+            "evaluation_interval_steps=5 has no effect without eval_dataset .*held-out rows.*: set eval_dataset or",
         ),
     ],
 )
@@ -140,13 +140,13 @@ def test_conditions_name_knobs_of_their_section(section):
                 assert condition.knob.split(".")[0] in set(section.model_fields) - {name}
             if isinstance(condition, Unused):
                 held, _ = find_section(field.annotation)
-                assert set(condition.knobs) <= set(held.model_fields)
+                assert {path.split(".")[0] for path in condition.knobs} <= set(held.model_fields)
 
 
 @pytest.mark.parametrize(("bound", "value"), [("cap", 3.0), ("floor", 0.5)])
 def test_bounds_of_importance_weights_are_accepted_where_rollouts_are_off_policy(bound, value):
     values = {"model": {"path": "m"}, "algorithm": {"correction": {bound: value}}}
-    with pytest.raises(ValidationError, match=f"{bound}={value} has no effect"):
+    with pytest.raises(ValidationError, match=f"{bound}={value:g} has no effect with experience.replay.num_groups=0"):
         RunConfig.model_validate(values)
     off_policy = {"engine": {"weight_format": "fp8"}}, {"experience": {"replay": {"num_groups": 2}}}
     for changes in (*off_policy, {"serve": {"mode": "online"}}):

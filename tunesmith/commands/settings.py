@@ -30,7 +30,7 @@ from tunesmith.config import (
     Section,
     SourceSection,
 )
-from tunesmith.config.environment.environment import BUILT_IN_TOOLS
+from tunesmith.config.environment import BUILT_IN_TOOLS
 from tunesmith.errors import ConfigError
 from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (

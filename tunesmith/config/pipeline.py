@@ -6,17 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.evaluation import EvalConfig
+from tunesmith.config.et_agent import FlywheelConfig, ParetoSection, RftFilterSection
+from tunesmith.config.evaluation import EvalConfig, PassRateConfig
 from tunesmith.config.export import ExportSection
-from tunesmith.config.pass_rate import PassRateConfig
-from tunesmith.config.preference import PreferenceConfig
 from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
 from tunesmith.config.section import Section
-from tunesmith.config.sft import SftConfig
-from tunesmith.config.stages.flywheel import FlywheelConfig
-from tunesmith.config.stages.pareto import ParetoSection
-from tunesmith.config.stages.rft import RftFilterSection
+from tunesmith.config.sft import PreferenceConfig, SftConfig
 
 MANAGED_KEYS = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
 """Knobs of a run that the pipeline sets itself."""

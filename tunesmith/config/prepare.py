@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.engine.engine import EngineSection
+from tunesmith.config.engine import EngineSection
 from tunesmith.config.model import ModelSection
 from tunesmith.config.run import RolloutSection
 from tunesmith.config.section import Needs, NumThreads, Section, Temperature

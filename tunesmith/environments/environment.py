@@ -15,7 +15,7 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
-from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.config.environment import EnvironmentSection
 from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.prompts import build_system_prompt
 from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol

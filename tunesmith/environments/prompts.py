@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.config.environment import EnvironmentSection
 from tunesmith.tools.tool import Tool
 
 TAGS_WITH_TOOLS = """Solve the problem step by step. You may use these tools:

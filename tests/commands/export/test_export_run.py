@@ -353,7 +353,7 @@ def test_paths_without_a_model_are_refused(path, message, tmp_path, monkeypatch)
         ({"formats": []}, "formats"),
         ({"formats": ["onnx"]}, "must be 'hf', 'adapter' or 'gguf'"),
         ({"formats": ["hf", "hf"]}, "has a duplicate"),
-        ({"gguf_types": ["f16"]}, "gguf_types has no effect unless formats contains gguf"),
+        ({"gguf_types": ["q8_0"]}, "gguf_types has no effect with formats=hf: set formats=gguf"),
         ({"name": "a/b"}, "name='a/b' must consist of letters"),
         ({"license": " "}, "license=' ' must be one non-empty line"),
         ({"gguf_type": ["f16"]}, "did you mean 'gguf_types'?"),

@@ -230,7 +230,7 @@ def test_groups_with_zero_advantage_are_replaced_within_the_budget(run):
             "capacity=9 has no effect with num_groups=0",
         ),
         (("experience.replay={num_groups: 2, capacity: 1}",), ConfigError, "capacity=1 is less than num_groups=2"),
-        (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3.0 has no effect.*experience\.replay"),
+        (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3 has no effect.*experience\.replay"),
         (
             ("algorithm.algorithm_type=opmd", "algorithm.correction.cap=3", "experience.replay.num_groups=2"),
             ConfigError,

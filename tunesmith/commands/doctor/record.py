@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import StorageError
@@ -23,6 +26,7 @@ CONFIGS: Mapping[RunKind, type[Any]] = {
 }
 """The class of the config.yaml of each kind of run that is checked."""
 MAX_LISTED_RUNS = 5
+NO_EFFECT = re.compile(r"(?:Value error, )?([\w.]+)(?:=\S*)? has no effect")
 Config = TypeVar("Config", bound=RunConfig | OfflineConfig)
 
 
@@ -33,14 +37,16 @@ class CheckedRun(RunRecord, Generic[Config]):
     def config(self) -> Config:
         """The settings. Values that this version refuses, in the file of an earlier one, are left out."""
         kind, values = CONFIGS[self.kind], load_values(self.paths.config)
-        try:
-            config: Config = kind.model_validate(values)
-        except ValidationError as error:
-            for refused in error.errors():
-                unknown = (refused["ctx"]["key"],) if refused["type"] == "unknown_key" else ()
-                remove_value(values, (*refused["loc"], *unknown))
-            config = build_section(kind, values)
-        return config
+        while True:
+            before = json.dumps(values, default=str)
+            try:
+                config: Config = kind.model_validate(values)
+                return config
+            except ValidationError as error:
+                for refused in error.errors():
+                    remove_value(values, locate(refused))
+            if json.dumps(values, default=str) == before:
+                return build_section(kind, values)  # raises
 
     def get(self, name: str) -> Series | None:
         """The finite values of a training metric; None if there are none."""
@@ -73,6 +79,15 @@ def open_run(path: Path) -> CheckedRun[Any]:
     if run.kind not in CONFIGS:
         raise StorageError(f"{path} is not the folder of a training run: it has no config.yaml and metrics.jsonl")
     return run
+
+
+def locate(refused: ErrorDetails) -> tuple[str | int, ...]:
+    """The keys of a refused value; the message of a condition on several knobs begins with the one that is refused."""
+    if refused["type"] == "unknown_key":
+        return (*refused["loc"], refused["ctx"]["key"])
+    if refused["type"] == "value_error" and (named := NO_EFFECT.match(refused["msg"])):
+        return (*refused["loc"], *named[1].split("."))
+    return refused["loc"]
 
 
 def remove_value(values: dict[str, Any], location: Sequence[str | int]) -> None:

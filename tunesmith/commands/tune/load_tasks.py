@@ -53,7 +53,7 @@ def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFe
     """Read the training sets, apply their operators and build their selectors; also return the operators' metrics."""
     sets = config.training_sets
     if config.is_online:
-        return build_live_feed(config), {}
+        return build_live_feed(batch_size=config.algorithm.batch_size, seed=config.seed), {}
     if not sets:
         raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
     tasks_of: dict[str, list[Task]] = {}
@@ -64,7 +64,10 @@ def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFe
         load = partial(load_component, knob=f"{key}.operators")
         tasks_of[name], counted = apply_task_operators(load_tasks(section, name=name), section.operators, load=load)
         metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
-        selectors[name] = build_set_selector(config, name, tasks_of[name], custom, knob=f"{key}.task_selector")
+        given, selector_knob = custom.selectors.get(name), f"{key}.task_selector"
+        selectors[name] = build_set_selector(
+            section.task_selector, tasks_of[name], given, seed=config.seed, knob=selector_knob
+        )
     tasks = [task for each in tasks_of.values() for task in each]
     selector = next(iter(selectors.values()))
     if len(sets) > 1:
@@ -74,22 +77,20 @@ def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFe
     return TaskFeed(tasks, selector), metrics
 
 
-def build_live_feed(config: RunConfig) -> TaskFeed:
+def build_live_feed(*, batch_size: int, seed: int) -> TaskFeed:
     """Tasks without content, one for each group of a step: each rollout is a live conversation."""
-    tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(config.algorithm.batch_size)]
+    tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(batch_size)]
     section = SelectorSection(selector_type="sequential")
-    selector = build_selector(section, tasks, seed=config.seed, load=partial(load_component, knob="task_selector"))
+    selector = build_selector(section, tasks, seed=seed, load=partial(load_component, knob="task_selector"))
     return TaskFeed(tasks, selector)
 
 
 def build_set_selector(
-    config: RunConfig, name: str, tasks: Sequence[Task], custom: CustomComponents, *, knob: str
+    section: SelectorSection, tasks: Sequence[Task], given: Any, *, seed: int, knob: str
 ) -> Selector:
-    """The selector of one training set: the caller's object, or the one in the config."""
-    section = config.training_sets[name].task_selector
-    given = custom.selectors.get(name)
+    """The selector of one training set: the caller's object `given`, or the one in the config."""
     if given is None:
-        return build_selector(section, tasks, seed=config.seed, load=partial(load_component, knob=knob))
+        return build_selector(section, tasks, seed=seed, load=partial(load_component, knob=knob))
     if hasattr(given, "select") and not isinstance(given, type):
         return check_selector(given, name=section.selector_type)
-    return build_own_selector(given, tasks, section=section, seed=config.seed if section.seed is None else section.seed)
+    return build_own_selector(given, tasks, section=section, seed=seed if section.seed is None else section.seed)

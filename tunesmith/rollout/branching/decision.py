@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from tunesmith.config.rollout.branching import BranchingSection
+from tunesmith.config.rollout import BranchingSection
 
 
 def compute_window_entropy(entropies: Sequence[float], *, window: int, vocab_size: int) -> float:

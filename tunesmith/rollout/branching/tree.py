@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tunesmith.config.rollout.branching import BranchingSection
+from tunesmith.config.rollout import BranchingSection
 from tunesmith.rollout.branching.decision import (
     choose_num_initial,
     compute_branch_probability,
