@@ -43,14 +43,13 @@ from tunesmith.config.prepare import (
     SourceSection,
     TokensSection,
 )
-from tunesmith.config.rollout import BranchingSection
+from tunesmith.config.rollout import BranchingSection, RolloutSection
 from tunesmith.config.run import (
     BehaviorSection,
     DatasetSection,
     EvaluationSection,
     HeldOutSection,
     MonitorSection,
-    RolloutSection,
     RunConfig,
     SelectorSection,
     TrainerSection,

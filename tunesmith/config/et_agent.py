@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from tunesmith.config.engine import EngineSection
 from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
-from tunesmith.config.run import DatasetSection, MonitorSection, RolloutSection, RunConfig
+from tunesmith.config.rollout import RolloutSection
+from tunesmith.config.run import DatasetSection, MonitorSection, RunConfig
 from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, Needs, NumThreads, Section, Unused
 
 OperatorName = Literal[

@@ -10,12 +10,12 @@ from tunesmith.config.engine import EngineSection
 from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
+from tunesmith.config.rollout import RolloutSection
 from tunesmith.config.run import (
     DatasetSection,
     EvaluationSection,
     HeldOutSection,
     MonitorSection,
-    RolloutSection,
     RunConfig,
 )
 from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, Unused

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.engine import EngineSection
 from tunesmith.config.model import ModelSection
-from tunesmith.config.run import RolloutSection
+from tunesmith.config.rollout import RolloutSection
 from tunesmith.config.section import Needs, NumThreads, Section, Temperature
 
 FIELD_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tunesmith.commands.doctor.finding import Finding
+from tunesmith.commands.doctor.finding import Finding, format_findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,4 @@ def format_check(check: WorkflowCheck) -> str:
     lines += [f"metric {name}: {value:g}" for name, value in check.metrics.items()]
     num_trained = sum(sample.num_sampled_tokens for sample in check.samples) if is_trained else 0
     lines.append(f"tokens that would be trained: {num_trained}")
-    for finding in check.findings:
-        lines += ["", f"{finding.severity}: {finding.check}: {finding.problem}"]
-        lines += [f"  evidence: {each}" for each in finding.evidence]
-        lines.append(f"  change: {finding.change}")
-    if not check.findings:
-        lines += ["", "no problem found"]
-    return "\n".join(lines)
+    return "\n".join(lines + format_findings(check.findings, otherwise="no problem found"))

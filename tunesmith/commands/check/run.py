@@ -12,11 +12,10 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.check.observe import Observation, observe_rollout
 from tunesmith.commands.check.problems import find_problems
 from tunesmith.commands.check.result import CheckedSample, TokenSpan, WorkflowCheck
-from tunesmith.commands.doctor.finding import SEVERITIES
 from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.config import RunConfig
+from tunesmith.config import DatasetSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
@@ -55,7 +54,10 @@ def check(
     if judge_func is not None:
         check_judge_function(judge_func)
     build_model = choose_chat_model(settings)
-    row = load_task(settings, task) if isinstance(task, int) else Task(task_id="given", index=0, row=dict(task))
+    if isinstance(task, int):
+        row = load_task(settings.training_sets, task)
+    else:
+        row = Task(task_id="given", index=0, row=dict(task))
     with agent_output(is_shown=settings.rollout.has_agent_output):
         return run_outside_of_loops(
             lambda: run_check(settings, row, workflow=workflow, judge=judge_func, build_model=build_model)
@@ -88,14 +90,14 @@ def load_target(
     return load_run_file(None, changes), target
 
 
-def load_task(config: RunConfig, index: int) -> Task:
+def load_task(sets: Mapping[str, DatasetSection], index: int) -> Task:
     """A row of the first training set."""
-    if not config.training_sets:
+    if not sets:
         raise ConfigError(
             f"task {index} of which data set? Name one with --data FILE (train_dataset.path), or give the task itself "
             """as a JSON object: --task '{"question": "..."}'"""
         )
-    name, section = next(iter(config.training_sets.items()))
+    name, section = next(iter(sets.items()))
     tasks = load_tasks(section, name=name)
     if not 0 <= index < len(tasks):
         raise ConfigError(f"task {index} does not exist: {section.path} has {len(tasks)} rows, 0 to {len(tasks) - 1}")
@@ -118,7 +120,6 @@ def run_check(
 
     first, second = run_lockstep(observe_twice(), config.rollout)
     trajectory, renderer = first.trajectory, policy.service.recorder.renderer
-    findings = find_problems(first, second, config=config)
     return WorkflowCheck(
         task_id=task.task_id,
         model=config.model.path,
@@ -128,7 +129,7 @@ def run_check(
         metrics=trajectory.metrics,
         response_text=trajectory.response_text,
         seconds=trajectory.duration_s,
-        findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
+        findings=find_problems(first, second, timeout_s=config.rollout.timeout_s),
     )
 
 
