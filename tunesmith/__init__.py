@@ -4,6 +4,7 @@
 names are imported on first access (PEP 562), so `import tunesmith` and `tunesmith --help` do not import torch.
 """
 
+# ruff: noqa: F405  # most names of `__all__` are those of a star import
 from __future__ import annotations
 
 import importlib
@@ -12,56 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tunesmith.api import (
-        AlgorithmConfig,
-        ChatModel,
-        CheckpointEnd,
-        DatasetConfig,
-        EvalResult,
-        EvaluationEnd,
-        ExportResult,
-        JudgeOutput,
-        JudgeType,
-        MetricTable,
-        ModelSelection,
-        OfflineResult,
-        PassRates,
-        PipelineResult,
-        PrepareResult,
-        PromptTuneConfig,
-        PromptTuneResult,
-        RunOutcome,
-        StageOutcome,
-        StepEnd,
-        Stop,
-        TaskSelectorConfig,
-        TinkerConfig,
-        TokenLosses,
-        TokenScores,
-        TuneResult,
-        TunerModelConfig,
-        WorkflowOutput,
-        WorkflowType,
-        avg_time_judge,
-        avg_token_consumption_judge,
-        check,
-        check_judge_function,
-        check_workflow_function,
-        doctor,
-        evaluate,
-        export,
-        measure_pass_rates,
-        prefer,
-        prepare,
-        prepare_model,
-        replayable,
-        run_pipeline,
-        select_model,
-        serve,
-        sft,
-        tune,
-        tune_prompt,
-    )
+    from tunesmith.api import *  # noqa: F403  # the names of its `__all__`
     from tunesmith.commands.run.config import PipelineConfig
     from tunesmith.config import (
         EvalConfig,
@@ -71,16 +23,6 @@ if TYPE_CHECKING:
         RunConfig,
         SftConfig,
     )
-
-CONFIGS = (
-    "EvalConfig",
-    "ExportSection",
-    "PreferenceConfig",
-    "PrepareSection",
-    "RunConfig",
-    "SftConfig",
-)
-"""Names that need only pydantic."""
 
 __all__ = [
     "AlgorithmConfig",
@@ -142,13 +84,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in CONFIGS:
-        return getattr(importlib.import_module("tunesmith.config"), name)
+    if name not in __all__:
+        raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
     if name == "PipelineConfig":
         return importlib.import_module("tunesmith.commands.run.config").PipelineConfig
-    if name in __all__:
-        return getattr(importlib.import_module("tunesmith.api"), name)
-    raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
+    configs = importlib.import_module("tunesmith.config")  # needs only pydantic
+    return getattr(configs if hasattr(configs, name) else importlib.import_module("tunesmith.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunesmith.cluster.rank_errors import is_launched
@@ -47,6 +48,7 @@ from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
 PathLike = str | Path
+SERVER_MODEL = re.compile(r"(?P<base_url>https?://.+?/v\d+)/(?P<model>.+)")
 
 
 def load_settings(
@@ -164,6 +166,29 @@ def collect_models(given: list[str]) -> dict[str, str]:
             raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path
     return models
+
+
+def parse_server_url(text: str) -> dict[str, str]:
+    """Split `http://localhost:8000/v1/my-model` into base URL and model name."""
+    found = SERVER_MODEL.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--paraphrase {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
+        )
+    return found.groupdict()
+
+
+def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parse `NAME=MODEL`, or MODEL alone, whose last part in lower case with underscores for dashes is the name."""
+    named: dict[str, dict[str, str]] = {}
+    for each in models:
+        name, equals, path = each.partition("=")
+        if not equals:
+            name, path = PurePosixPath(each).name.lower().replace("-", "_"), each
+        if name in named:
+            raise ConfigError(f"--pass-rate names two models {name!r}; give each column its own name with NAME=MODEL")
+        named[name] = {"path": path}
+    return named
 
 
 def read_task(text: str) -> int | dict[str, Any]:

@@ -239,7 +239,7 @@ COMMANDS: tuple[Command, ...] = (
         first_line=LOADING,
         kind="prefer",
         stage_config="tunesmith.config:PreferStage",
-        stage="tunesmith.commands.sft.preference:run_stage",
+        stage="tunesmith.commands.sft.train:run_prefer_stage",
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
@@ -261,7 +261,7 @@ COMMANDS: tuple[Command, ...] = (
                 "Add paraphrased questions written by this model.",
                 metavar="BASE_URL/MODEL",
                 key="paraphrase",
-                read="tunesmith.commands.prepare.flags:parse_server_url",
+                read="tunesmith.commands.settings:parse_server_url",
             ),
             Option(
                 "pass_rate",
@@ -269,7 +269,7 @@ COMMANDS: tuple[Command, ...] = (
                 type=list,
                 metavar="[NAME=]MODEL",
                 key="pass_rate.models",
-                read="tunesmith.commands.prepare.flags:parse_model_names",
+                read="tunesmith.commands.settings:parse_model_names",
             ),
             Option("samples", "Rollouts per question for pass rates.", type=int, key="pass_rate.num_samples"),
             Option("max_rows", "Read only the first N rows, for a quick test.", type=int, key="max_rows"),
@@ -596,8 +596,8 @@ COMMANDS: tuple[Command, ...] = (
         name="function",
         kind="function",
         stage_config="tunesmith.config:FunctionStage",
-        stage="tunesmith.commands.run.function:run_stage",
-        check="tunesmith.commands.run.function:check_stage",
+        stage="tunesmith.commands.run.run:run_function",
+        check="tunesmith.commands.run.run:check_function",
     ),
 )
 GROUPS = {"model": "Prepare models.", "search": "Search over passages, for agents."}

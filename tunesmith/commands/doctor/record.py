@@ -4,8 +4,8 @@ between the beginning and the end of a metric.
 
 from __future__ import annotations
 
+import copy
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, SftConfig
+from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, Section, SftConfig
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metrics_log import RECENT_SHARE, Series
 from tunesmith.runs.load_config import build_section, load_values
@@ -47,17 +47,13 @@ class CheckedRun(RunRecord, Generic[Config]):
     def config(self) -> Config:
         """The settings. Values that this version refuses, in the file of an earlier one, are left out."""
         kind, values = CONFIGS[self.kind], load_values(self.paths.config)
-        while True:
-            before = json.dumps(values, default=str)
-            try:
-                config: Config = kind.model_validate(values)
-                return config
-            except ValidationError as error:
-                for refused in error.errors():
-                    remove_value(values, locate(refused))
-            if json.dumps(values, default=str) == before:
-                config = build_section(kind, values)  # raises, since nothing more can be left out
-                return config
+        before = None
+        while values != before and (errors := find_refused(kind, values)):
+            before = copy.deepcopy(values)
+            for refused in errors:
+                remove_value(values, locate(refused))
+        config: Config = build_section(kind, values)
+        return config
 
     def get(self, name: str) -> Series | None:
         """The finite values of a training metric; None if there are none."""
@@ -107,6 +103,14 @@ def open_run(path: Path) -> CheckedRun[Any]:
     if run.kind not in CONFIGS:
         raise StorageError(f"{path} is not the folder of a training run: it has no config.yaml and metrics.jsonl")
     return run
+
+
+def find_refused(kind: type[Section], values: dict[str, Any]) -> list[ErrorDetails]:
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        return error.errors()
+    return []
 
 
 def locate(refused: ErrorDetails) -> tuple[str | int, ...]:

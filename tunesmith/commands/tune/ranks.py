@@ -8,15 +8,17 @@ only trains, follows its half. The last message is `RunEnd`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.links import Link, Links, connect_links
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
@@ -26,6 +28,7 @@ from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.dispatcher import Dispatcher, DispatchPlan
+from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.workers.local import GatherWeights, LocalWorker
 from tunesmith.rollout.workers.rank import RankWorker, ServedWorker
 from tunesmith.rollout.workers.worker import Worker
@@ -38,6 +41,44 @@ from tunesmith.trainer.sharding.sharded_model import iter_whole_weights
 from tunesmith.trainer.trainer import Trainer
 
 T = TypeVar("T")
+
+
+class StartServer(Protocol):
+    """Serves the policy of a rank and yields the URL."""
+
+    def __call__(self, service: ModelService, *, ranks: Ranks) -> AbstractAsyncContextManager[str]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Lets programs outside of this process take the place of the workflow."""
+
+    start: StartServer
+    model: ModelProvider | None = None
+    """What binds models to rollouts, if it is not the service."""
+    notice: str
+    """The console line, with `{url}` in place of the URL."""
+
+
+def bind_actors(actors: Actors, server: Server | None) -> Actors:
+    """The actors with the server's models, if there is a server."""
+    return actors if server is None else replace(actors, model=server.model)
+
+
+async def work_while_serving(
+    work: Callable[[], Awaitable[T]],
+    server: Server | None,
+    service: ModelService,
+    ranks: Ranks,
+    show_line: Callable[[str], None] | None = None,
+) -> T:
+    """Do the work while the server runs, if there is one; `show_line` gets its notice."""
+    if server is None:
+        return await work()
+    async with server.start(service, ranks=ranks) as url:
+        if show_line is not None:
+            show_line(server.notice.format(url=url))
+        return await work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,17 @@ from tunesmith.commands.tune.checkpoints import (
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
-from tunesmith.commands.tune.ranks import Rank, build_rank, connect_ranks, follow, lead
+from tunesmith.commands.tune.ranks import (
+    Rank,
+    Server,
+    bind_actors,
+    build_rank,
+    connect_ranks,
+    follow,
+    lead,
+    work_while_serving,
+)
 from tunesmith.commands.tune.run_control import RunControl
-from tunesmith.commands.tune.server import Server, bind_actors, work_while_serving
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
