@@ -118,7 +118,7 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
         return
     result = import_named(str(command.run))(settings, **arguments)
     if not command.has_ranks or files.is_first_rank():
-        show_result(result if command.show is None else import_named(command.show)(settings, result))
+        show_result(result)
 
 
 def show_result(result: Any) -> None:

@@ -368,7 +368,7 @@ def test_invalid_settings_are_refused(values, message):
 def test_the_command_exports_and_prints_the_comparison(source, tmp_path):
     result = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / "out"), "--set", "license=mit"])
     assert result.exit_code == 0, result.output
-    assert "exported tiny-smollm" in result.output and "hf: num_tokens=" in result.output
+    assert "ExportResult\n  name  tiny-smollm" in result.output and "/out/hf (num_tokens " in result.output
     record = json.loads((tmp_path / "out" / "DONE.json").read_text())
     assert record["settings"]["license"] == "mit"
     result = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / "x"), "--format", "onnx"])

@@ -236,16 +236,6 @@ def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:
     )
 
 
-def format_result(settings: ExportSection, report: ExportResult) -> str:
-    """The folder of the export, and what its checks found."""
-    lines = [f"exported {report.name}, {report.num_parameters} parameters: {report.folder}"]
-    for place, figures in report.checks.items():
-        lines.append(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
-    if settings.has_verification and report.gguf and not any(place.startswith("gguf/") for place in report.checks):
-        lines.append("  gguf: not verified, because llama-cpp-python is not installed")
-    return "\n".join(lines)
-
-
 def run_stage(settings: ExportSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     report = run_export(settings, out_dir=out_dir)
     figures: dict[str, Any] = {"parameters": report.num_parameters}

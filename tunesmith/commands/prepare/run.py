@@ -70,10 +70,16 @@ class PrepareResult(Result):
         return self.folder / EVALUATION if self.content["eval"] is not None else None
 
     def list_facts(self) -> dict[str, str]:
-        facts = {"folder": str(self.folder), "train": describe_counts(self.content["train"])}
+        content = self.content
+        facts = {"folder": str(self.folder), "train": describe_counts(content["train"])}
         if self.eval_path is not None:
-            facts["eval"] = describe_counts(self.content["eval"])
-        return facts
+            facts["eval"] = describe_counts(content["eval"])
+        if (found := content["contamination"]) is not None:
+            counts = f"{found['num_exact']} exact, {found['num_ngram']} by n-gram"
+            facts["contamination"] = f"{counts} (action: {found['action']})"
+        form, optional = content["format"], ("paraphrase", "tokens", "pass_rate")
+        facts["format"] = f"{form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}"
+        return facts | {name: str(content[name]) for name in optional if content[name] is not None}
 
 
 def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
@@ -250,25 +256,6 @@ def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSe
         "num_ngram": counts["ngram"],
         "overlaps": list(overlaps),
     }
-
-
-def format_summary(_: PrepareSection, report: PrepareResult) -> str:
-    """Text of a few lines with the numbers of kept and dropped rows."""
-    content = report.content
-    lines = [f"train: {describe_counts(content['train'])}"]
-    if content["eval"] is not None:
-        lines.append(f"eval: {describe_counts(content['eval'])}")
-    contamination = content["contamination"]
-    if contamination is not None:
-        lines.append(
-            f"contamination: {contamination['num_exact']} exact, {contamination['num_ngram']} by n-gram "
-            f"(action: {contamination['action']})"
-        )
-    form = content["format"]
-    lines.append(f"format: {form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}")
-    optional = ("paraphrase", "tokens", "pass_rate")
-    lines += [f"{name}: {content[name]}" for name in optional if content[name] is not None]
-    return "\n".join([*lines, f"prepared data: {report.folder}"])
 
 
 def describe_counts(counts: Mapping[str, Any]) -> str:

@@ -172,7 +172,7 @@ def run_and_record(
     finally:
         folder.end_attempt(stage.name, time.monotonic() - started)
         release_memory()
-    folder.finish(stage, model=result.model, tokens=result.tokens, device=result.device, figures=result.figures)
+    folder.finish(stage, result)
     screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
 
 

@@ -313,15 +313,6 @@ def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str
     }
 
 
-def format_result(config: OfflineConfig, result: OfflineResult) -> str:
-    """Steps, losses and the output folder."""
-    lines = [f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}"]
-    if result.eval_loss is not None:
-        lines.append(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}; its weights are kept")
-    label = "fine-tuned model" if isinstance(config, SftConfig) else "trained model"
-    return "\n".join([*lines, f"{label}: {result.folder}"])
-
-
 def check_stage(config: OfflineConfig) -> None:
     check_models(config.model, [config.model.path])
     check_trackers(config.monitor.trackers)

@@ -105,6 +105,8 @@ class TuneResult(TrainingResult):
             facts["reward"] = f"{first}{rewards[-1]:.4g} in the last step"
         for name, result in self.evaluations.items():
             facts[f"eval {name}"] = result.describe()
+        if self.best_checkpoint is not None:
+            facts["best model"] = str(self.best_checkpoint)
         if not self.has_learned:
             facts["note"] = "no step changed the weights"
         return facts
