@@ -72,7 +72,7 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
 def commit(
     policy: Policy,
     parts: StepParts,
-    folder: RunFolder,
+    paths: RunPaths,
     control: RunControl,
     *,
     step: int,
@@ -86,7 +86,7 @@ def commit(
     `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None.
     """
     save_checkpoint(
-        folder.paths.checkpoint(step),
+        paths.checkpoint(step),
         policy.model,
         policy.tokenizer,
         weights=None if find_sharding(policy.model) is None else gather_state(policy.model),
@@ -98,12 +98,12 @@ def commit(
             **in_flight,
         },
     )
-    save_json(folder.paths.last_commit, {"step": step})
-    merge_steps(folder.paths, committed_step=step, steps_per_file=steps_per_file)
+    save_json(paths.last_commit, {"step": step})
+    merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
     control.save_best()
     if num_kept is not None:
         best_step = None if control.best is None else control.best.step
-        remove_old_checkpoints(folder.paths.root, num_kept=num_kept, best_step=best_step)
+        remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
 
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:

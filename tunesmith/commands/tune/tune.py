@@ -205,8 +205,10 @@ def run_leader(
     rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
     parts = build_parts(rank, plan)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
-    training = partial(train, rank, plan, parts, folder, monitor)
-    leading = partial(lead, training, parts.dispatcher, rank.links, monitor.show_line)
+    early_stopping, keep_best = config.early_stopping, config.keep_best
+    control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
+    training = Training(rank=rank, plan=plan, parts=parts, folder=folder, monitor=monitor, control=control)
+    leading = partial(lead, training.run, parts.dispatcher, rank.links, monitor.show_line)
     try:
         serving = work_while_serving(leading, server, actors.service, roles.trainers, monitor.show_line)
         return run_lockstep(serving, config.rollout)
@@ -270,121 +272,124 @@ def build_parts(rank: Rank, plan: RunPlan) -> StepParts:
     )
 
 
-async def train(rank: Rank, plan: RunPlan, parts: StepParts, folder: RunFolder, monitor: Monitor) -> TuneResult:
-    """Run all remaining steps, from the last checkpoint or from the beginning."""
-    config, trainer = rank.config, parts.trainer.trainer
-    first_step = step = restore(folder, rank.policy, parts)
-    show_notes(plan, folder, monitor, first_step=first_step, batch_size=config.algorithm.batch_size)
-    control = RunControl(
-        config.early_stopping, config.keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps
-    )
-    control.replay(committed_step=first_step)
-    evaluations: dict[str, EvaluationResult] = {}
-    evaluate = partial(evaluate_sets, config, plan, parts, folder, monitor, control)
-    if first_step == 0 and config.evaluation.at_start:
-        evaluations = await evaluate(step=0)
-        control.raise_error()
-    metrics: dict[str, float] = {}
-    updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
-    while step < plan.total_steps and control.stop is None:
-        step += 1
-        result = await run_saved_step(parts, folder, monitor, step=step)
-        metrics = result.metrics
-        updates.add(step, metrics, result.batch.collected)
-        monitor.log(step, "train", metrics)
-        show_failures(monitor, result.batch.collected)
-        await control.end_step(step, result)
-        if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
-            evaluations = await evaluate(step=step) or evaluations
-        if control.is_saved(step) or is_due(step, config.save_interval_steps):
-            in_flight = parts.dispatcher.state_dict()
-            saving = partial(
-                commit,
-                rank.policy,
-                parts,
-                folder,
-                control,
-                step=step,
-                in_flight=in_flight,
-                steps_per_file=config.steps_per_file,
-                num_kept=config.keep_checkpoints,
-            )
-            await parts.trainer.save(saving)
-            await control.end_checkpoint(step)
-        control.raise_error()
-    updates.close(has_new_weights=trainer.compute_checksum() != checksum)
-    if (ending := control.save_ending(step, first_step=first_step)) is not None:
-        monitor.show_line(ending)
-    checkpoint = folder.paths.checkpoint(step)
-    return TuneResult(
-        folder=folder.paths.root,
-        checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
-        num_steps=step,
-        has_learned=updates.has_changed_weights,
-        metrics=metrics,
-        evaluations=evaluations,
-        best_checkpoint=None if control.best is None else folder.paths.checkpoint(control.best.step),
-        stop_reason=control.find_stop_reason(step),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """All steps of a run, on its first rank."""
 
+    rank: Rank
+    plan: RunPlan
+    parts: StepParts
+    folder: RunFolder
+    monitor: Monitor
+    control: RunControl
 
-def show_notes(plan: RunPlan, folder: RunFolder, monitor: Monitor, *, first_step: int, batch_size: int) -> None:
-    """Print what the user should know before the first step."""
-    if (repetition := describe_repetition(num_tasks=len(plan.feed.tasks), batch_size=batch_size)) is not None:
-        monitor.show_line(repetition)
-    for overlap in describe_overlaps(plan.feed.tasks, plan.eval_tasks):
-        monitor.show_line(overlap)
-    if folder.archive is not None:
-        monitor.show_line(f"resumed from step {first_step}; files of later steps were moved to {folder.archive}")
-    if (requeued := describe_requeued(plan.feed)) is not None:
-        monitor.show_line(requeued)
-    for name, number in plan.task_counts.items():
-        monitor.show_line(f"{name} {number:g}")
+    async def run(self) -> TuneResult:
+        """Run all remaining steps, from the last checkpoint or from the beginning."""
+        config, control, monitor, trainer = self.rank.config, self.control, self.monitor, self.parts.trainer.trainer
+        first_step = step = restore(self.folder, self.rank.policy, self.parts)
+        self.show_notes(first_step)
+        control.replay(committed_step=first_step)
+        evaluations: dict[str, EvaluationResult] = {}
+        if first_step == 0 and config.evaluation.at_start:
+            evaluations = await self.evaluate(0)
+            control.raise_error()
+        metrics: dict[str, float] = {}
+        updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
+        while step < self.plan.total_steps and control.stop is None:
+            step += 1
+            result = await self.run_saved_step(step)
+            metrics = result.metrics
+            updates.add(step, metrics, result.batch.collected)
+            monitor.log(step, "train", metrics)
+            self.show_failures(result.batch.collected)
+            await control.end_step(step, result)
+            if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
+                evaluations = await self.evaluate(step) or evaluations
+            if control.is_saved(step) or is_due(step, config.save_interval_steps):
+                await self.save(step)
+            control.raise_error()
+        updates.close(has_new_weights=trainer.compute_checksum() != checksum)
+        if (ending := control.save_ending(step, first_step=first_step)) is not None:
+            monitor.show_line(ending)
+        paths, checkpoint = self.folder.paths, self.folder.paths.checkpoint(step)
+        return TuneResult(
+            folder=paths.root,
+            checkpoint=checkpoint if checkpoint.exists() else self.folder.checkpoint,
+            num_steps=step,
+            has_learned=updates.has_changed_weights,
+            metrics=metrics,
+            evaluations=evaluations,
+            best_checkpoint=None if control.best is None else paths.checkpoint(control.best.step),
+            stop_reason=control.find_stop_reason(step),
+        )
 
+    def show_notes(self, first_step: int) -> None:
+        """Print what the user should know before the first step."""
+        plan, batch_size, archive = self.plan, self.rank.config.algorithm.batch_size, self.folder.archive
+        notes = [
+            describe_repetition(num_tasks=len(plan.feed.tasks), batch_size=batch_size),
+            *describe_overlaps(plan.feed.tasks, plan.eval_tasks),
+            None
+            if archive is None
+            else f"resumed from step {first_step}; files of later steps were moved to {archive}",
+            describe_requeued(plan.feed),
+            *(f"{name} {number:g}" for name, number in plan.task_counts.items()),
+        ]
+        for note in notes:
+            if note is not None:
+                self.monitor.show_line(note)
 
-async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, *, step: int) -> StepResult:
-    """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
-    progress, rollouts = RolloutProgress(status=monitor), StepRollouts(folder.paths.rollouts(step))
-    try:
-        result = await run_step(parts, step=step, progress=progress, record=rollouts)
-    except TunesmithError as error:
-        rollouts.save_unfinished(progress.finished)
-        save_error(folder.paths, error, step=step)
-        raise
-    parts.tasks.save_selection(folder.paths.selection(step))
-    return result
+    async def run_saved_step(self, step: int) -> StepResult:
+        """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
+        paths, progress = self.folder.paths, RolloutProgress(status=self.monitor)
+        rollouts = StepRollouts(paths.rollouts(step))
+        try:
+            result = await run_step(self.parts, step=step, progress=progress, record=rollouts)
+        except TunesmithError as error:
+            rollouts.save_unfinished(progress.finished)
+            save_error(paths, error, step=step)
+            raise
+        self.parts.tasks.save_selection(paths.selection(step))
+        return result
 
+    async def evaluate(self, step: int) -> dict[str, EvaluationResult]:
+        """Evaluate every held-out set; save and log the results."""
+        config, dispatcher, eval_tasks = self.rank.config, self.parts.dispatcher, self.plan.eval_tasks
+        if not eval_tasks:
+            return {}
+        started = time.perf_counter()
+        results = await evaluate_all(config, dispatcher, eval_tasks, policy_version=step, status=self.monitor)
+        save_json(self.folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
+        merged: dict[str, float] = {}
+        for result in results.values():
+            merged |= result.to_metrics()
+        merged["perf/evaluation_s"] = time.perf_counter() - started
+        self.monitor.log(step, "eval", merged)
+        self.show_failures([group for result in results.values() for group in result.groups])
+        await self.control.end_evaluation(step, results, merged)
+        return results
 
-def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
-    """Print the first failure of each kind."""
-    for cause in list_causes(groups):
-        monitor.show_line(f"  failed: {cause}")
+    async def save(self, step: int) -> None:
+        """Commit the step with a checkpoint, for which all ranks that train gather their parts."""
+        config = self.rank.config
+        saving = partial(
+            commit,
+            self.rank.policy,
+            self.parts,
+            self.folder.paths,
+            self.control,
+            step=step,
+            in_flight=self.parts.dispatcher.state_dict(),
+            steps_per_file=config.steps_per_file,
+            num_kept=config.keep_checkpoints,
+        )
+        await self.parts.trainer.save(saving)
+        await self.control.end_checkpoint(step)
 
-
-async def evaluate_sets(
-    config: RunConfig,
-    plan: RunPlan,
-    parts: StepParts,
-    folder: RunFolder,
-    monitor: Monitor,
-    control: RunControl,
-    *,
-    step: int,
-) -> dict[str, EvaluationResult]:
-    """Evaluate every held-out set; save and log the results."""
-    if not plan.eval_tasks:
-        return {}
-    started = time.perf_counter()
-    results = await evaluate_all(config, parts.dispatcher, plan.eval_tasks, policy_version=step, status=monitor)
-    save_json(folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
-    merged: dict[str, float] = {}
-    for result in results.values():
-        merged |= result.to_metrics()
-    merged["perf/evaluation_s"] = time.perf_counter() - started
-    monitor.log(step, "eval", merged)
-    show_failures(monitor, [group for result in results.values() for group in result.groups])
-    await control.end_evaluation(step, results, merged)
-    return results
+    def show_failures(self, groups: Sequence[Group]) -> None:
+        """Print the first failure of each kind."""
+        for cause in list_causes(groups):
+            self.monitor.show_line(f"  failed: {cause}")
 
 
 def is_due(step: int, interval_steps: int) -> bool:
