@@ -20,11 +20,9 @@ from typing import Any
 
 from tunesmith.commands.prepare.model_stats import (
     add_pass_rates,
-    check_pass_rate_models,
     drop_long_rows,
     format_lines,
     hash_json,
-    load_reader,
 )
 from tunesmith.commands.prepare.rows import (
     DroppedRows,
@@ -37,8 +35,10 @@ from tunesmith.commands.prepare.rows import (
 )
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_source
-from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
+from tunesmith.config import PrepareSection, SourceSection
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.model.load import load_tokenizer
+from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, new_folder, save_json, save_text, storage_errors
@@ -204,16 +204,16 @@ def filter_and_augment(
 
 def check_settings(settings: PrepareSection) -> ConversationReader | None:
     """Validate models and API keys before data is read; returns the reader that measures lengths."""
-    if settings.paraphrase is not None:
-        check_api_key(settings.paraphrase)
-    if settings.pass_rate is not None:
-        check_pass_rate_models(settings.pass_rate)
-    return None if settings.tokens is None else load_reader(settings.tokens)
-
-
-def check_api_key(section: ParaphraseSection) -> None:
-    if section.api_key_env is not None and section.api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase.api_key_env: the environment variable {section.api_key_env} is not set")
+    paraphrase, tokens = settings.paraphrase, settings.tokens
+    if paraphrase is not None and paraphrase.api_key_env is not None and paraphrase.api_key_env not in os.environ:
+        raise ConfigError(f"paraphrase.api_key_env: the environment variable {paraphrase.api_key_env} is not set")
+    for model in () if settings.pass_rate is None else settings.pass_rate.models.values():
+        check_policy(model)
+    if tokens is None:
+        return None
+    return ConversationReader(
+        load_tokenizer(tokens.model, chat_template=tokens.chat_template, trust_remote_code=tokens.trust_remote_code)
+    )
 
 
 def load_source(
