@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
     if name == "PipelineConfig":
         return importlib.import_module("tunesmith.commands.run.config").PipelineConfig
     configs = importlib.import_module("tunesmith.config")  # needs only pydantic
-    return getattr(configs if hasattr(configs, name) else importlib.import_module("tunesmith.api"), name)
+    return getattr(configs if name in configs.__all__ else importlib.import_module("tunesmith.api"), name)
 
 
 def __dir__() -> list[str]:
