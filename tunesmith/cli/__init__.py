@@ -111,7 +111,7 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
         files.announce(
             command.name, settings, command.first_line.format(config=path, settings=settings, plan=plan, **arguments)
         )
-    if command.has_ranks and files.is_launcher(settings):
+    if command.has_ranks and files.is_launcher(settings.cluster):
         import_named("tunesmith.runs.launch:launch_tuning")(
             settings, path, changes, has_gpus=gpus is not None, is_debug=is_debug, command=command.name
         )

@@ -22,6 +22,7 @@ from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
+    ClusterSection,
     ConversationDataSection,
     DatasetSection,
     EvalConfig,
@@ -140,11 +141,11 @@ def is_first_rank() -> bool:
     return find_rank_info().is_first
 
 
-def is_launcher(config: RunConfig) -> bool:
+def is_launcher(cluster: ClusterSection) -> bool:
     """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
-    if config.cluster.launcher != "torchrun":
+    if cluster.launcher != "torchrun":
         return False
-    return find_rank_info().world_size == 1 and (config.cluster.num_workers or 1) > 1
+    return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
 
 
 def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:

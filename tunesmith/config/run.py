@@ -279,6 +279,12 @@ class RunConfig(Section):
         """The training sets by the name used in their tasks' ids."""
         return self.train_datasets if self.train_dataset is None else {"train": self.train_dataset}
 
+    @property
+    def training_knobs(self) -> dict[str, str]:
+        """The name of each training set in the run file."""
+        is_single = self.train_dataset is not None
+        return {name: "train_dataset" if is_single else f"train_datasets.{name}" for name in self.training_sets}
+
 
 def list_conflicts(config: RunConfig) -> Iterator[str]:
     """What is wrong with settings of different sections that do not work together, one sentence each."""

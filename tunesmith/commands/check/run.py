@@ -179,8 +179,8 @@ def run_check(
     check_policy(config.model)
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
     observe = partial(
-        observe_rollout, task, config=config, policy=policy, agent=actors.agent,
-        auxiliary_models=actors.auxiliary_models, build_model=build_model,
+        observe_rollout, task, rollout=config.rollout, seed=config.seed, model_name=config.model.path, policy=policy,
+        agent=actors.agent, auxiliary_models=actors.auxiliary_models, build_model=build_model,
     )  # fmt: skip
 
     async def observe_twice() -> tuple[Observation, Observation]:

@@ -15,7 +15,7 @@ from tunesmith.commands.sft.conversation_rows import load_conversation_rows
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
-from tunesmith.commands.tune.load_tasks import CustomComponents, build_task_feed
+from tunesmith.commands.tune.load_tasks import CustomComponents, build_live_feed, build_task_feed
 from tunesmith.config import AlgorithmSection, ConversationDataSection, ModelSection, RolloutSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.expert_feed import ExpertFeed
@@ -69,7 +69,10 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
     )
-    feed, counted = build_task_feed(config, custom)
+    if config.is_online:
+        feed, counted = build_live_feed(batch_size=config.algorithm.batch_size, seed=config.seed), dict[str, float]()
+    else:
+        feed, counted = build_task_feed(config.training_sets, config.training_knobs, custom, seed=config.seed)
     eval_tasks = {
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
