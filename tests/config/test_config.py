@@ -21,7 +21,7 @@ from tunesmith.config import (
 )
 from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import find_section, load_config
+from tunesmith.runs.load_config import describe_options, find_section, load_config
 
 
 def iter_sections(section: type[Section] = Section):
@@ -125,6 +125,29 @@ def test_a_condition_names_the_knob_its_value_and_the_way_out():
         TrainerSection(schedule="constant", min_lr_ratio=0.1)
     message = "min_lr_ratio=0.1 has no effect with schedule=constant: set schedule=cosine, or leave out min_lr_ratio"
     assert message in str(raised.value)
+
+
+def test_a_condition_may_be_met_in_one_of_several_ways():
+    values = {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "early_stopping": {}}
+    with pytest.raises(ValidationError, match="set eval_dataset or eval_fraction above 0, or leave out early_stopping"):
+        SftConfig.model_validate(values)
+    for held_out in ({"eval_dataset": {"path": "e"}}, {"eval_fraction": 0.1}):
+        assert SftConfig.model_validate(values | held_out).early_stopping is not None
+    never = values | {"eval_fraction": 0.1, "evaluation_interval_steps": 0}
+    with pytest.raises(ValidationError, match="early_stopping has no effect with evaluation_interval_steps=0"):
+        SftConfig.model_validate(never)
+
+
+def test_a_knob_of_a_section_may_need_one_of_another_section():
+    values = {"model": {"path": "m"}, "evaluation": {"num_samples": 4}}
+    message = r"evaluation.num_samples=4 has no effect without eval_datasets \(there are no held-out tasks\)"
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(values)
+    assert RunConfig.model_validate(values | {"eval_datasets": {"t": {"path": "d"}}}).evaluation.num_samples == 4
+    needs = {option.key: option.needs for option in describe_options(RunConfig)}
+    assert needs["evaluation.num_samples"] == needs["callbacks.on_evaluation"] == "eval_datasets"
+    assert needs["evaluation.interval_steps"] == ""
+    assert "algorithm.correction.importance=token|sequence|none" in needs["algorithm.correction.cap"]
 
 
 def test_a_knob_that_is_null_or_at_its_default_needs_nothing():
