@@ -22,7 +22,7 @@ from tunesmith.commands.doctor.drift import (
     find_mismatch,
     find_stale_samples,
 )
-from tunesmith.commands.doctor.finding import Finding
+from tunesmith.commands.doctor.finding import CheckFinding
 from tunesmith.commands.doctor.lengths import find_length_growth
 from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
 from tunesmith.commands.doctor.record import compute_slope_t, find_longest_streak, open_run, split_ends
@@ -119,7 +119,7 @@ def test_a_check_finds_its_failure_and_accepts_what_is_just_within_its_limit(cas
     check, failing, healthy = CASES[case]
     record = build_record(failing)
     finding = run_check(check, record)
-    assert isinstance(finding, Finding), finding
+    assert isinstance(finding, CheckFinding), finding
     assert finding.evidence[0].source in failing and finding.change
     check_settings(finding, record.config)
     passed = run_check(check, build_record(healthy))

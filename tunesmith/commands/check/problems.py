@@ -6,7 +6,7 @@ from collections import Counter
 
 from tunesmith.chat.messages import MatchKey
 from tunesmith.commands.check.observe import Observation, ObservedConversation
-from tunesmith.commands.doctor.finding import Evidence, Finding, name_findings
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, name_findings
 from tunesmith.rollout.recording.recorder import SessionCall
 from tunesmith.types import Failure, StopReason
 
@@ -19,7 +19,7 @@ ENDINGS: dict[StopReason, str] = {
 """Stop reasons of replies that are incomplete, and what to change."""
 
 
-def find_problems(first: Observation, second: Observation, *, timeout_s: float) -> tuple[Finding, ...]:
+def find_problems(first: Observation, second: Observation, *, timeout_s: float) -> tuple[CheckFinding, ...]:
     """All problems, most severe first; those of a single run are read from the first."""
     return name_findings(
         {
@@ -34,12 +34,12 @@ def find_problems(first: Observation, second: Observation, *, timeout_s: float) 
     )
 
 
-def find_failure(run: Observation, timeout_s: float) -> Finding | None:
+def find_failure(run: Observation, timeout_s: float) -> CheckFinding | None:
     """A rollout without a reward: none of its tokens is trained."""
     failure = run.trajectory.failure
     if failure is None:
         return None
-    return Finding(
+    return CheckFinding(
         severity="error",
         problem=f"the rollout has no reward ({failure.where}), so none of its tokens is trained",
         evidence=(Evidence(source=failure.line or failure.where, observed=failure.message),),
@@ -63,12 +63,12 @@ def advise_on_failure(failure: Failure, timeout_s: float, *, has_turns: bool) ->
     return "fix this line; where the model's reply caused the error, catch it and return a low reward"
 
 
-def find_refused_calls(run: Observation) -> Finding | None:
+def find_refused_calls(run: Observation) -> CheckFinding | None:
     """Calls that the endpoint refused: nothing is sampled, so nothing is trained."""
     if not run.refused:
         return None
     counts = Counter((error.status, str(error)) for error in run.refused)
-    return Finding(
+    return CheckFinding(
         problem=f"{len(run.refused)} calls were refused, so nothing was sampled for them",
         evidence=tuple(
             Evidence(source=f"status {status}", observed=f"{message} ({number} times)", value=number)
@@ -78,23 +78,23 @@ def find_refused_calls(run: Observation) -> Finding | None:
     )
 
 
-def find_late_calls(run: Observation) -> Finding | None:
+def find_late_calls(run: Observation) -> CheckFinding | None:
     """Calls after the workflow had returned; they are refused and not trained."""
     if not run.late:
         return None
-    return Finding(
+    return CheckFinding(
         problem=f"{len(run.late)} calls came after the workflow had returned and were refused",
         evidence=(Evidence(source="status 401", observed=str(run.late[0]), value=len(run.late)),),
         change="await every task that calls the model before the workflow returns",
     )
 
 
-def find_truncation(run: Observation) -> Finding | None:
+def find_truncation(run: Observation) -> CheckFinding | None:
     """Replies that did not end by themselves."""
     endings = Counter(turn.stop_reason for turn in run.trajectory.turns if turn.stop_reason in ENDINGS)
     if not endings:
         return None
-    return Finding(
+    return CheckFinding(
         problem=f"{sum(endings.values())} of {len(run.trajectory.turns)} replies are incomplete",
         evidence=tuple(
             Evidence(source=f"turn {number}", observed=f"{len(turn.sampled_ids)} tokens, ended by {turn.stop_reason}")
@@ -105,7 +105,7 @@ def find_truncation(run: Observation) -> Finding | None:
     )
 
 
-def find_blocking_code(first: Observation, second: Observation) -> Finding | None:
+def find_blocking_code(first: Observation, second: Observation) -> CheckFinding | None:
     """Synchronous code that stopped the event loop, and with it all other rollouts, in both runs.
 
     A stall of the machine, and what a library imports at its first call, is in one of them.
@@ -113,7 +113,7 @@ def find_blocking_code(first: Observation, second: Observation) -> Finding | Non
     run = min(first, second, key=lambda each: len(each.blocked))
     if not run.blocked:
         return None
-    return Finding(
+    return CheckFinding(
         problem="the workflow or the judge blocks the event loop, so every other rollout waits and no timeout can fire",
         evidence=tuple(
             Evidence(source=step.line or "unknown line", observed=f"{step.seconds:.1f} s", value=step.seconds)
@@ -128,7 +128,7 @@ PROMPTS = (
 )
 
 
-def find_differences(first: Observation, second: Observation) -> Finding | None:
+def find_differences(first: Observation, second: Observation) -> CheckFinding | None:
     """The first prompt, reply or reward that differs between the runs."""
     for one, other in zip(first.calls, second.calls, strict=False):
         if one.prompt_ids != other.prompt_ids:
@@ -155,8 +155,8 @@ def find_differences(first: Observation, second: Observation) -> Finding | None:
     return None
 
 
-def _report(what: str, source: str, observed: str, change: str) -> Finding:
-    return Finding(
+def _report(what: str, source: str, observed: str, change: str) -> CheckFinding:
+    return CheckFinding(
         problem=f"{what} when the workflow runs again with the same seed, so runs cannot be repeated and the "
         "members of a group differ by more than what the model samples",
         evidence=(Evidence(source=source, observed=observed),),
@@ -171,12 +171,12 @@ CHANGE = (
 )
 
 
-def find_branches(run: Observation) -> Finding | None:
+def find_branches(run: Observation) -> CheckFinding | None:
     """Calls after the first whose prompt extends no recorded turn."""
     starts = [call for call in run.calls[1:] if not is_extension(call, run)]
     if not starts:
         return None
-    return Finding(
+    return CheckFinding(
         problem=f"{len(starts)} of {len(run.calls)} calls do not extend what was recorded, so each starts a new "
         "training sample",
         evidence=tuple(

@@ -12,7 +12,7 @@ from typing import Any
 from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.check.observe import Observation, observe_rollout
 from tunesmith.commands.check.problems import find_problems
-from tunesmith.commands.doctor.finding import Finding, format_findings
+from tunesmith.commands.doctor.finding import CheckFinding, format_findings
 from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
@@ -70,7 +70,7 @@ class WorkflowCheck:
     response_text: str
     seconds: float
     """Time of the first run."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """Most severe first."""
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.commands.doctor.finding import Finding, Outcome, format_settings, observe
+from tunesmith.commands.doctor.finding import CheckFinding, Outcome, format_settings, observe
 from tunesmith.commands.doctor.record import (
     RlRun,
     need_ends,
@@ -42,7 +42,7 @@ def find_mismatch(run: RlRun) -> Outcome:
     settings: dict[str, object] = {"model.residual_dtype": "float32", "algorithm.correction.importance": "token"}
     if run.config.model.residual_dtype == "float32":
         settings["model.dtype"] = settings.pop("model.residual_dtype")
-    return Finding(
+    return CheckFinding(
         problem=problem,
         evidence=(observe(series.recent, observed),),
         change=f"set {format_settings(settings)}; if gradients are large too, lower trainer.learning_rate",
@@ -60,7 +60,7 @@ def find_entropy(run: RlRun) -> Outcome:
     if last.mean < COLLAPSED_ENTROPY and last.mean < COLLAPSED_SHARE * first.mean and not is_solved(run):
         coef = max(10 * run.config.algorithm.entropy_coef, 1e-3)
         settings = {"algorithm.entropy_coef": coef, "trainer.learning_rate": rate / 3}
-        return Finding(
+        return CheckFinding(
             problem=f"entropy has collapsed to {last.mean / first.mean:.0%} of its start while tasks are unsolved: "
             "rollouts of a task hardly differ any more",
             evidence=evidence,
@@ -69,7 +69,7 @@ def find_entropy(run: RlRun) -> Outcome:
         )
     if last.mean > RISEN_FACTOR * first.mean and last.mean - first.mean > RISEN_NATS:
         settings = {"trainer.learning_rate": rate / 10, "algorithm.entropy_coef": 0.0}
-        return Finding(
+        return CheckFinding(
             problem="entropy has risen until the policy samples almost at random",
             evidence=evidence,
             change=f"start again with {format_settings(settings)}",
@@ -88,7 +88,7 @@ def find_kl(run: RlRun) -> Outcome:
         return observed
     rate, coef = run.config.trainer.learning_rate, run.config.algorithm.kl_coef
     settings = {"trainer.learning_rate": rate / 10, "algorithm.kl_coef": 10 * coef}
-    return Finding(
+    return CheckFinding(
         problem=f"the policy has run away from its start: KL is {recent.mean:.2g} nats per token",
         evidence=(observe(recent, observed),),
         change=f"start again with {format_settings(settings)}, or let the coefficient follow a target with "
@@ -110,7 +110,7 @@ def find_large_updates(run: RlRun) -> Outcome:
     settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
     if run.config.trainer.num_minibatches > 1:
         settings["trainer.num_minibatches"] = max(1, run.config.trainer.num_minibatches // 2)
-    return Finding(
+    return CheckFinding(
         problem="the updates of a step move the policy too far from the one that sampled its rollouts",
         evidence=tuple(observe(series, f"{series.mean:.2g} on average", series.mean) for series in found),
         change=f"set {format_settings(settings)}",
@@ -133,7 +133,7 @@ def find_stale_samples(run: RlRun) -> Outcome:
     settings: dict[str, object] = {"experience.replay.max_staleness": max(1, replay.max_staleness // 2)}
     if share > MAX_REPLAYED_SHARE:
         settings["experience.replay.num_groups"] = max(1, replay.num_groups // 2)
-    return Finding(
+    return CheckFinding(
         problem="much of what is trained was sampled by older policies",
         evidence=(observe(recent, observed, share),),
         change=f"set {format_settings(settings)}",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome
 from tunesmith.commands.doctor.record import (
     RlRun,
     compute_slope_t,
@@ -29,11 +29,11 @@ def find_evaluation_trend(run: RlRun) -> Outcome:
         for series in run.metrics.list_series("eval")
         if (match := REWARD.fullmatch(series.name)) and len(series.finite) > 1
     ]
-    found = next((each for each in outcomes if isinstance(each, Finding)), None)
+    found = next((each for each in outcomes if isinstance(each, CheckFinding)), None)
     return found or "; ".join(map(str, outcomes)) or None
 
 
-def judge_set(run: RlRun, name: str, series: Series) -> Finding | str:
+def judge_set(run: RlRun, name: str, series: Series) -> CheckFinding | str:
     """Compare the last evaluation of a set with the first and with the best one."""
     first, best, last = 0, int(np.argmax(series.values)), len(series) - 1
     gain, loss = compare(run, name, series, first, last), compare(run, name, series, best, last)
@@ -43,7 +43,7 @@ def judge_set(run: RlRun, name: str, series: Series) -> Finding | str:
     )
     observed = f"{name}: {values[first]:.3f} at step {steps[first]}, {values[last]:.3f} at step {steps[last]}"
     if best != last and loss is not None and loss.interval[1] < 0:
-        return Finding(
+        return CheckFinding(
             problem=f"the held-out reward fell significantly after step {steps[best]}"
             + (", while the training reward rose: the model overfits the tasks or exploits the judge"
                if is_training_rising(run) else ""),
@@ -58,7 +58,7 @@ def judge_set(run: RlRun, name: str, series: Series) -> Finding | str:
     low, high = gain.interval
     if low <= 0 <= high:
         samples = 4 * run.config.evaluation.num_samples
-        return Finding(
+        return CheckFinding(
             severity="note",
             problem=f"the held-out reward of {name} has not changed significantly between step {steps[first]} and step "
             f"{steps[last]}",

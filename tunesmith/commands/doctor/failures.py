@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, format_settings, observe
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
 from tunesmith.commands.doctor.record import (
     AnyRun,
     RlRun,
@@ -31,14 +31,14 @@ def find_stop(run: AnyRun) -> Outcome:
     if run.error is not None:
         message = " ".join(str(run.error["message"]).split())
         step = int(run.error["step"])
-        return Finding(
+        return CheckFinding(
             severity="error",
             problem=f"the run failed at step {step} with a {run.error['error']}",
             evidence=(Evidence(source="error.json", observed=message, steps=(step, step)),),
             change="change what the message names, then repeat the command with --resume",
         )
     if run.state is RunState.INTERRUPTED:
-        return Finding(
+        return CheckFinding(
             severity="note",
             problem="the run was interrupted or killed: it did not make and save all its steps, and recorded no error",
             evidence=(Evidence(source="metrics.jsonl", observed=f"the last step is {run.num_steps}"),),
@@ -80,7 +80,7 @@ def find_failures(run: RlRun) -> Outcome:
         settings = {"rollout.timeout_s": 2 * run.config.rollout.timeout_s}
         advice = f"set {format_settings(settings)}, or find out why the line named above takes so long"
     is_limit = stopped_at is not None and failed / total > run.config.rollout.max_failure_rate
-    return Finding(
+    return CheckFinding(
         severity="error" if is_limit else "warning" if failed / total >= MAX_FAILURE_SHARE else "note",
         problem=f"{failed:.0f} of {total:.0f} recent rollouts ({failed / total:.1%}) failed, most of them at the "
         f"boundary `{worst}`",
@@ -112,7 +112,7 @@ def find_late_calls(run: RlRun) -> Outcome:
         calls = run.get("rollout/num_calls")
         return None if calls is None else "no call after the end of its workflow"
     number = math.fsum(series.values)
-    return Finding(
+    return CheckFinding(
         severity="note",
         problem=f"{number:.0f} model calls were made after their workflow had returned, and were refused",
         evidence=(observe(series, f"{number:.0f} calls", number),),

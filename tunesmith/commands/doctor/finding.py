@@ -36,7 +36,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """Something that is wrong with a run."""
 
     check: str = ""
@@ -59,7 +59,7 @@ class Passed:
     figure: str
 
 
-Outcome = Finding | str | None
+Outcome = CheckFinding | str | None
 """Result of a check: what is wrong, or the figure that is within its limits, or None if it does not apply."""
 
 
@@ -73,7 +73,7 @@ class Diagnosis:
     """The last step with metrics."""
     total_steps: int | None
     """Steps that the run was to make; None if that depends on the size of the data set."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """Most severe first."""
     passed: tuple[Passed, ...]
     not_checked: tuple[str, ...]
@@ -102,13 +102,13 @@ def format_settings(settings: Mapping[str, object]) -> str:
     )
 
 
-def name_findings(outcomes: Mapping[str, Outcome]) -> tuple[Finding, ...]:
+def name_findings(outcomes: Mapping[str, Outcome]) -> tuple[CheckFinding, ...]:
     """The findings with the names of their checks, most severe first."""
-    found = [replace(each, check=name) for name, each in outcomes.items() if isinstance(each, Finding)]
+    found = [replace(each, check=name) for name, each in outcomes.items() if isinstance(each, CheckFinding)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def format_findings(findings: Sequence[Finding], *, otherwise: str) -> list[str]:
+def format_findings(findings: Sequence[CheckFinding], *, otherwise: str) -> list[str]:
     """The lines of all findings, or the line `otherwise`."""
     lines: list[str] = []
     for finding in findings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, observe
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, observe
 from tunesmith.commands.doctor.record import (
     RlRun,
     compute_slope_t,
@@ -55,7 +55,7 @@ def find_truncation(run: RlRun) -> Outcome:
         ),
     ]
     evidence += find_truncated_rollout(run)
-    return Finding(
+    return CheckFinding(
         severity="error" if share >= MOSTLY_TRUNCATED_SHARE else "warning",
         problem=f"{share:.0%} of the recent {unit} were cut off at {limit}",
         evidence=tuple(evidence),
@@ -81,7 +81,7 @@ def find_refused_prompts(run: RlRun) -> Outcome:
     if share < MAX_REFUSED_SHARE:
         return f"{recent.total:.0f} of {num_calls:.0f} recent calls had too long a prompt"
     value = 2 * run.config.model.max_model_len
-    return Finding(
+    return CheckFinding(
         problem=f"{share:.0%} of the model calls were refused because their prompt fills the context",
         evidence=(observe(recent, f"{recent.total:.0f} of {num_calls:.0f} calls", share),),
         change=f"set model.max_model_len={value}, or let the workflow shorten its history and tool results",
@@ -97,7 +97,7 @@ def find_length_growth(run: RlRun) -> Outcome:
     is_longer = last.mean > GROWTH * first.mean and compute_slope_t(lengths) > 2
     if not is_longer or len(rewards) < 3 or compute_slope_t(rewards) > 1:
         return observed
-    return Finding(
+    return CheckFinding(
         severity="warning" if last.mean > NEAR_LIMIT * run.config.model.max_tokens else "note",
         problem="responses get longer and the reward does not rise",
         evidence=(observe(lengths, observed, last.mean),),

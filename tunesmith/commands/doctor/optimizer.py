@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, format_settings, observe
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
 from tunesmith.commands.doctor.record import (
     AnyRun,
     OfflineRun,
@@ -52,7 +52,7 @@ def find_dead_learning_rate(run: AnyRun) -> Outcome:
     if number >= max(MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE * len(rates)):
         dead = rates.select(is_dead)
         settings: dict[str, object] = {"trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1}
-        return Finding(
+        return CheckFinding(
             problem=f"the learning rate was below a thousandth of its peak {peak:g} in {number} steps in a row",
             evidence=(observe(dead, f"{dead.mean:.1g} on average"),),
             change=f"set {format_settings(settings)}, and trainer.warmup_steps to less than a tenth of the steps",
@@ -63,9 +63,9 @@ def find_dead_learning_rate(run: AnyRun) -> Outcome:
     return observed
 
 
-def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: float) -> Finding:
+def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: float) -> CheckFinding:
     rates, settings = run.need("train/learning_rate"), {"trainer.learning_rate": suggested}
-    return Finding(
+    return CheckFinding(
         severity="error",
         problem=f"the updates are too small to change the model: {observed}",
         evidence=(observe(series, observed), observe(rates, f"at most {rates.values.max():.2g}", rates.values.max())),
@@ -84,7 +84,7 @@ def find_gradients(run: AnyRun) -> Outcome:
     limit, rate = run.config.trainer.max_grad_norm, run.config.trainer.learning_rate
     observed = f"median norm {series.median:.3g}, largest {series.values.max():.3g}, clipped at {limit:g}"
     if series.recent.values.max() <= NEAR_ZERO:
-        return Finding(
+        return CheckFinding(
             severity="error",
             problem="the gradient is zero in all recent updates",
             evidence=(observe(series.recent, observed, 0.0),),
@@ -94,7 +94,7 @@ def find_gradients(run: AnyRun) -> Outcome:
     if len(series) >= MIN_SPIKE_STEPS and is_spike.mean() > MAX_SPIKE_SHARE:
         spikes, settings = series.select(is_spike), {"trainer.learning_rate": rate / 3, "trainer.betas": [0.9, 0.95]}
         listed = ", ".join(map(str, spikes.steps[:5].tolist()))
-        return Finding(
+        return CheckFinding(
             problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
             evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
             change=f"read the rollouts of these steps for degenerate text, and set {format_settings(settings)}",
@@ -102,7 +102,7 @@ def find_gradients(run: AnyRun) -> Outcome:
         )
     if series.median > CLIP_FACTOR * limit and (series.values > limit).mean() >= MIN_CLIPPED_SHARE:
         settings = {"trainer.max_grad_norm": float(f"{series.median:.1g}")}
-        return Finding(
+        return CheckFinding(
             severity="note",
             problem=f"gradients are clipped on almost every step, to a {series.median / limit:.0f}th of their size",
             evidence=(observe(series, observed, series.median),),
@@ -112,7 +112,7 @@ def find_gradients(run: AnyRun) -> Outcome:
     return observed
 
 
-def find_non_finite(run: AnyRun) -> Finding | None:
+def find_non_finite(run: AnyRun) -> CheckFinding | None:
     """Metrics of training that were NaN or infinite."""
     bad = [series.select(~np.isfinite(series.values)) for series in run.metrics.list_series("train")]
     bad = [series for series in bad if len(series)]
@@ -121,7 +121,7 @@ def find_non_finite(run: AnyRun) -> Finding | None:
     settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
     if run.config.model.dtype != "float32":
         settings["model.dtype"] = "float32"
-    return Finding(
+    return CheckFinding(
         severity="error",
         problem="numbers of the training were not finite",
         evidence=tuple(
@@ -152,7 +152,7 @@ def find_loss_trend(run: OfflineRun) -> Outcome:
         problem, settings = "the training loss hardly falls", {"trainer.learning_rate": rate * 3}
     else:
         return observed
-    return Finding(
+    return CheckFinding(
         problem=problem,
         evidence=(observe(series, observed, last.mean),),
         change=f"set {format_settings(settings)}, or train longer with num_epochs={run.config.num_epochs + 1}",
@@ -172,7 +172,7 @@ def find_evaluation_loss(run: OfflineRun) -> Outcome:
     if last <= (1 + OVERFIT_RISE) * lowest:
         return observed
     settings = {"num_epochs": max(1, run.config.num_epochs - 1)}
-    return Finding(
+    return CheckFinding(
         severity="note",
         problem=f"the model overfits after step {series.steps[best]}, whose weights are kept",
         evidence=(observe(series, observed, last),),

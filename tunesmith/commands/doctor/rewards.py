@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Severity, observe
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, Severity, observe
 from tunesmith.commands.doctor.record import (
     NotRecordedError,
     RlRun,
@@ -67,7 +67,7 @@ def find_equal_rewards(run: RlRun) -> Outcome:
         problem = "the reward has risen until the tasks hold little to learn: all rollouts get the highest reward"
     text = f"{share:.0%} of the groups have equal rewards, {useful.mean:.1f} a step are trained"
     counted = observe(useful, text, share)
-    return Finding(
+    return CheckFinding(
         severity=severity,
         problem=f"{share:.0%} of the groups give no gradient: {problem}",
         evidence=(counted, groups.evidence),
@@ -193,7 +193,7 @@ def find_small_batch(run: RlRun) -> Outcome:
     settings: dict[str, float] = {"experience.refill_budget": min(math.ceil(1 / (1 - share)), MAX_REFILL_BUDGET)}
     if run.config.trainer.num_minibatches > 1:
         settings["trainer.num_minibatches"] = 1
-    return Finding(
+    return CheckFinding(
         problem=f"an update is computed from {per_update:.1f} groups, since {share:.0%} of the groups give no gradient",
         evidence=(observe(useful, observed, per_update),),
         change="set " + ", or ".join(f"{knob}={value:g}" for knob, value in settings.items()),
@@ -215,7 +215,7 @@ def find_reward_trend(run: RlRun) -> Outcome:
     error = math.hypot(float(best.values.std()), float(last.values.std())) / math.sqrt(len(last))
     fall = best.mean - last.mean
     if fall > max(MIN_FALL * range_, SIGNIFICANT_T * error):
-        return Finding(
+        return CheckFinding(
             problem=f"the reward has fallen from {best.mean:.3g} to {last.mean:.3g}",
             evidence=(observe(best, f"{best.mean:.3g} at its best"), evidence),
             change=f"resume from a checkpoint at or before step {best.span[1]} under another name with "
@@ -223,7 +223,7 @@ def find_reward_trend(run: RlRun) -> Outcome:
             settings={"trainer.learning_rate": rate / 3, "algorithm.kl_coef": 1e-3},
         )
     if len(rewards) >= MIN_FLAT_STEPS and abs(compute_slope_t(rewards)) < FLAT_T and range_ > 0:
-        return Finding(
+        return CheckFinding(
             problem=f"the reward has not changed beyond its noise in {len(rewards)} steps",
             evidence=(evidence,),
             change=f"first change what the other findings name; without any, set trainer.learning_rate={rate * 3:.1g} "
@@ -269,7 +269,7 @@ def find_branches(run: RlRun) -> Outcome:
     if unextended is not None and unextended.total:
         observed = f"{unextended.total:.0f} calls repeated earlier messages whose tokens could not be reused"
         evidence.append(observe(unextended, observed, unextended.total))
-    return Finding(
+    return CheckFinding(
         severity="note",
         problem="many model calls do not extend the conversation of their rollout, which is then trained in pieces",
         evidence=tuple(evidence),
@@ -297,7 +297,7 @@ def find_repeated_tasks(run: RlRun) -> Outcome:
     observed = f"about {len(tasks)} different tasks, visited {passes:.0f} times each"
     if passes <= MAX_PASSES:
         return observed
-    return Finding(
+    return CheckFinding(
         severity="note",
         problem=f"the run has few tasks: {observed}",
         evidence=(Evidence(source="rollouts/", observed=observed, value=passes, steps=(steps[0], steps[-1])),),

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, format_settings, observe
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
 from tunesmith.commands.doctor.record import (
     RlRun,
 )
@@ -30,7 +30,7 @@ def find_dropped_groups(run: RlRun) -> Outcome:
     if rollout.max_staleness < MAX_SUGGESTED_STALENESS:
         settings = {"rollout.max_staleness": rollout.max_staleness + 1}
         change = f"set {format_settings(settings)}, or lower rollout.max_concurrency, so that groups take fewer steps"
-    return Finding(
+    return CheckFinding(
         problem=f"{share:.0%} of the groups are dropped, because they took more than "
         f"rollout.max_staleness={rollout.max_staleness} steps: slow tasks are trained less than quick ones, and what "
         "was sampled for them is lost",
@@ -82,7 +82,7 @@ def find_idle_engine(run: RlRun) -> Outcome:
     if (idle := run.get_recent("perf/engine_idle_s")) is not None:
         text = f"the engine has no request for {idle.mean:.2g} s of a step"
         evidence.append(observe(idle, text, idle.mean))
-    return Finding(
+    return CheckFinding(
         problem=f"the engine is idle for {share:.0%} of a step, while all workflows wait for tools, servers or timers",
         evidence=tuple(evidence),
         change=f"make tools and judges faster, or let more rollouts sample meanwhile with {format_settings(settings)}",
@@ -100,7 +100,7 @@ def find_blocking_code(run: RlRun) -> Outcome:
     observed = f"{max(code_s, 0):.2g} s of a step of {step_s.mean:.2g} s"
     if code_s < MAX_CODE_SHARE * step_s.mean or code_s < MIN_CODE_S:
         return f"Python code between engine steps takes {observed}"
-    return Finding(
+    return CheckFinding(
         problem=f"Python code of workflows, judges and tools runs for {code_s / step_s.mean:.0%} of a step, and the "
         "engine waits for it",
         evidence=(
@@ -130,7 +130,7 @@ def find_stragglers(run: RlRun) -> Outcome:
     if can_be_stale(run.config):
         settings["rollout.max_staleness"] = 1
         stale = "train on the groups that are complete with rollout.max_staleness=1, "
-    return Finding(
+    return CheckFinding(
         severity="note",
         problem="each step waits for a few rollouts that take much longer than the others",
         evidence=(observe(longest, observed, factor),),
@@ -153,7 +153,7 @@ def find_preemptions(run: RlRun) -> Outcome:
     elif engine.kv_cache_gib is not None:
         settings = {"engine.kv_cache_gib": 2 * engine.kv_cache_gib}
     listed = ", ".join(f"{knob}={value}" for knob, value in settings.items())
-    return Finding(
+    return CheckFinding(
         problem="the KV cache is too small for the requests in flight, which are interrupted and computed again",
         evidence=(observe(recent, observed, share),),
         change=f"set {listed}",
@@ -172,7 +172,7 @@ def find_slow_evaluation(run: RlRun) -> Outcome:
     if share <= MAX_EVALUATION_SHARE:
         return observed
     interval = 4 * max(run.config.evaluation.interval_steps, 1)
-    return Finding(
+    return CheckFinding(
         severity="note",
         problem=f"evaluations take {share:.0%} of the run's time",
         evidence=(observe(series, observed, share),),
