@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
+from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf
 from tunesmith.commands.export.model_card import Card, write_card
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.commands.stage import ChooseModel, StageResult
@@ -162,6 +162,8 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     if "hf" in settings.formats:
         save_model_files(folder / "hf", model, plan.tokenizer)
     if plan.gguf is not None:
+        from tunesmith.commands.export.gguf.writer import write_gguf_files  # needs an optional package
+
         figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
     if settings.has_verification:
         figures["checks"] = verify_formats(plan, model, folder)
