@@ -24,15 +24,13 @@ from tunesmith.config import (
     AuxiliaryModelSection,
     ClusterSection,
     ConversationDataSection,
-    DatasetSection,
     EvalConfig,
-    ExpertSection,
     ModelSection,
     RunConfig,
     Section,
-    SourceSection,
 )
 from tunesmith.config.environment import BUILT_IN_TOOLS
+from tunesmith.config.section import DataSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
@@ -212,7 +210,7 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
                 find_model(section.path, section.base_path)
             case AuxiliaryModelSection(base_url=None):
                 find_model(section.path)
-            case DatasetSection() | SourceSection() | ExpertSection():
+            case DataSection():
                 check_data_path(section.path)
             case ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
@@ -229,7 +227,7 @@ def list_paths(config: RunConfig) -> list[str]:
         match section:
             case ModelSection():
                 paths += [path for path in (section.path, section.base_path) if path is not None]
-            case AuxiliaryModelSection(base_url=None) | DatasetSection() | SourceSection() | ExpertSection():
+            case AuxiliaryModelSection(base_url=None) | DataSection():
                 paths.append(section.path)
     return paths + [spec.rpartition(":")[0] for _, spec in list_function_knobs(config) if ".py:" in spec]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import LearningRate, Needs, Section
+from tunesmith.config.section import DataSection, LearningRate, Needs, Section
 
 
 class CriticSection(Section):
@@ -34,16 +34,12 @@ class TeacherSection(Section):
     """Folder or hub id of a causal language model with the policy's vocabulary."""
 
 
-class ExpertSection(Section):
+class ExpertSection(DataSection):
     """Expert demonstrations that are mixed into each update."""
 
     path: str
     """Folder of jsonl, json, csv or parquet files, one such file, or a hub id; rows have `messages` and
     optionally `tools`."""
-    name: str | None = None
-    """Configuration (subset) of a data set that has several."""
-    split: str | None = "train"
-    """Split to read."""
     ratio: float = Field(default=0.5, gt=0, lt=1)
     """Share of demonstrations among the sequences of a step in which every rollout is trained."""
 

@@ -20,7 +20,16 @@ from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout import BranchingSection, RolloutSection
-from tunesmith.config.section import TASK_KNOBS, LearningRate, Needs, NumThreads, Section, Temperature, Unused
+from tunesmith.config.section import (
+    TASK_KNOBS,
+    DataSection,
+    LearningRate,
+    Needs,
+    NumThreads,
+    Section,
+    Temperature,
+    Unused,
+)
 from tunesmith.config.serve import ServeSection, check_serve
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -40,15 +49,11 @@ class SelectorSection(Section):
     """Arguments of the selector that differ from its defaults."""
 
 
-class DatasetSection(Section):
+class DatasetSection(DataSection):
     """A data set of tasks."""
 
     path: str
     """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id."""
-    name: str | None = None
-    """Configuration (subset) of a data set that has several."""
-    split: str | None = "train"
-    """Split to read."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
     operators: tuple[OperatorSection, ...] = ()

@@ -188,6 +188,17 @@ class Section(BaseModel):
                 raise ValueError(f"{where}.{self.show(name)} {explanation}, or leave out {name}")
 
 
+class DataSection(Section):
+    """A data set, or one split of it."""
+
+    path: str
+    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id."""
+    name: str | None = None
+    """Configuration (subset) of a data set that has several."""
+    split: str | None = "train"
+    """Split to read."""
+
+
 def list_sections(name: str, value: Section | Mapping[str, Section] | None) -> list[tuple[str, Section]]:
     """The sections that a field holds, with their names."""
     if value is None:
