@@ -15,14 +15,7 @@ from tunesmith.version import __version__ as __version__
 if TYPE_CHECKING:
     from tunesmith.api import *  # noqa: F403  # the names of its `__all__`
     from tunesmith.commands.run.config import PipelineConfig
-    from tunesmith.config import (
-        EvalConfig,
-        ExportSection,
-        PreferenceConfig,
-        PrepareSection,
-        RunConfig,
-        SftConfig,
-    )
+    from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 
 __all__ = [
     "AlgorithmConfig",

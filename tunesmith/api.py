@@ -62,14 +62,7 @@ from tunesmith.compat.agentscope_config import (
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.config import (
-    EvalConfig,
-    ExportSection,
-    PreferenceConfig,
-    PrepareSection,
-    RunConfig,
-    SftConfig,
-)
+from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.model.prepare import prepare_model

@@ -11,13 +11,7 @@ from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.rollout import RolloutSection
-from tunesmith.config.run import (
-    DatasetSection,
-    EvaluationSection,
-    HeldOutSection,
-    MonitorSection,
-    RunConfig,
-)
+from tunesmith.config.run import DatasetSection, EvaluationSection, HeldOutSection, MonitorSection, RunConfig
 from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, Unused
 
 

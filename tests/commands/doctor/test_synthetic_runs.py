@@ -15,13 +15,7 @@ import pytest
 from suggested_settings import check_settings
 
 from tunesmith.commands.doctor.diagnose import run_check
-from tunesmith.commands.doctor.drift import (
-    find_entropy,
-    find_kl,
-    find_large_updates,
-    find_mismatch,
-    find_stale_samples,
-)
+from tunesmith.commands.doctor.drift import find_entropy, find_kl, find_large_updates, find_mismatch, find_stale_samples
 from tunesmith.commands.doctor.finding import CheckFinding
 from tunesmith.commands.doctor.lengths import find_length_growth
 from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients

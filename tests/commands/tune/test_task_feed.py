@@ -10,12 +10,7 @@ import pytest
 import yaml
 
 from small_runs import build_small_run, write_splits
-from tunesmith import (
-    AlgorithmConfig,
-    DatasetConfig,
-    JudgeOutput,
-    TaskSelectorConfig,
-)
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TaskSelectorConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE

@@ -6,13 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunesmith.commands.doctor.drift import (
-    find_entropy,
-    find_kl,
-    find_large_updates,
-    find_mismatch,
-    find_stale_samples,
-)
+from tunesmith.commands.doctor.drift import find_entropy, find_kl, find_large_updates, find_mismatch, find_stale_samples
 from tunesmith.commands.doctor.evaluations import find_evaluation_trend
 from tunesmith.commands.doctor.failures import find_failures, find_late_calls, find_stop
 from tunesmith.commands.doctor.finding import Diagnosis, Outcome, Passed, name_findings

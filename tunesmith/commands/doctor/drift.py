@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import CheckFinding, Outcome, format_settings, observe
-from tunesmith.commands.doctor.record import (
-    RlRun,
-    need_ends,
-    split_ends,
-)
+from tunesmith.commands.doctor.record import RlRun, need_ends, split_ends
 from tunesmith.commands.doctor.rewards import is_solved
 
 MISMATCH_GROWTH, MIN_GROWN_MISMATCH = 10.0, 1e-3

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome
-from tunesmith.commands.doctor.record import (
-    RlRun,
-    compute_slope_t,
-)
+from tunesmith.commands.doctor.record import RlRun, compute_slope_t
 from tunesmith.commands.eval.statistics import Difference, compare_paired
 from tunesmith.monitor.metrics_log import Series
 

@@ -6,11 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
-from tunesmith.commands.doctor.record import (
-    AnyRun,
-    RlRun,
-)
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, observe
+from tunesmith.commands.doctor.record import AnyRun, RlRun
 from tunesmith.rollout.failures import list_causes
 from tunesmith.runs.record import RunState
 from tunesmith.types import Failure, FailureWhere, Group, Task, Trajectory
@@ -77,8 +74,9 @@ def find_failures(run: RlRun) -> Outcome:
     worst: FailureWhere = max(get_args(FailureWhere), key=lambda where: counts[where])
     advice, settings = ADVICE.get(worst), {}
     if advice is None:
-        settings = {"rollout.timeout_s": 2 * run.config.rollout.timeout_s}
-        advice = f"set {format_settings(settings)}, or find out why the line named above takes so long"
+        timeout_s = 2 * run.config.rollout.timeout_s
+        settings = {"rollout.timeout_s": timeout_s}
+        advice = f"set rollout.timeout_s={timeout_s:g}, or find out why the line named above takes so long"
     is_limit = stopped_at is not None and failed / total > run.config.rollout.max_failure_rate
     return CheckFinding(
         severity="error" if is_limit else "warning" if failed / total >= MAX_FAILURE_SHARE else "note",

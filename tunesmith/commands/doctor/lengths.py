@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, observe
-from tunesmith.commands.doctor.record import (
-    RlRun,
-    compute_slope_t,
-    need_ends,
-)
+from tunesmith.commands.doctor.record import RlRun, compute_slope_t, need_ends
 from tunesmith.types import TRUNCATED
 
 MAX_TRUNCATED_SHARE = 0.1

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
-from tunesmith.commands.doctor.record import (
-    RlRun,
-)
+from tunesmith.commands.doctor.record import RlRun
 from tunesmith.config import RunConfig
 
 MAX_DROPPED_SHARE = 0.05

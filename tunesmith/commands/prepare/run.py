@@ -18,12 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.prepare.model_stats import (
-    add_pass_rates,
-    drop_long_rows,
-    format_lines,
-    hash_json,
-)
+from tunesmith.commands.prepare.model_stats import add_pass_rates, drop_long_rows, format_lines, hash_json
 from tunesmith.commands.prepare.rows import (
     DroppedRows,
     RowCandidate,
