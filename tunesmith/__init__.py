@@ -17,6 +17,23 @@ if TYPE_CHECKING:
     from tunesmith.commands.run.config import PipelineConfig
     from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 
+MODULES = {
+    "tunesmith.types": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
+    "tunesmith.tool_log": ("replayable",),
+    "tunesmith.rollout.signature": ("check_judge_function", "check_workflow_function"),
+    "tunesmith.monitor.metric_table": ("MetricTable",),
+    "tunesmith.config": (
+        "EvalConfig", "ExportSection", "PreferenceConfig", "PrepareSection", "RunConfig", "SftConfig",
+    ),
+    "tunesmith.commands.run.config": ("PipelineConfig",),
+    "tunesmith.compat.agentscope_prompt_config": ("PromptTuneConfig",),
+    "tunesmith.compat.agentscope_config": (
+        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TinkerConfig", "TunerModelConfig",
+    ),
+    "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
+}  # fmt: skip
+"""Names whose modules import neither torch nor transformers; the other names are imported with `tunesmith.api`."""
+
 __all__ = [
     "AlgorithmConfig",
     "ChatModel",
@@ -77,12 +94,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
-    if name == "PipelineConfig":
-        return importlib.import_module("tunesmith.commands.run.config").PipelineConfig
-    configs = importlib.import_module("tunesmith.config")  # needs only pydantic
-    return getattr(configs if name in configs.__all__ else importlib.import_module("tunesmith.api"), name)
+    if name in __all__:
+        module = next((module for module, names in MODULES.items() if name in names), "tunesmith.api")
+        return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
