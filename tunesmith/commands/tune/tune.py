@@ -16,10 +16,9 @@ from typing import ClassVar
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.commands.eval.held_out import evaluate_all
 from tunesmith.commands.eval.results import EvaluationResult
 from tunesmith.commands.tune.checkpoints import (
