@@ -27,15 +27,14 @@ from tunesmith.commands.pass_rate import PassRates
 from tunesmith.commands.prepare.run import PrepareResult, run_prepare
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.plan import StageSelection
-from tunesmith.commands.run.result import PipelineResult, StageOutcome
+from tunesmith.commands.run.report import PipelineResult, StageOutcome
 from tunesmith.commands.run.run import run_pipeline as run_selected
 from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
 from tunesmith.commands.select_model.result import ModelSelection
 from tunesmith.commands.select_model.select import select_model
 from tunesmith.commands.serve.run import run_serving
 from tunesmith.commands.settings import list_paths, load_settings
-from tunesmith.commands.sft.preference import run_preference
-from tunesmith.commands.sft.train import OfflineResult, run_sft
+from tunesmith.commands.sft.train import OfflineResult, run_preference, run_sft
 from tunesmith.commands.table import find_command
 from tunesmith.commands.tune.callbacks import (
     Callbacks,
@@ -63,14 +62,7 @@ from tunesmith.compat.agentscope_config import (
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.config import (
-    EvalConfig,
-    ExportSection,
-    PreferenceConfig,
-    PrepareSection,
-    RunConfig,
-    SftConfig,
-)
+from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.model.prepare import prepare_model

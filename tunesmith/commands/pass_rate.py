@@ -168,10 +168,6 @@ def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: 
     return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))
 
 
-def format_result(_: RunConfig, result: PassRates) -> str:
-    return f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout"
-
-
 def run_stage(config: PassRateConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     """Measure the tasks into `tasks.jsonl`, unless an earlier attempt was killed after it was complete."""
     path = out_dir / TASKS_FILE

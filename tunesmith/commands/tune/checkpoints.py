@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.tune.run_control import RunControl
-from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
@@ -87,22 +86,23 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
 
 
 def commit(
-    config: RunConfig,
     policy: Policy,
     parts: StepParts,
-    folder: RunFolder,
+    paths: RunPaths,
     control: RunControl,
     *,
     step: int,
     in_flight: Mapping[str, Any],
+    steps_per_file: int,
+    num_kept: int | None,
 ) -> None:
     """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
     take part (`RankTrainer.save`).
 
-    `in_flight` is what the checkpoint holds of rollouts in flight.
+    `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None.
     """
     save_checkpoint(
-        folder.paths.checkpoint(step),
+        paths.checkpoint(step),
         policy.model,
         policy.tokenizer,
         weights=None if find_sharding(policy.model) is None else gather_state(policy.model),
@@ -114,12 +114,12 @@ def commit(
             **in_flight,
         },
     )
-    save_json(folder.paths.last_commit, {"step": step})
-    merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
+    save_json(paths.last_commit, {"step": step})
+    merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
     control.save_best()
-    if config.keep_checkpoints is not None:
+    if num_kept is not None:
         best_step = None if control.best is None else control.best.step
-        remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints, best_step=best_step)
+        remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
 
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:

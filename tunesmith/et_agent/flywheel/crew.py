@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunesmith.config import FlywheelConfig
-from tunesmith.config.stages.flywheel import OWN_MODEL
+from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import EngineError

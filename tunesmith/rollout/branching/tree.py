@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
-from tunesmith.config.rollout.branching import BranchingSection
+from tunesmith.config.rollout import BranchingSection
 from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.recording.replay import BranchPoint, RecordedCall, RolloutRecord
