@@ -140,7 +140,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         assert isinstance(trainer, TimedTrainer)
         roles = RankRoles(world=ranks, trainers=ranks)
-        links = connect_ranks(config, roles)
+        links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
         if ranks.is_first:
             feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
             parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)

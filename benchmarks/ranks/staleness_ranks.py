@@ -94,14 +94,14 @@ def run_worker(arguments: argparse.Namespace) -> None:
         workflow = partial(use_tools, num_calls=arguments.calls, draw_sleep=sleeps.draw)
         if roles.is_sampler:
             policy, actors = load_step_actors(config, workflow=workflow, has_trainer=False)
-            links = connect_ranks(config, roles)
+            links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
             run_lockstep(follow_steps(config, policy, actors, None, roles, links), config.rollout)
         else:
             policy, actors = load_step_actors(
                 config, workflow=workflow, ranks=roles.trainers, has_rollouts=not roles.samplers
             )
             trainer = build_trainer(config, policy, num_steps=TOTAL_STEPS, ranks=roles.trainers)
-            links = connect_ranks(config, roles)
+            links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
             if world.is_first:
                 run_first(arguments, config, policy, actors, trainer, roles, links)
             else:

@@ -103,7 +103,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         note(f"rank {ranks.rank}: trainer ready, {read_memory(arguments)}")
         roles = RankRoles(world=ranks, trainers=ranks)
-        links = connect_ranks(config, roles)
+        links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
         try:
             if ranks.is_first:
                 feed = build_feed(list_tasks(4 * arguments.tasks))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunesmith.cluster.rank_errors import is_launched
@@ -21,16 +22,15 @@ from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
+    ClusterSection,
     ConversationDataSection,
-    DatasetSection,
     EvalConfig,
-    ExpertSection,
     ModelSection,
     RunConfig,
     Section,
-    SourceSection,
 )
-from tunesmith.config.environment.environment import BUILT_IN_TOOLS
+from tunesmith.config.environment import BUILT_IN_TOOLS
+from tunesmith.config.section import DataSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
@@ -47,6 +47,7 @@ from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
 PathLike = str | Path
+SERVER_MODEL = re.compile(r"(?P<base_url>https?://.+?/v\d+)/(?P<model>.+)")
 
 
 def load_settings(
@@ -138,11 +139,11 @@ def is_first_rank() -> bool:
     return find_rank_info().is_first
 
 
-def is_launcher(config: RunConfig) -> bool:
+def is_launcher(cluster: ClusterSection) -> bool:
     """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
-    if config.cluster.launcher != "torchrun":
+    if cluster.launcher != "torchrun":
         return False
-    return find_rank_info().world_size == 1 and (config.cluster.num_workers or 1) > 1
+    return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
 
 
 def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:
@@ -166,6 +167,29 @@ def collect_models(given: list[str]) -> dict[str, str]:
     return models
 
 
+def parse_server_url(text: str) -> dict[str, str]:
+    """Split `http://localhost:8000/v1/my-model` into base URL and model name."""
+    found = SERVER_MODEL.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--paraphrase {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
+        )
+    return found.groupdict()
+
+
+def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parse `NAME=MODEL`, or MODEL alone, whose last part in lower case with underscores for dashes is the name."""
+    named: dict[str, dict[str, str]] = {}
+    for each in models:
+        name, equals, path = each.partition("=")
+        if not equals:
+            name, path = PurePosixPath(each).name.lower().replace("-", "_"), each
+        if name in named:
+            raise ConfigError(f"--pass-rate names two models {name!r}; give each column its own name with NAME=MODEL")
+        named[name] = {"path": path}
+    return named
+
+
 def read_task(text: str) -> int | dict[str, Any]:
     """The value of `tunesmith check --task`."""
     try:
@@ -186,7 +210,7 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
                 find_model(section.path, section.base_path)
             case AuxiliaryModelSection(base_url=None):
                 find_model(section.path)
-            case DatasetSection() | SourceSection() | ExpertSection():
+            case DataSection():
                 check_data_path(section.path)
             case ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
@@ -203,7 +227,7 @@ def list_paths(config: RunConfig) -> list[str]:
         match section:
             case ModelSection():
                 paths += [path for path in (section.path, section.base_path) if path is not None]
-            case AuxiliaryModelSection(base_url=None) | DatasetSection() | SourceSection() | ExpertSection():
+            case AuxiliaryModelSection(base_url=None) | DataSection():
                 paths.append(section.path)
     return paths + [spec.rpartition(":")[0] for _, spec in list_function_knobs(config) if ".py:" in spec]
 

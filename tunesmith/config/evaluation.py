@@ -1,4 +1,4 @@
-"""Knobs of evaluating several models side by side (`tunesmith eval` with a file that has `models`)."""
+"""Knobs of commands that run tasks without training: `tunesmith eval` with `models`, and pass rates as a stage."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.engine.engine import EngineSection
-from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.config.engine import EngineSection
+from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
-from tunesmith.config.run import (
-    DatasetSection,
-    EvaluationSection,
-    HeldOutSection,
-    MonitorSection,
-    RolloutSection,
-    RunConfig,
-)
+from tunesmith.config.rollout import RolloutSection
+from tunesmith.config.run import DatasetSection, EvaluationSection, HeldOutSection, MonitorSection, RunConfig
 from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, Unused
 
 
@@ -84,3 +78,17 @@ class EvalConfig(Section):
             num_cpu_threads=self.num_cpu_threads,
             monitor=MonitorSection(has_progress=self.has_progress),
         )
+
+
+class PassRateConfig(RunConfig):
+    """Rollouts on the training tasks without training, as `tunesmith pass-rate`."""
+
+    field: str = "pass_rate"
+    """Name of the new field with the mean outcome of a task's rollouts."""
+    num_runs: int = Field(default=8, ge=1)
+    """Rollouts per task."""
+    max_tasks: int | None = Field(default=None, ge=1)
+    """Maximum number of tasks, the first ones; null measures all."""
+    tool_keys: tuple[str, ...] = ()
+    """Metrics of the workflow whose sum is a rollout's number of tool calls. If set, `<field>_correctness` and
+    `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, for the `pareto` stage."""

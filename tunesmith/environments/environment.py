@@ -16,7 +16,7 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
-from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.config.environment import EnvironmentSection
 from tunesmith.environments.protocols import NativeProtocol, ReadReply, TagProtocol, build_conversation
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Finish, Segment, Transcript

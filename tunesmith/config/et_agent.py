@@ -1,4 +1,4 @@
-"""Knobs of the flywheel: trajectories of a model are rewritten, repaired and continued, and judged, in iterations."""
+"""Knobs of ET-Agent's stages: the flywheel, group-wise Pareto sampling of questions, and the filter of trajectories."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.engine.engine import EngineSection
-from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.config.engine import EngineSection
+from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
-from tunesmith.config.run import DatasetSection, MonitorSection, RolloutSection, RunConfig
+from tunesmith.config.rollout import RolloutSection
+from tunesmith.config.run import DatasetSection, MonitorSection, RunConfig
 from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, Needs, NumThreads, Section, Unused
 
 OperatorName = Literal[
@@ -122,3 +123,68 @@ class FlywheelConfig(Section):
             num_cpu_threads=self.num_cpu_threads,
             monitor=MonitorSection(has_progress=self.has_progress),
         )
+
+
+class ParetoSection(Section):
+    """Selection of questions by the spread of correctness and of tool calls over their rollouts."""
+
+    data: str
+    """JSON lines file, or another data set file, of questions with the numbers of each rollout; usually the output of a
+    `pass_rate` stage."""
+    num_selected: int = Field(default=8000, ge=1)
+    """Maximum number of questions to select."""
+    correctness_key: str = "pass_rate_correctness"
+    """Field with the correctness of each rollout, a list."""
+    tool_calls_key: str = "pass_rate_tool_calls"
+    """Field with the number of tool calls of each rollout, a list."""
+    correct_at: float = Field(default=0.75, gt=0)
+    """Correctness from which a rollout counts as right; questions without a right and a wrong rollout are removed
+    before the selection."""
+    stratify_by: str | None = None
+    """Field with the source of a question. If set, fronts are found within each source, and the sources share the
+    selection in proportion to their questions with mixed outcomes; null finds fronts over all questions."""
+    shares: Annotated[dict[str, float] | None, Needs("stratify_by")] = None
+    """Relative share of each source in the selection, instead of proportional ones; sources without one are left
+    out."""
+    seed: int = Field(default=42, ge=0)
+    """Seed of ties between questions with equal spreads."""
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> ParetoSection:
+        if self.shares is not None and not (self.shares and all(share > 0 for share in self.shares.values())):
+            raise ValueError(f"shares={self.shares} must give every source that it names a share above 0")
+        return self
+
+
+class RftFilterSection(Section):
+    """Filter of trajectories for rejection fine-tuning (RFT): right, well-formed, without failed calls."""
+
+    data: str | tuple[str, ...]
+    """JSON lines file, or several, of rows with `question`, `transcript` and `correctness`."""
+    environment: EnvironmentSection | None = None
+    """Environment whose prompt, and with native calls whose tools, the conversations have; null uses the `system` of
+    each row. Set it to the environment that trains later."""
+    correct_at: float = Field(default=0.75, gt=0)
+    """Correctness from which a trajectory is right."""
+    has_format_check: bool = True
+    """Remove trajectories with a format error."""
+    max_failed_calls: int | None = Field(default=0, ge=0)
+    """Maximum number of failed tool calls of a trajectory; null keeps any number."""
+    max_per_question: int | None = Field(default=4, ge=1)
+    """Maximum number of trajectories of a question; different orders of tools are kept first, then those with fewer
+    calls. null keeps all."""
+    trains_forced: bool = False
+    """Also train text that the model did not write, such as hints."""
+    embedding_model: str | None = None
+    """Folder or hub id of a sentence-transformers model, which embeds trajectories for the report of diversity; needs
+    the extra `embeddings`. null reports the spread of word pairs instead, under another name."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.data,) if isinstance(self.data, str) else self.data
+
+    @model_validator(mode="after")
+    def _check_paths(self) -> RftFilterSection:
+        if not self.paths:
+            raise ValueError("data is an empty list: name at least one file")
+        return self

@@ -30,7 +30,7 @@ class ToolSection(Section):
     max_result_chars: int | None = Field(default=None, ge=200)
     """Characters of a result; by default the environment's. python and search have defaults of their own: 4000, and
     room for all passages."""
-    is_session: bool = False
+    is_session: Annotated[bool, Needs("tool", "python")] = False
     """For python: keep variables from call to call, as in a notebook."""
 
     @model_validator(mode="before")
@@ -42,8 +42,6 @@ class ToolSection(Section):
     def _check_tool(self) -> Self:
         if ":" not in self.tool and self.tool not in BUILT_IN_TOOLS:
             raise ValueError(f"{self.tool!r} is neither a built-in tool ({', '.join(BUILT_IN_TOOLS)}) nor module:name")
-        if self.is_session and self.tool != "python":
-            raise ValueError(f"is_session is a setting of the tool python, not of {self.tool!r}")
         return self
 
 
