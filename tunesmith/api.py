@@ -277,9 +277,9 @@ def evaluate(
 ) -> EvalResult:
     """Compare models on the held-out tasks of a run config or an evaluation config.
 
-    `suite` ("tir", for agents with tools) replaces the judge by measures under one name. `models` maps labels to model
-    folders, hub ids or run folders; by default those of the evaluation config, or the model of the run config. With the
-    folder `out` the results are written there, and a killed evaluation resumes.
+    `suite` ("tir" or "tir_paper", for agents with tools) replaces the judge by measures under one name. `models` maps
+    labels to model folders, hub ids or run folders; by default those of the evaluation config, or the model of the run
+    config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
     settings: RunConfig | EvalConfig = load_settings(find_command("eval"), config, overrides)
     if isinstance(settings, EvalConfig):

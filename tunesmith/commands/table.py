@@ -346,7 +346,7 @@ COMMANDS: tuple[Command, ...] = (
             OVERRIDES,
             Option("out", "Folder for comparison.json (with every rollout) and comparison.md."),
             Option("has_plot", "Also draw comparison.png; needs the extra `plot`.", type=bool, flag="--plot"),
-            Option("suite", "Measures instead of a judge: tir, for agents with tools."),
+            Option("suite", "Measures instead of a judge, for agents with tools: tir, or tir_paper."),
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:evaluate",

@@ -51,6 +51,9 @@ class DatasetSection(Section):
     """Split to read."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
+    ability: Literal["math", "qa"] | None = None
+    """What `tunesmith.judges.tir:tir_judge` scores the tasks as: equality of mathematics, or F1 of words; set as field
+    `ability` of rows that have none. Null: suites know published sets by name, else each task's answers decide."""
     operators: tuple[OperatorSection, ...] = ()
     """Operators applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score,
     priority_order, paraphrase."""

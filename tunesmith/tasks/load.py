@@ -35,6 +35,8 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
     if not rows:
         raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
     check_required_fields(rows, dataset.required_fields, path=dataset.path)
+    if dataset.ability is not None:
+        rows = [row if row.get("ability") is not None else row | {"ability": dataset.ability} for row in rows]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
 
 
