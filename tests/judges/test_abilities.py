@@ -25,11 +25,13 @@ MATH = [
     ("6 - 5i", "6 + 5i", 0.0), ("6 - 5i", "-5i+6", 1.0), ("6 - 5i", "6-5i", 1.0),
     ("1,-2", "12", 0.0), ("1,-2", "1,2", 0.0), ("1,-2", "-2, 1", 1.0), ("1,3,5", "135", 0.0), ("1,3,5", "1,3", 0.0),
     ("52_8", "528", 0.0), ("52_8", "52_{8}", 1.0), ("2516_8", "2516_7", 0.0), ("4210_{5}", "4210_5", 1.0),
-    ("$(2,251,252)$", "(2251252)", 0.0), ("58,500", "58500", 1.0), ("-4", "4", 0.0), ("-4", "-4.0", 1.0), ("p - q", "p + q", 0.0), ("p - q", "-q + p", 1.0),
+    ("$(2,251,252)$", "(2251252)", 0.0), ("58,500", "58500", 1.0),
+    ("-4", "4", 0.0), ("-4", "-4.0", 1.0), ("p - q", "p + q", 0.0), ("p - q", "-q + p", 1.0),
     ("15x - 80", "15x + 80", 0.0), ("15x - 80", "5(3x - 16)", 1.0), ("2k", "2 k", 1.0), ("2k", "k", 0.0),
     ("\\text{Evelyn}", "Evelyn", 1.0), ("\\text{Evelyn}", "evelyn", 1.0), ("\\text{Evelyn}", "Evelyn Carla", 0.0),
     ("\\text{east}", "\\text{west}", 0.0), ("\\text{ellipse}", "an ellipse", 1.0),
-    ("\\text{east}", "seat", 0.0), ("\\text{(C)}", "C", 1.0),
+    ("\\text{east}", "seat", 0.0),
+    ("\\text{(C)}", "C", 1.0),
     ("$(0,1,1),(1,0,1)$,$(-1,-1,0)$", "(0,1,1),(1,0,1),(-1,-1,0)", 1.0),
     ("$(0,1,1),(1,0,1)$,$(-1,-1,0)$", "(0,1,1),(1,0,1),(1,1,0)", 0.0),
     ("$f(x)=a x+b$, where $b$ is an integer, and $a$ is positive with $g(a)=0$", "f(x)=a x-b", 0.0),
@@ -106,7 +108,7 @@ def test_a_set_is_known_by_its_name_or_its_path(tmp_path, name, file, ability):
 
 def test_the_run_file_decides_before_the_name_and_a_row_before_both(tmp_path):
     rows = [DATE, WORD | {"ability": "qa"}]
-    assert load(tmp_path / "a.jsonl", rows, name="bamboogle", ability="math") == ["math", "qa"]
+    assert load(tmp_path / "a.jsonl", rows, name="bamboogle", fields={"ability": "math"}) == ["math", "qa"]
 
 
 def test_an_unknown_ability_of_a_row_is_refused_before_a_model_loads(tmp_path):

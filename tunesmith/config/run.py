@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection, check_bounds
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
@@ -51,9 +51,9 @@ class DatasetSection(Section):
     """Split to read."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
-    ability: Literal["math", "qa"] | None = None
-    """What `tunesmith.judges.tir:tir_judge` scores the tasks as: equality of mathematics, or F1 of words; set as field
-    `ability` of rows that have none. Null: suites know published sets by name, else each task's answers decide."""
+    fields: dict[str, Any] = Field(default_factory=dict)
+    """Fields that are added to rows which lack them, for instance `ability: math` or `qa`, by which
+    `tunesmith.judges.tir:tir_judge` scores equality of mathematics or F1 of words."""
     operators: tuple[OperatorSection, ...] = ()
     """Operators applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score,
     priority_order, paraphrase."""
@@ -61,6 +61,12 @@ class DatasetSection(Section):
     """Selection of training tasks; evaluations run all tasks."""
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files and digests of sets without added fields have no such key."""
+        values: dict[str, Any] = dump(self)
+        return {key: value for key, value in values.items() if key != "fields" or value}
 
 
 class RolloutSection(StalenessKnobs):

@@ -99,7 +99,7 @@ def extract_marked(text: str) -> str | None:
     r"""The content of the last `\boxed{}`, else the text after the last `####` on its line; None without either."""
     start = text.rfind("\\boxed{")
     if start >= 0:
-        boxed = _read_braces(text[start + len("\\boxed") :])
+        boxed = read_braces(text[start + len("\\boxed") :])
         if boxed is not None:
             return boxed.strip()
     _, mark, rest = text.rpartition("####")
@@ -150,7 +150,7 @@ def _find_last_number(text: str) -> str | None:
     return None
 
 
-def _read_braces(text: str) -> str | None:
+def read_braces(text: str) -> str | None:
     depth = 0
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")

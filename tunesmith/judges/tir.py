@@ -136,7 +136,7 @@ def describe_scorers(tasks: Iterable[Mapping[str, Any]]) -> str:
         if len(counts) > 1
         else f"by {next(iter(counts))}"
     )
-    return f"scored {which}{', chosen by their answers; `ability` of the set decides' if is_guessed else ''}"
+    return f"scored {which}{', chosen by their answers; fields.ability of the set decides' if is_guessed else ''}"
 
 
 def score_math(text: str, accepted: Sequence[str]) -> float:

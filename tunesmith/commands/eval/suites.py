@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from tunesmith.config import BehaviorSection, DatasetSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.judges.tir import ABILITIES, Ability, find_known_ability
+from tunesmith.judges.tir import ABILITIES, find_known_ability
 from tunesmith.storage import load_json, load_json_lines
-from tunesmith.tasks.load import load_tasks
+from tunesmith.tasks.load import add_fields, load_tasks
 from tunesmith.types import Task
 
 Suite = Literal["tir", "tir_paper"]
@@ -62,13 +62,16 @@ def load_suite_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
     else:
         rows = [dict(task.row) for task in load_tasks(dataset, name=name)]
     names = (name, path.stem, path.parent.name) if path.suffix else (name, path.name, path.parent.name)
-    ability = dataset.ability or find_known_ability(*names)
-    tasks = [read_row(row, where=f"row {index} of {dataset.path!r}", ability=ability) for index, row in enumerate(rows)]
+    fields = {"ability": find_known_ability(*names), **dataset.fields}
+    tasks = [
+        read_row(add_fields(dict(row), fields), where=f"row {index} of {dataset.path!r}")
+        for index, row in enumerate(rows)
+    ]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(tasks)]
 
 
-def read_row(row: Mapping[str, Any], *, where: str, ability: Ability | None = None) -> dict[str, Any]:
-    """The row with `question`, `answer` and, if it is known, `ability`; empty lists and empty texts are no answers."""
+def read_row(row: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The row with `question` and `answer`; empty lists and empty texts are no answers."""
     found = dict(row)
     for field, names in FIELDS.items():
         name = next((each for each in names if row.get(each) not in (None, "", [])), None)
@@ -77,6 +80,4 @@ def read_row(row: Mapping[str, Any], *, where: str, ability: Ability | None = No
         found[field] = row[name]
     if row.get("ability") not in (None, *ABILITIES):
         raise DataError(f"{where} has ability={row['ability']!r}; allowed: {', '.join(ABILITIES)}, or no such field")
-    if row.get("ability") is None and ability is not None:
-        found["ability"] = ability
     return found
