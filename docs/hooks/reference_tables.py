@@ -197,6 +197,7 @@ TRANSLATED = {
     "read_taskset": "`train_dataset`; `repeat_times` is `algorithm.group_size`, `rollout_args` are keys of `model`",
     "read_tasksets": "`train_dataset`, or several in `train_datasets`",
     "read_eval_tasksets": "`eval_datasets`",
+    "read_task_pipeline": "`train_dataset.operators`, if all have a counterpart; others are refused by name",
     "read_replay": "`experience.replay`, if `reuse_cooldown_time` is set",
     "read_auxiliary_buffers": "`algorithm.expert`, of `mix` and `mix_chord`",
     "read_operators": "`experience.operators`",

@@ -16,12 +16,15 @@ from tunesmith.runs.load_function import load_functions
 SUMMARIES = [json.loads(line) for line in (Path(__file__).parent / "trinity_examples.jsonl").read_text().splitlines()]
 REFUSED = {
     "bench/external_model.yaml": ["model.external_model"],
-    "dpo_human_in_the_loop/dpo.yaml": ["data_processor.task_pipeline", "service"],
+    "dpo_human_in_the_loop/dpo.yaml": [
+        "data_processor.task_pipeline.operators[0].name='human_preference_annotation_mapper'",
+        "prefer",
+    ],
     "entropy/clipb.yaml": ["algorithm.algorithm_type='grpo_verl'"],
     "entropy/clipv.yaml": ["algorithm.algorithm_type='grpo_verl'"],
     "grpo_gsm8k_experience_pipeline/dj_scoring_exp.yaml": ["project_name"],
-    "grpo_gsm8k_experience_pipeline/gsm8k.yaml": ["service", "data_processor.experience_pipeline.operators[0]"],
-    "grpo_gsm8k_task_pipeline/gsm8k.yaml": ["service", "data_processor.task_pipeline"],
+    "grpo_gsm8k_experience_pipeline/gsm8k.yaml": ["data_processor.experience_pipeline.operators[0]"],
+    "grpo_gsm8k_task_pipeline/gsm8k.yaml": ["operators[0].name='llm_difficulty_score_filter'", "pass-rate"],
 }
 """What has no counterpart: Data-Juicer's service and recipes, clip_b and clip_v, the evaluation of a remote model."""
 LOADERS = {"sft_mot/sft.yaml": load_sft_file, "dpo_humanlike/dpo.yaml": load_preference_file}
@@ -98,7 +101,7 @@ def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
 
 def test_an_override_of_an_item_of_a_list_answers_its_refusal(tmp_path):
     file = write(tmp_path, "grpo_gsm8k_experience_pipeline/gsm8k.yaml")
-    config = load_run_file(file, [*FUNCTIONS, "service=null", "data_processor.experience_pipeline.operators[0]=null"])
+    config = load_run_file(file, [*FUNCTIONS, "data_processor.experience_pipeline.operators[0]=null"])
     assert [each.name for each in config.experience.operators] == ["reward_shaping_mapper"]
 
 
@@ -124,6 +127,24 @@ def test_arguments_of_workflows_reach_the_task():
     section = translate_trinity_file(find("grpo_frozen_lake/frozen_lake.yaml")).values["train_dataset"]
     assert section["fields"]["workflow_args"] == {"env_max_steps": 8, "agent_max_steps": 10, "is_slippery": False}
     assert set(section["fields"]) == {"workflow_args"}, "the row stays as it is for workflows of one's own"
+
+
+def test_operators_of_data_juicer_that_have_a_counterpart_are_mapped():
+    operators = [
+        {"name": "text_length_filter", "args": {"min_len": 5, "max_len": 100}},
+        {"name": "document_deduplicator"},
+    ]
+    values = {
+        "buffer": {"explorer_input": {"taskset": {"path": "d"}}},
+        "data_processor": {"task_pipeline": {"operators": operators, "target_fields": ["question"]}},
+    }
+    assert translate_trinity_file(values).values["train_dataset"]["operators"] == [
+        {"name": "length_filter", "args": {"field": "question", "min_chars": 5, "max_chars": 100}},
+        {"name": "deduplicate", "args": {"fields": ["question"]}},
+    ]
+    operators[1]["args"] = {"lowercase": True}
+    with pytest.raises(ConfigError, match=r"operators\[1\].name='document_deduplicator' with lowercase is not"):
+        translate_trinity_file(values)
 
 
 def test_parts_of_algorithms_and_models_without_names_are_resolved():

@@ -10,7 +10,8 @@ from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.errors import ConfigError
 
 ACCEPTED = [
-    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("ray_namespace", ""), ("stages", []),
+    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("service", {"data_juicer": {}}), ("data_processor.task_pipeline", {"operators": []}),
+    ("ray_namespace", ""), ("stages", []),
     ("cluster.node_num", 1), ("cluster.gpu_per_node", 0), ("cluster.ray_address", "auto"),
     ("algorithm.policy_loss_fn", "ppo"), ("algorithm.kl_penalty_fn", "none"), ("algorithm.entropy_loss_fn", "default"),
     ("algorithm.sample_strategy", "default"), ("algorithm.bypass_old_logprobs", True),
@@ -80,7 +81,6 @@ REFUSED = [
         "buffer.explorer_input.eval_tasksets", [{"path": "a", "repeat_times": 2}, {"path": "b", "repeat_times": 3}],
         r"eval_tasksets\[1\]\.repeat_times=3: another key of the file sets evaluation\.num_samples to 2",
     ),
-    ("data_processor.task_pipeline", {"operators": []}, r"task_pipeline=.*train_dataset\.operators"),
     ("data_processor.experience_pipeline.operators", [{"name": "data_juicer"}], r"data_juicer.*train_dataset"),
     ("explorer.over_rollout.ratio", 0.2, r"over_rollout\.ratio=0\.2.*max_timeout"),
     ("explorer.dynamic_timeout", {"enable": True}, r"dynamic_timeout\.enable=True.*max_timeout"),
@@ -89,7 +89,6 @@ REFUSED = [
     ("trainer.save_interval", 0, r"save_interval=0.*remove it"),
     ("trainer.trainer_config", {"a": {"b": 1}}, r"trainer_config\.a\.b=1 is not supported: set the option by its own"),
     ("monitor.monitor_type", "nothing", r"monitor\.trackers"),
-    ("service", {"data_juicer": {}}, r"service=.*Data-Juicer"),
     ("bufer", {}, r"bufer is not a known key: did you mean 'buffer'"),
     ("synchronizer", "x", r"synchronizer must be a mapping"),
     ("synchronizer.sync_style", "fxed", r"synchronizer\.sync_style='fxed'.*fixed, explorer_driven, trainer_driven"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.judges.numeric import read_braces, read_text, score_numeric
-from tunesmith.judges.paper_scores import is_equal_text
+from tunesmith.judges.tir import score_math
 from tunesmith.tools.calculator import compute_expression
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
@@ -47,12 +47,14 @@ class MathBoxedRewardFn:
         **kwargs: Any,
     ) -> dict[str, float]:
         boxed = find_boxed(response)
-        accuracy = boxed is not None and truth is not None and is_equal_text(boxed, find_boxed(truth) or truth)
+        accuracy = (
+            0.0 if boxed is None or truth is None else score_math(f"\\boxed{{{boxed}}}", [find_boxed(truth) or truth])
+        )
         is_formed = not with_think or (
             response.count("<think>") == response.count("</think>") == 1
             and response.find("<think>") < response.find("</think>")
         )
-        return {"accuracy": float(accuracy), "format_score": 0.0 if is_formed else -(format_score_coef or 0.1)}
+        return {"accuracy": accuracy, "format_score": 0.0 if is_formed else -(format_score_coef or 0.1)}
 
 
 class FormatReward:

@@ -247,6 +247,46 @@ def read_operators(draft: Draft, key: str, value: Any) -> None:
     draft.set("experience.operators", operators, source=key)
 
 
+TASK_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
+    "text_length_filter": ("length_filter", {"min_len": "min_chars", "max_len": "max_chars"}),
+    "document_deduplicator": ("deduplicate", {}),
+}
+"""Data-Juicer's operator -> ours, and the names of its arguments here."""
+COUNTERPARTS = {
+    "llm_difficulty_score_filter": "measure pass rates with `tunesmith pass-rate`, then difficulty_score, priority_order",
+    "llm_quality_score_filter": "quality_score, or an auxiliary model as judge",
+    "human_preference_annotation_mapper": "annotate the pairs first, then `tunesmith prefer`",
+}
+
+
+def read_task_pipeline(draft: Draft, key: str, value: Any) -> None:
+    """Operators on the tasks before training: those of Data-Juicer that have a counterpart here."""
+    given = read_mapping(value, key)
+    fields = list(read_list(given.get("target_fields"), f"{key}.target_fields"))
+    operators = []
+    for number, each in enumerate(read_list(given.get("operators"), f"{key}.operators")):
+        item = read_mapping(each, f"{key}.operators[{number}]")
+        name, args = str(item.get("name")), dict(read_mapping(item.get("args"), f"{key}.operators[{number}].args"))
+        target, names = TASK_OPERATORS.get(name, ("", {}))
+        unknown = sorted(set(args) - set(names))
+        if not target or unknown or not fields:
+            nearest = COUNTERPARTS.get(name, "train_dataset.operators (deduplicate, length_filter, quality_score)")
+            which = f" with {', '.join(unknown)}" if target and unknown else ""
+            draft.problems.append(
+                f"{key}.operators[{number}].name={name!r}{which} is not supported: nearest is {nearest}"
+            )
+            continue
+        own = {names[arg]: number for arg, number in args.items()}
+        operators += (
+            [{"name": target, "args": {"fields": fields}}]
+            if target == "deduplicate"
+            else [{"name": target, "args": {"field": field, **own}} for field in fields]
+        )
+    if operators:
+        draft.values.setdefault("train_dataset", {})["operators"] = operators
+        draft.notes.append(f"{key} is applied by train_dataset.operators when the run starts; tasks keep their order")
+
+
 def read_replay(draft: Draft, key: str, value: Any) -> None:
     """The replay buffer; only with a cool-down is experience trained again.
 

@@ -58,6 +58,7 @@ from tunesmith.compat.trinity_sections import (
     read_lora_configs,
     read_operators,
     read_replay,
+    read_task_pipeline,
     read_taskset,
     read_tasksets,
     resolve_functions,
@@ -384,7 +385,7 @@ RUN_RULES: dict[str, Rule] = {
     **dict.fromkeys(CLUSTER_KEYS, accept()),  # read by resolve_cluster
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
-    "service": allow_neutral(NO_DATA_JUICER),
+    "service": accept(NO_DATA_JUICER),
     "log": accept("the log is written to the console"),
     "monitor.monitor_type": move("monitor.trackers", lambda tracker: [tracker]),
     "monitor.monitor_args": allow_neutral("trackers have no arguments; use their environment variables"),
@@ -473,7 +474,7 @@ PROCESSOR_RULES: dict[str, Rule] = {
     "experience_pipeline.save_input": accept(),
     "experience_pipeline.input_save_path": allow_neutral("rollouts are written to the run's rollouts/ folder"),
     "experience_pipeline.inputs": allow_neutral("the inputs are the rollouts of the step"),
-    "task_pipeline": allow_neutral(NO_DATA_JUICER),
+    "task_pipeline": read_task_pipeline,
 }
 EXPLORER_RULES: dict[str, Rule] = {
     "name": accept(),

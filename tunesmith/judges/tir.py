@@ -148,10 +148,11 @@ def score_math(text: str, accepted: Sequence[str]) -> float:
 
 
 def _compare_math(stated: str, prediction: str, accepted: str) -> float:
-    if prediction and normalize_formula(prediction) == normalize_formula(accepted):
-        return 1.0
     is_prose = not has_formula(accepted) or ("$" in accepted and WORD.search(DISPLAYED.sub("", accepted)))
-    return 0.0 if is_prose else score_numeric(stated, accepted) or 0.0
+    if is_prose:
+        return float(normalize_formula(prediction) == normalize_formula(accepted))
+    expected = accepted.strip().rstrip(" .")  # a full stop after dollar signs ends the sentence
+    return 1.0 if prediction == expected else score_numeric(stated, expected) or 0.0
 
 
 async def ask_for_equality(
