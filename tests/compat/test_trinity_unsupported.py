@@ -10,7 +10,8 @@ from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.errors import ConfigError
 
 ACCEPTED = [
-    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("service", {"data_juicer": {}}), ("data_processor.task_pipeline", {"operators": []}),
+    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("service", {"data_juicer": {}}),
+    ("data_processor.task_pipeline", {"operators": []}),
     ("ray_namespace", ""), ("stages", []),
     ("cluster.node_num", 1), ("cluster.gpu_per_node", 0), ("cluster.ray_address", "auto"),
     ("algorithm.policy_loss_fn", "ppo"), ("algorithm.kl_penalty_fn", "none"), ("algorithm.entropy_loss_fn", "default"),

@@ -1,10 +1,10 @@
-r"""Trinity-RFT's reward functions and its workflows of mathematics, under their names and with their values.
+r"""Trinity-RFT's reward functions and its workflows of mathematics, under their names.
 
 A judge that imports `MathBoxedRewardFn` and others from `trinity.common.rewards` imports them from here. The functions
 `math_workflow`, `math_boxed_reward` and so on are what run files name (`default_workflow_type`,
-`default_reward_fn_type`). Two things differ: equations of `CountDownRewardFn` are computed exactly, by the calculator
-instead of by Python, and `MathRewardFn` compares numbers by value and other answers by math-verify, within its time
-limit.
+`default_reward_fn_type`). They give the values of Trinity-RFT's for right and wrong answers in the form that they ask
+for. Answers are compared by value and by math-verify, within its time limit: Trinity-RFT's `MathBoxedRewardFn` compares
+text without units, and its `MathRewardFn` accepts `3` for the pair `(3, 4)`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ THINK_PROMPT = "Reason between <think> and </think> before you answer."
 
 
 class MathBoxedRewardFn:
-    r"""1 if the last `\boxed{}` is the truth as text, after the normalization of MATH; -0.1 for a missing think tag."""
+    r"""1 if the last `\boxed{}` equals the truth; -0.1 for a missing think tag."""
 
     def __init__(self, **kwargs: Any) -> None: ...
 
@@ -47,9 +47,9 @@ class MathBoxedRewardFn:
         **kwargs: Any,
     ) -> dict[str, float]:
         boxed = find_boxed(response)
-        accuracy = (
-            0.0 if boxed is None or truth is None else score_math(f"\\boxed{{{boxed}}}", [find_boxed(truth) or truth])
-        )
+        accuracy = 0.0
+        if boxed is not None and truth is not None:
+            accuracy = score_math(f"\\boxed{{{boxed}}}", [find_boxed(truth) or truth])
         is_formed = not with_think or (
             response.count("<think>") == response.count("</think>") == 1
             and response.find("<think>") < response.find("</think>")

@@ -253,7 +253,7 @@ TASK_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Data-Juicer's operator -> ours, and the names of its arguments here."""
 COUNTERPARTS = {
-    "llm_difficulty_score_filter": "measure pass rates with `tunesmith pass-rate`, then difficulty_score, priority_order",
+    "llm_difficulty_score_filter": "`tunesmith pass-rate`, then difficulty_score and priority_order",
     "llm_quality_score_filter": "quality_score, or an auxiliary model as judge",
     "human_preference_annotation_mapper": "annotate the pairs first, then `tunesmith prefer`",
 }
