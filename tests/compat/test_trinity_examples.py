@@ -93,10 +93,11 @@ def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
     answers = [
         "buffer.explorer_input.taskset.path=my_data", "mode=both", "model.temprature=null",
         "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file", "explorer.over_rollout=null",
-        "trainer.learning_rate=1e-5",
+        "trainer.learning_rate=1e-5", "buffer.batch_size=5", "explorer.max_retry_times=null", "algorithm.group_size=3",
     ]  # fmt: skip
     config = load_run_file(file, answers)
     assert (config.train_dataset.path, config.trainer.learning_rate) == ("my_data", 1e-5)
+    assert (config.algorithm.batch_size, config.algorithm.group_size) == (5, 3)
 
 
 def test_an_override_of_an_item_of_a_list_answers_its_refusal(tmp_path):

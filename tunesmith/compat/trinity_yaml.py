@@ -102,10 +102,10 @@ def load_trinity_file(path: Path, overrides: Sequence[str]) -> tuple[Translation
     for override in overrides:
         key, _, value = override.partition("=")
         key = key.strip()
-        is_given = find_item(merged, key) is not None
-        if is_given or any(is_part(key, rule) for rule in RULES):
+        is_theirs = find_item(merged, key) is not None or any(is_part(key, rule) for rule in RULES)
+        if is_theirs:
             merged = remove_key(merged, key) if value.strip() in ("null", "~", "") else set_key(merged, override)
-        if not is_given or is_own_key(key):
+        if not is_theirs or is_own_key(key):
             own.append(override)
     values, problems = resolve_interpolations(merged)
     return translate_trinity_file(values, lines=find_lines(path.read_text(encoding="utf-8")), problems=problems), own
