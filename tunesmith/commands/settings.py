@@ -42,7 +42,6 @@ from tunesmith.runs.load_config import (
     describe_options,
     dump_config,
     load_section,
-    load_values,
     load_yaml,
 )
 from tunesmith.runs.load_function import check_function
@@ -106,7 +105,7 @@ load_preference_file = partial(load_translated, PreferenceConfig)
 
 def load_eval_file(path: PathLike, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
     """Read a run file, or an evaluation file with `models`."""
-    if "models" in load_values(str(path)):
+    if "models" in load_yaml(Path(path)):
         return load_section(EvalConfig, path, overrides)
     return load_run_file(path, overrides)
 
