@@ -139,7 +139,7 @@ def render_examples(_: str) -> str:
             translation = translate_trinity_file(values)
         except ConfigError as error:
             *_, problems = str(error).partition("\n") if "keys cannot be translated" in str(error) else (str(error),)
-            keys = ", ".join(f"`{re.split('[= ]', each)[0]}`" for each in problems.splitlines())
+            keys = ", ".join(f"`{re.split('[= ]', each.removeprefix('- '))[0]}`" for each in problems.splitlines())
             rows.append((name, "", f"refused: {keys}"))
             refused += 1
             continue

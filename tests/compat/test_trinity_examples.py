@@ -81,7 +81,9 @@ def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
         load_run_file(file)
     lines = str(refused.value).split("\n")
     assert lines[0].startswith("6 keys cannot be translated (--set KEY=VALUE answers each")
-    found = [(line.split(":")[0], line.split(": ")[1].split("=")[0].split(" ")[0]) for line in lines[1:]]
+    found = [
+        (line.split(":")[0].removeprefix("- "), line.split(": ")[1].split("=")[0].split(" ")[0]) for line in lines[1:]
+    ]
     assert found == [
         ("line 9", "buffer.explorer_input.taskset.path"),
         ("line 1", "mode"),

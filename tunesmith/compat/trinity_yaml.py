@@ -190,7 +190,7 @@ def describe_problems(problems: Sequence[str], lines: Mapping[str, int]) -> str:
     if len(described) == 1:
         return described[0]
     remedy = "--set KEY=VALUE answers each, and --set KEY=null leaves a key out"
-    return "\n".join([f"{len(described)} keys cannot be translated ({remedy}):", *described])
+    return "\n".join([f"{len(described)} keys cannot be translated ({remedy}):", *(f"- {each}" for each in described)])
 
 
 def find_line(problem: str, lines: Mapping[str, int]) -> int | None:
