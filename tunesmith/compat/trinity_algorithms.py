@@ -115,6 +115,8 @@ def read_algorithm(draft: Draft, key: str, value: Any) -> None:
     """Rule for the three keys that together name the algorithm."""
     if value is None:
         return
+    if key.endswith("advantage_fn") and value in REFUSED_ADVANTAGES:
+        raise ConfigError(f"{key}={value!r} is not supported: {REFUSED_ADVANTAGES[value]}")
     name = find_algorithm(draft)
     draft.set("algorithm.algorithm_type", name, source=key)
     named = draft.find("algorithm.algorithm_type", name)
