@@ -55,7 +55,6 @@ from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
     TaskSelectorConfig,
-    TinkerConfig,
     TunerModelConfig,
     collect_own_selectors,
     translate_tune_arguments,
@@ -63,6 +62,7 @@ from tunesmith.compat.agentscope_config import (
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
 from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.compat.tinker_config import TinkerConfig
 from tunesmith.config import (
     EvalConfig,
     ExportSection,

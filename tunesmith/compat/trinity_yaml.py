@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunesmith.compat.agentscope_config import TinkerConfig, translate_adapter
+from tunesmith.compat.tinker_config import TinkerConfig, translate_adapter
 from tunesmith.compat.trinity_algorithms import (
     read_advantage_args,
     read_algorithm,
