@@ -6,6 +6,7 @@ import asyncio
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -108,7 +109,8 @@ def test_attention_kernels_equal_a_dense_softmax(
     from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
     from tunesmith.engine.core.span import Span
     from tunesmith.engine.cuda.attention_plans import build_prefill_plan
-    from tunesmith.engine.cuda.kernels.paged_decode import run_paged_decode
+    from tunesmith.engine.cuda.decode_work import DecodeWork, Divider
+    from tunesmith.engine.cuda.kernels.paged_decode import list_items, run_paged_decode
     from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens, run_paged_prefill
 
     torch.manual_seed(0)
@@ -174,12 +176,20 @@ def test_attention_kernels_equal_a_dense_softmax(
 
     compare(*run(first, prefill), spans)
     table = torch.tensor(blocks, dtype=torch.int32, device=device)
-    positions = torch.tensor(stops, device=device)
+    divider = Divider(block_size=16, num_kv_heads=kv_heads, num_heads=heads, num_sms=132, window=window)
+    division = divider.divide(table.cpu().numpy(), np.array(stops), num_steps=1)
+    division_7S = np.zeros((7, 4), dtype=np.int32)
+    division.fill(division_7S)
+    work = DecodeWork.allocate(
+        divider, torch.tensor(stops, device=device), torch.from_numpy(division_7S).to(device), is_divided=True
+    )
+    list_items(work)
 
     def decode(query, key, value, prologue):
         return run_paged_decode(
-            query, key, value, cache.keys[0], cache.values[0], table, positions, 0.1, window, softcap, prologue
-        )
+            query, key, value, cache.keys[0], cache.values[0], table, work.positions_R, work.items_2WF,
+            work.parts_2R2, 0.1, window, softcap, prologue,
+        )  # fmt: skip
 
     next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, blocks, strict=True))]
     compare(*run(4, decode), next_spans)

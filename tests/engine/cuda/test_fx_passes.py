@@ -79,7 +79,7 @@ def attend(
 
 
 def paged_decode(*tensors_and_numbers: Any) -> Tensor:
-    query, key, value, keys, values, table, positions, scaling, window, softcap, *prologue = tensors_and_numbers
+    query, key, value, keys, values, table, positions, _, _, scaling, window, softcap, *prologue = tensors_and_numbers
     places = list(enumerate(positions.tolist()))
     return attend(query, key, value, keys, values, table, places, scaling, window, softcap, *(prologue or [None]))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from tunesmith.engine.batch.kv_cache import KVCache
+from tunesmith.engine.cuda.decode_work import Divider
 
 CAPTURE_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
@@ -27,6 +28,7 @@ class GraphContext:
     """The cache block to which padding is written, and which nothing reads."""
     tile_tokens: int
     """Tokens of a tile of the prefill kernel."""
+    divider: Divider
     installed: Callable[[], AbstractContextManager[None]]
     """Replaces the layers by fused ones, if the engine has them."""
 

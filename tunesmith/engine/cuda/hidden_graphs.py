@@ -16,7 +16,9 @@ from torch import Tensor
 
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import build_decode_plan
+from tunesmith.engine.cuda.decode_work import UNDIVIDED, DecodeWork, Division
 from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
+from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
@@ -32,18 +34,25 @@ class HiddenGraphs:
         self._block_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, device=device)
         self._host_integers_2S = torch.zeros((2, num_slots), dtype=torch.long, pin_memory=True)
         self._host_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, pin_memory=True)
+        self._division_7S = torch.zeros((7, num_slots), dtype=torch.int32, device=device)
+        self._host_division_7S = torch.zeros((7, num_slots), dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
         """Recorded after the last copy from the host buffers."""
         self._graphs: GraphStore[Tensor] = GraphStore(context.model)
-        """Each writes hidden states [R, C]."""
+        """By batch size and whether attention is divided into items; each writes hidden states [R, C]."""
 
     def compute(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
         size = choose_capture_size(len(spans), self._context.num_slots)
-        graph = self._graphs.find(size) or self._capture(size)
         self._copied.synchronize()
         self._fill(spans, token_ids, size)
-        self._copy(size)
+        positions_R, table_RP = self._host_integers_2S[1, : len(spans)], self._host_table_SP[: len(spans)]
+        division = self._context.divider.divide(table_RP.numpy(), positions_R.numpy(), num_steps=1)
+        graph = self._graphs.find((size, division is not None))
+        if graph is None:
+            graph = self._capture(size, is_divided=division is not None)
+            self._fill(spans, token_ids, size)
+        self._copy(size, division)
         self._copied.record()
         return graph.replay()[: len(spans)]
 
@@ -56,17 +65,27 @@ class HiddenGraphs:
         for row, span in enumerate(spans):
             table[row, : len(span.blocks)] = span.blocks
 
-    def _copy(self, size: int) -> None:
+    def _copy(self, size: int, division: Division | None) -> None:
         self._integers_2S.copy_(self._host_integers_2S, non_blocking=True)
         self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
+        if division is not None:
+            division.fill(self._host_division_7S.numpy())
+            self._division_7S.copy_(self._host_division_7S, non_blocking=True)
 
-    def _capture(self, size: int) -> CapturedGraph[Tensor]:
+    def _capture(self, size: int, *, is_divided: bool) -> CapturedGraph[Tensor]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         self._fill((), (), size)
-        self._copy(size)
+        self._copy(size, UNDIVIDED)
+        torch.cuda.synchronize()  # the next request's inputs go through the same host buffers
         ids_R, positions_R = self._integers_2S[:, :size]
         context = self._context
-        plan = build_decode_plan(context.cache, self._block_table_SP[:size], positions_R)
+        work = DecodeWork.allocate(context.divider, positions_R, self._division_7S, is_divided=is_divided)
+        plan = build_decode_plan(context.cache, self._block_table_SP[:size], work)
+
+        def run_step() -> Tensor:
+            list_items(work)
+            return run_body(context.model, ids_R[None], positions_R[None], plan)[0]
+
         with context.installed():
-            return self._graphs.capture(size, lambda: run_body(context.model, ids_R[None], positions_R[None], plan)[0])
+            return self._graphs.capture((size, is_divided), run_step)
