@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton")
 
-from tunesmith.engine.cuda.decode_work import DecodeWork, Divider
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind
 from tunesmith.engine.cuda.kernels.paged_decode import list_items, run_paged_decode
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -56,25 +56,23 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, *, scaling: float, windo
 
 def compare(
     batch: Batch, *, heads: int, kv_heads: int, size: int, dtype: torch.dtype, window: int = 0,
-    softcap: float = 0.0, num_sms: int = 1, num_layers: int = 2,
+    softcap: float = 0.0, num_sms: int = 1,
 ) -> Any:  # fmt: skip
     """Run several layers with one list of items, which is returned."""
     torch.manual_seed(0)
     positions = torch.from_numpy(batch.positions_R).to(DEVICE)
-    divider = Divider(block_size=BLOCK, num_kv_heads=kv_heads, num_heads=heads, num_sms=num_sms, window=window)
+    divider = Divider(
+        block_size=BLOCK, num_kv_heads=kv_heads, num_heads=heads, head_size=size, num_sms=num_sms, window=window
+    )
     division = divider.divide(batch.table_RP, batch.positions_R, num_steps=1)
     division_7S = np.zeros((7, len(positions) + 3), dtype=np.int32)
-    if division is not None:
-        division.fill(division_7S)
-    work = DecodeWork.allocate(
-        divider, positions, torch.from_numpy(division_7S).to(DEVICE), is_divided=division is not None
-    )
-    if division is not None:
-        list_items(work)
+    division.fill(division_7S)
+    work = DecodeWork.allocate(divider, division.kind, positions, torch.from_numpy(division_7S).to(DEVICE))
+    list_items(work)
     table = torch.from_numpy(batch.table_RP).to(DEVICE)
     num_rows = len(positions)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    for _ in range(num_layers):
+    for _ in range(2 if DEVICE == "cuda" else 1):
         caches = [torch.randn(batch.num_blocks, kv_heads, BLOCK, size, device=DEVICE).to(dtype) for _ in range(2)]
         query, key, value = (
             torch.randn(1, n, num_rows, size, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads)
@@ -91,13 +89,13 @@ def compare(
             expected = attend(query[0, :, row].double(), *context, scaling=0.1, window=window, softcap=softcap)
             error = (output[0, row].double() - expected).norm() / expected.norm()
             assert error < tolerance, (row, position, float(error))
-    if division is None:
+    if division.kind is Kind.WHOLE:
         return None
     items = work.items_2WF[0]
     return items[1 : 1 + int(items[0, 0])]
 
 
-RAGGED = [0, 1, 15, 16, 17, 130, 700, 1290]
+RAGGED = [0, 1, 15, 16, 17, 130, 290, 1290]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 64), (4, 2, 128), (8, 1, 256), (7, 1, 96)])
@@ -113,31 +111,28 @@ def test_short_contexts_are_not_divided(window: int, softcap: float, dtype: torc
     assert compare(batch, heads=4, kv_heads=2, size=64, dtype=dtype, window=window, softcap=softcap) is None
 
 
-@pytest.mark.parametrize("num_sms", [1, 2])
-@pytest.mark.parametrize(("window", "softcap"), [(40, 0.0), (200, 5.0)])
-def test_windows_and_softcap_equal_the_formula(window: int, softcap: float, num_sms: int) -> None:
-    batch = Batch(RAGGED, [([6, 7], 8), ([5, 6, 7], 4)])
-    items = compare(
-        batch, heads=4, kv_heads=2, size=64, dtype=torch.float32, window=window, softcap=softcap, num_sms=num_sms
-    )
+@pytest.mark.parametrize(("window", "softcap"), [(40, 0.0), (700, 5.0)])
+def test_windows_and_softcap_equal_the_formula(window: int, softcap: float) -> None:
+    batch = Batch([*RAGGED, 1200], [([7, 8], 40)])
+    items = compare(batch, heads=4, kv_heads=2, size=64, dtype=torch.float32, window=window, softcap=softcap)
     assert items is not None
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1), (7, 1)])
 @pytest.mark.parametrize("dtype", DTYPES[::2])
 def test_requests_that_share_prefixes_equal_the_formula(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """A system prompt of 9 blocks for all but one request, and two groups with longer prompts below it."""
-    lengths = [150, 470, 700, 160, 481, 520, 2000, 33, 145]
-    groups = [([0, 1, 2, 3, 4, 5, 6, 8], 9), ([1, 4, 6], 27), ([2, 5], 32)]
+    """A system prompt of 33 blocks for all but one request, and two groups with longer prompts below it."""
+    lengths = [550, 1250, 1300, 530, 1200, 1281, 1700, 33, 700]
+    groups = [([0, 1, 2, 3, 4, 5, 6, 8], 33), ([1, 4, 6], 68), ([2, 5], 80)]
     items = compare(Batch(lengths, groups), heads=heads, kv_heads=kv_heads, size=64, dtype=dtype)
     if heads // kv_heads <= 2:  # 8 requests are one part
         num_read = int((items[:, 1] - items[:, 0]).sum())
-        assert num_read == sum(lengths) - 7 * 9 * BLOCK - 2 * 18 * BLOCK - 23 * BLOCK
+        assert num_read == sum(lengths) - 7 * 33 * BLOCK - 2 * 35 * BLOCK - 47 * BLOCK
 
 
 def test_a_long_context_is_cut_into_items_of_similar_length() -> None:
-    items = compare(Batch([3000, 10, 200], []), heads=2, kv_heads=2, size=64, dtype=torch.float32)
+    items = compare(Batch([3000, 10, 200], []), heads=2, kv_heads=2, size=128, dtype=torch.float32)
     lengths = (items[:, 1] - items[:, 0]).tolist()
     assert sum(lengths) == 3210
-    assert lengths[0] == lengths[1] == 512
-    assert len(lengths) == math.ceil(3000 / 512) + 2
+    assert lengths[0] == lengths[1] == 256
+    assert len(lengths) == math.ceil(3000 / 256) + 2

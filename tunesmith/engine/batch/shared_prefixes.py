@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_SHARED_TOKENS = 128
-"""Shorter ranges are read by each request: one more partial result would cost about as much."""
+MIN_SHARED_TOKENS = 512
+"""Shorter ranges are read by each request: the GPU's cache has them by then, and merging parts costs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

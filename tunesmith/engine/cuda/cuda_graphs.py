@@ -27,7 +27,7 @@ from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
-from tunesmith.engine.cuda.decode_work import UNDIVIDED, DecodeWork, Divider, Division
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind, get_num_sms
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
 from tunesmith.engine.cuda.hidden_graphs import HiddenGraphs
@@ -119,7 +119,8 @@ class DecodeGraphs:
                 block_size=cache.block_size,
                 num_kv_heads=num_kv_heads,
                 num_heads=num_heads,
-                num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+                head_size=cache.keys[0].shape[3],
+                num_sms=get_num_sms(device),
                 window=getattr(config, "sliding_window", None) or 0,
             ),
             installed=self.installed,
@@ -127,8 +128,8 @@ class DecodeGraphs:
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
         self._graphs: GraphStore[None] = GraphStore(model)
-        """By number of rows, whether some row is truncated, whether some row asks for entropies, and whether attention
-        is divided into items."""
+        """By number of rows, whether some row is truncated, whether some row asks for entropies, and how attention is
+        divided."""
         self._hidden_graphs: HiddenGraphs | None = None
         """For requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
@@ -141,17 +142,14 @@ class DecodeGraphs:
         size = choose_capture_size(num_rows, self._num_slots)
         has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         has_entropies = bool(self.input_batch.has_entropy_S[rows.slots_R].any())
-        graph = division = None
-        if num_steps:
-            table_RP = self.input_batch.block_table_SP[rows.slots_R]
-            division = self._context.divider.divide(table_RP, rows.positions_R, num_steps=num_steps)
-            graph = self._get_graph(size, has_truncation, has_entropies, division is not None)
+        table_RP = self.input_batch.block_table_SP[rows.slots_R]
+        division = self._context.divider.divide(table_RP, rows.positions_R, num_steps=num_steps)
+        graph = self._get_graph(size, has_truncation, has_entropies, division.kind) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
         staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * NUM_LOGS * LOG_LINES)
-        if division is not None:
-            self._copy_division(staging, division)
+        self._copy_division(staging, division)
         self._copy_inputs(staging, size)
         self._sample_prefilled(rows, has_truncation, has_entropies)
         for _ in range(num_steps):
@@ -201,8 +199,9 @@ class DecodeGraphs:
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
     def _copy_division(self, staging: _StagingBuffers, division: Division) -> None:
-        division.fill(staging.division.numpy())
-        self._division_7S.copy_(staging.division, non_blocking=True)
+        if division.kind is not Kind.WHOLE:
+            division.fill(staging.division.numpy())
+            self._division_7S.copy_(staging.division, non_blocking=True)
 
     def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
         first = len(rows.slots_R) - rows.num_prefilled
@@ -216,20 +215,20 @@ class DecodeGraphs:
             )
             first += len(hidden_NC)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, is_divided: bool) -> CapturedGraph[None]:
-        key = (size, has_truncation, has_entropies, is_divided)
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
+        key = (size, has_truncation, has_entropies, kind)
         return self._graphs.find(key) or self._capture(*key)
 
-    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, is_divided: bool) -> CapturedGraph[None]:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         # warm-up and capture sample for padding rows, over the last tokens that the next launch needs
         saved_ids = self._sampling.ids_R.clone()
         self._staging[self._buffer].pad(0, size)
         self._copy_inputs(self._staging[self._buffer], size)
-        self._copy_division(self._staging[self._buffer], UNDIVIDED)
+        self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
         rows = self._sampling.narrow(0, size)
-        work = DecodeWork.allocate(self._context.divider, rows.positions_R, self._division_7S, is_divided=is_divided)
+        work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
         plan = build_decode_plan(self._cache, self._block_table[:size], work)
 
         def run_step() -> None:
@@ -240,7 +239,7 @@ class DecodeGraphs:
             )
 
         with self.installed():
-            graph = self._graphs.capture((size, has_truncation, has_entropies, is_divided), run_step)
+            graph = self._graphs.capture((size, has_truncation, has_entropies, kind), run_step)
         self._sampling.ids_R.copy_(saved_ids)
         return graph
 

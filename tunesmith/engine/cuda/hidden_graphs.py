@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import build_decode_plan
-from tunesmith.engine.cuda.decode_work import UNDIVIDED, DecodeWork, Division
+from tunesmith.engine.cuda.decode_work import DecodeWork, Division, Kind
 from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.forward.attention import run_body
@@ -39,7 +39,7 @@ class HiddenGraphs:
         self._copied = torch.cuda.Event()
         """Recorded after the last copy from the host buffers."""
         self._graphs: GraphStore[Tensor] = GraphStore(context.model)
-        """By batch size and whether attention is divided into items; each writes hidden states [R, C]."""
+        """By batch size and how attention is divided; each writes hidden states [R, C]."""
 
     def compute(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
@@ -48,9 +48,9 @@ class HiddenGraphs:
         self._fill(spans, token_ids, size)
         positions_R, table_RP = self._host_integers_2S[1, : len(spans)], self._host_table_SP[: len(spans)]
         division = self._context.divider.divide(table_RP.numpy(), positions_R.numpy(), num_steps=1)
-        graph = self._graphs.find((size, division is not None))
+        graph = self._graphs.find((size, division.kind))
         if graph is None:
-            graph = self._capture(size, is_divided=division is not None)
+            graph = self._capture(size, division.kind)
             self._fill(spans, token_ids, size)
         self._copy(size, division)
         self._copied.record()
@@ -65,22 +65,22 @@ class HiddenGraphs:
         for row, span in enumerate(spans):
             table[row, : len(span.blocks)] = span.blocks
 
-    def _copy(self, size: int, division: Division | None) -> None:
+    def _copy(self, size: int, division: Division) -> None:
         self._integers_2S.copy_(self._host_integers_2S, non_blocking=True)
         self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
-        if division is not None:
+        if division.kind is not Kind.WHOLE:
             division.fill(self._host_division_7S.numpy())
             self._division_7S.copy_(self._host_division_7S, non_blocking=True)
 
-    def _capture(self, size: int, *, is_divided: bool) -> CapturedGraph[Tensor]:
+    def _capture(self, size: int, kind: Kind) -> CapturedGraph[Tensor]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         self._fill((), (), size)
-        self._copy(size, UNDIVIDED)
+        self._copy(size, self._context.divider.build_empty(kind))
         torch.cuda.synchronize()  # the next request's inputs go through the same host buffers
         ids_R, positions_R = self._integers_2S[:, :size]
         context = self._context
-        work = DecodeWork.allocate(context.divider, positions_R, self._division_7S, is_divided=is_divided)
+        work = DecodeWork.allocate(context.divider, kind, positions_R, self._division_7S)
         plan = build_decode_plan(context.cache, self._block_table_SP[:size], work)
 
         def run_step() -> Tensor:
@@ -88,4 +88,4 @@ class HiddenGraphs:
             return run_body(context.model, ids_R[None], positions_R[None], plan)[0]
 
         with context.installed():
-            return self._graphs.capture((size, is_divided), run_step)
+            return self._graphs.capture((size, kind), run_step)

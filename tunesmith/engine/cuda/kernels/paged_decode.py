@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tunesmith.engine.cuda.custom_ops import Prologue
-from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, DecodeWork
+from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, Kind, get_num_sms
 from tunesmith.engine.cuda.kernels.heads import apply_softcap, get_prologue_tensors, load_heads
 from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
 
@@ -220,8 +220,12 @@ def _paged_decode_kernel(
         num_members, index, flags = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
         if item >= num_items:
             return
-        is_query = member < num_members
-        rows = tl.load(members + member, mask=is_query, other=0)
+        is_query, rows, bases = queries < GROUPS, row + 0 * queries, tl.load(members + MEMBERS) + 0 * queries
+        if MEMBERS > 1:
+            # loaded without waiting for `num_members`: what is not used is the row of an earlier item
+            is_query, is_member = member < num_members, member < MEMBERS
+            rows = tl.load(members + member, mask=is_member, other=0)
+            bases = tl.load(members + MEMBERS + member, mask=is_member, other=0)
         has_new_token, is_whole = flags % 2 == 1, flags >= 2
     else:
         row, start, stop = item, 0, tl.load(positions + item).to(tl.int32)
@@ -265,7 +269,6 @@ def _paged_decode_kernel(
         acc_MD = acc_MD / total[:, None]
         tl.store(output + heads[:, None] * SIZE + sizes[None, :], acc_MD.to(output.dtype.element_ty), mask=is_output)
     elif HAS_ITEMS:
-        bases = tl.load(members + MEMBERS + member, mask=is_query, other=0)
         heads = ((bases + index) * HEADS + head) * GROUPS + group
         tl.store(maxima + heads, maximum, mask=is_query)
         tl.store(sums + heads, total, mask=is_query)
@@ -347,7 +350,9 @@ def run_paged_decode(
         maxima, sums = parts.new_empty(parts.shape[:2]), parts.new_empty(parts.shape[:2])
     num_queries = max(16, triton.next_power_of_2(num_members * num_groups))
     if config is None:
-        config = choose_kernel_config(size_pad, query_1HRD.dtype, block_size, num_queries)
+        kind = Kind.WHOLE if not has_items else Kind.EVEN if num_members == 1 else Kind.UNEVEN
+        per_sm = num_requests * num_kv_heads / get_num_sms(query_1HRD.device)
+        config = choose_kernel_config(kind, size_pad, query_1HRD.dtype, programs_per_sm=per_sm)
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HRD)
     options = get_launch_options()
     _paged_decode_kernel[grid](
@@ -366,20 +371,26 @@ def run_paged_decode(
     if has_items:
         _merge_parts_kernel[(num_heads, num_requests)](
             parts_2R2[int(sliding_window > 0)], parts, maxima, sums, output,
-            SIZE=size, SIZE_PAD=size_pad, PARTS=16, **options,
+            SIZE=size, SIZE_PAD=size_pad, PARTS=1024 // size_pad, num_warps=1, **options,
         )  # fmt: skip
     return output
 
 
-def choose_kernel_config(size: int, dtype: torch.dtype, block_size: int, num_queries: int) -> KernelConfig:
-    """Fastest on an H200: tiles of one block, read by one warp; float32 only serves comparisons."""
+def choose_kernel_config(kind: Kind, size: int, dtype: torch.dtype, *, programs_per_sm: float) -> KernelConfig:
+    """Fastest on an H200; float32 only serves comparisons.
+
+    Where many programs run on a multiprocessor, they hide each other's latency, and one warp with few tiles in flight
+    suffices. Where few run, each needs larger tiles or more of them in flight.
+    """
     if dtype == torch.float32:
         return KernelConfig(16, 4, 2)
-    if num_queries > 16:
+    if kind is Kind.EVEN and 64 < size <= 128:
         return KernelConfig(64, 4, 3)
-    if block_size % 16:
-        return KernelConfig(32, 4, 4)
-    return KernelConfig(16, 1, 4, max_registers=80 if size <= 64 else 128 if size <= 128 else None)
+    if kind is Kind.WHOLE and programs_per_sm < 2 and size <= 128:
+        return KernelConfig(128, 4, 3)
+    if kind is Kind.WHOLE and programs_per_sm >= MANY_PROGRAMS:
+        return KernelConfig(32 if size <= 64 else 16, 1, 4, max_registers=128 if size <= 128 else None)
+    return KernelConfig(16, 1, 6, max_registers=128 if 64 < size <= 128 else None)
 
 
 torch.library.impl("tunesmith::paged_decode", "CUDA")(run_paged_decode)
