@@ -125,7 +125,9 @@ def run_case(
 ) -> dict[str, Any]:
     requests = draw_requests(case, model.config.vocab_size, reply_scale=reply_scale)
     longest = max(len(p) + n for p, n in zip(requests.prompts, requests.num_new, strict=True))
-    settings = EngineSection(max_num_seqs=case.num_places, kv_cache_tokens=case.num_places * (longest + 64))
+    prompts, slack = {id(prompt): prompt for prompt in requests.prompts}.values(), 128 * case.num_requests
+    num_cached = sum(map(len, prompts)) + requests.num_tokens + slack  # nothing is ever preempted
+    settings = EngineSection(max_num_seqs=case.num_places, kv_cache_tokens=num_cached)
     engine = LocalEngine(model, None, settings, max_model_len=longest)
 
     def run() -> None:

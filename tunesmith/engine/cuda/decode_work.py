@@ -36,10 +36,12 @@ ALIGNMENT = 64
 MIN_CHUNK, MIN_CHUNK_OF_MANY = 128, 512
 """Fewest tokens to which contexts are cut; the second with `MANY_PROGRAMS` per multiprocessor without any cut."""
 MANY_PROGRAMS = 8
+ENOUGH_PROGRAMS = 3
+"""Per multiprocessor, for contexts of similar lengths: with as many, none is cut."""
 MAX_PARTS = 32
 """Most items of a request's own tokens, or of a prefix: merging many partial results takes longer than it saves."""
 MAX_WHOLE = 300
-"""Batches of contexts up to this length are never divided."""
+"""Contexts up to this length are not cut, unless there are so few that most multiprocessors would have no program."""
 
 
 class Kind(Enum):
@@ -84,11 +86,13 @@ class Divider:
         self.block_size, self.window = block_size, window
         self.num_members = max(MAX_STACKED_QUERIES * num_kv_heads // num_heads, 1)
         per_head = num_sms / num_kv_heads
+        scale = max(128 / head_size, 1)
+        self._few_rows, self._enough_rows = 0.5 * per_head, ENOUGH_PROGRAMS * per_head * scale
         self._many_rows = MANY_PROGRAMS * per_head
         self._num_items = {
             Kind.WHOLE: 0,
-            Kind.EVEN: max(int(EVEN_PROGRAMS * per_head * max(128 / head_size, 1)), 1),
-            Kind.UNEVEN: max(int(UNEVEN_PROGRAMS * per_head * max(128 / head_size, 1)), 1),
+            Kind.EVEN: max(int(EVEN_PROGRAMS * per_head * scale), 1),
+            Kind.UNEVEN: max(int(UNEVEN_PROGRAMS * per_head * scale), 1),
         }
         """Most items beyond one per request and prefix."""
 
@@ -97,7 +101,8 @@ class Divider:
         request that was just prefilled, the one after it."""
         lengths_R = positions_R + num_steps + 1
         if lengths_R.max(initial=0) <= MAX_WHOLE:
-            return self.build_empty(Kind.WHOLE)
+            is_cut = len(lengths_R) <= self._few_rows and lengths_R.max(initial=0) > ALIGNMENT
+            return Division(kind=Kind.EVEN if is_cut else Kind.WHOLE, chunk=ALIGNMENT, prefixes=NO_PREFIXES)
         prefixes = find_shared_prefixes(
             block_table_RP, positions_R, block_size=self.block_size, max_members=self.num_members,
             max_prefixes=self.count_prefixes(Kind.UNEVEN, len(positions_R)),
@@ -109,7 +114,8 @@ class Divider:
         chunk = self._choose_chunk(kind, ranges, len(lengths_R))
         if self.window:
             chunk = max(chunk, self._choose_chunk(kind, np.minimum(lengths_R, self.window), len(lengths_R)))
-        if not len(starts_N) and ranges.max() <= chunk:
+        is_whole = ranges.max() <= chunk or (is_even and len(lengths_R) >= self._enough_rows)
+        if is_whole and not len(starts_N):
             return self.build_empty(Kind.WHOLE)
         return Division(kind=kind, chunk=chunk, prefixes=prefixes)
 

@@ -384,13 +384,14 @@ def choose_kernel_config(kind: Kind, size: int, dtype: torch.dtype, *, programs_
     """
     if dtype == torch.float32:
         return KernelConfig(16, 4, 2)
-    if kind is Kind.EVEN and 64 < size <= 128:
-        return KernelConfig(64, 4, 3)
-    if kind is Kind.WHOLE and programs_per_sm < 2 and size <= 128:
+    max_registers = 128 if 64 < size <= 128 else None
+    if kind is not Kind.WHOLE:
+        return KernelConfig(16, 1, 4 if size > 128 else 6, max_registers)
+    if programs_per_sm < 2 and size <= 128:
         return KernelConfig(128, 4, 3)
-    if kind is Kind.WHOLE and programs_per_sm >= MANY_PROGRAMS:
-        return KernelConfig(32 if size <= 64 else 16, 1, 4, max_registers=128 if size <= 128 else None)
-    return KernelConfig(16, 1, 6, max_registers=128 if 64 < size <= 128 else None)
+    if programs_per_sm < MANY_PROGRAMS:
+        return KernelConfig(16, 1, 6, max_registers)
+    return KernelConfig(32 if size <= 64 else 16, 1, 4, max_registers=128 if size <= 128 else None)
 
 
 torch.library.impl("tunesmith::paged_decode", "CUDA")(run_paged_decode)
