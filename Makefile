@@ -20,13 +20,20 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint docs release clean
+MAKEFLAGS += --jobs=2
+
+.PHONY: demo test lint docs pytest release clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/tunesmith demo
 
-test: lint docs
+# Two at a time: documentation beside type checks, then tests beside what is left of them.
+test: lint docs pytest
+
+pytest: $(VENV)/.installed-test | docs
+	$(BIN)/python -c "import tunesmith.api"  # compiles modules once instead of in each process that runs tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed-test

@@ -65,7 +65,7 @@ def passing_time(monkeypatch: pytest.MonkeyPatch) -> SkippableTime:
 
 @pytest.fixture(scope="session")
 def pocket_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the pocket model with random weights."""
-    from tunesmith.model.prepare import prepare_model
+    """Folder of a small pocket model with random weights."""
+    from small_pocket import write_small_pocket  # imports torch
 
-    return str(prepare_model("pocket", tmp_path_factory.mktemp("models") / "pocket"))
+    return str(write_small_pocket(tmp_path_factory.mktemp("models") / "pocket"))

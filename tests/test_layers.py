@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -77,7 +78,10 @@ def iter_imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, whole if whole in FILES else str(node.module)
 
 
-IMPORTS = {name: list(iter_imports(path)) for name, path in FILES.items()}
+@functools.cache
+def list_imports() -> dict[str, list[tuple[int, str]]]:
+    """The imports of every module."""
+    return {name: list(iter_imports(path)) for name, path in FILES.items()}
 
 
 def find_child(module: str, package: str) -> str:
@@ -89,7 +93,7 @@ def find_child(module: str, package: str) -> str:
 
 def iter_internal_imports(package: str) -> Iterator[tuple[str, str, str]]:
     """Imports between children of a package: importer, imported child, and location."""
-    for module, imports in IMPORTS.items():
+    for module, imports in list_imports().items():
         if module != package and not module.startswith(f"{package}."):
             continue
         for line, target in imports:
@@ -171,7 +175,7 @@ def test_neighbours_import_public_modules_only():
     assert public and all(name == "tunesmith" or name in FILES for name in public)
     wrong = [
         f"{module}:{line} imports {name}"
-        for module, imports in IMPORTS.items()
+        for module, imports in list_imports().items()
         if (owner := ".".join(module.split(".")[:2])) in NEIGHBOURS
         for line, name in imports
         if name.split(".")[0] == "tunesmith" and not is_inside(name, owner)
@@ -187,7 +191,7 @@ def is_inside(module: str, package: str) -> bool:
 def test_light_packages_never_import_torch():
     wrong = [
         f"{module}:{line}"
-        for module, imports in IMPORTS.items()
+        for module, imports in list_imports().items()
         if find_child(module, "tunesmith") in TORCH_FREE
         for line, name in imports
         if name.split(".")[0] in {"torch", "transformers"}

@@ -72,15 +72,22 @@ if TYPE_CHECKING:
         SftConfig,
     )
 
-CONFIGS = (
-    "EvalConfig",
-    "ExportSection",
-    "PreferenceConfig",
-    "PrepareSection",
-    "RunConfig",
-    "SftConfig",
-)
-"""Names that need only pydantic."""
+MODULES = {
+    "tunesmith.types": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
+    "tunesmith.tool_log": ("replayable",),
+    "tunesmith.rollout.signature": ("check_judge_function", "check_workflow_function"),
+    "tunesmith.monitor.metric_table": ("MetricTable",),
+    "tunesmith.config": (
+        "EvalConfig", "ExportSection", "PreferenceConfig", "PrepareSection", "RunConfig", "SftConfig",
+    ),
+    "tunesmith.commands.run.config": ("PipelineConfig",),
+    "tunesmith.compat.agentscope_prompt_config": ("PromptTuneConfig",),
+    "tunesmith.compat.agentscope_config": (
+        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TinkerConfig", "TunerModelConfig",
+    ),
+    "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
+}  # fmt: skip
+"""Names whose modules import neither torch nor transformers; the other names are imported with `tunesmith.api`."""
 
 __all__ = [
     "AlgorithmConfig",
@@ -142,12 +149,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in CONFIGS:
-        return getattr(importlib.import_module("tunesmith.config"), name)
-    if name == "PipelineConfig":
-        return importlib.import_module("tunesmith.commands.run.config").PipelineConfig
     if name in __all__:
-        return getattr(importlib.import_module("tunesmith.api"), name)
+        module = next((module for module, names in MODULES.items() if name in names), "tunesmith.api")
+        return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
 
 

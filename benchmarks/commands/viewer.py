@@ -26,10 +26,11 @@ import httpx
 import pyarrow
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "viewer"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
-from chromium import Chromium, find_chromium
 from viewer_runs import TOKENIZER, build_tool_turns
 
+from chromium import Chromium, find_chromium
 from tunesmith.experience.store import merge_rollouts, save_rollouts
 from tunesmith.monitor.metrics_file import format_line
 from tunesmith.storage import DONE, RunPaths, save_json, save_text

@@ -43,8 +43,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to repository files."""
+    """Rewrite links to repository files; keep the pages of these files out of the search."""
     root = Path(config.config_file_path).parent
+    if page.file.src_uri.startswith(f"{FOLDER}/"):
+        page.meta["search"] = {"exclude": True}
 
     def rewrite(match: re.Match[str]) -> str:
         target, hash_, anchor = match[2].partition("#")

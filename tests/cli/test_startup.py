@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -22,6 +23,20 @@ PROGRAM = textwrap.dedent(
         raise
     """
 )
+MANY = textwrap.dedent(
+    """
+    import contextlib, io, json, sys
+    from tunesmith.cli import app
+    for line in sys.stdin:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            app(json.loads(line))
+            said.write("no error")
+        heavy = {"torch", "transformers", "datasets", "openai", "agentscope", "math_verify"} & sys.modules.keys()
+        print(json.dumps([said.getvalue(), sorted(heavy)]))
+    """
+)
+"""Runs commands one after another; what one has imported, the next ones have too."""
 WITHOUT_TORCH = f"import sys\nsys.modules['torch'] = None\n{PROGRAM}"
 """The import of torch, which takes seconds, is an error that the command reports."""
 RUN = "model: {path: ./model}\ntrain_dataset: {path: ./tasks.jsonl}\nworkflow: flow.py:solve\n"
@@ -33,46 +48,64 @@ def run(folder: Path, *arguments: str, program: str = PROGRAM) -> subprocess.Com
     )
 
 
+def write_folder(folder: Path) -> Path:
+    (folder / "run.yaml").write_text(RUN)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "tasks.jsonl").write_text('{"question": "1+1"}\n')
+    (folder / "flow.py").write_text("async def solve(task, model):\n    pass\n")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1"}\n')
-    (tmp_path / "flow.py").write_text("async def solve(task, model):\n    pass\n")
-    return tmp_path
+    return write_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tune", "rum.yaml"], "config file rum.yaml does not exist"),
-        (["sft", "rum.yaml", "--out", "x"], "config file rum.yaml does not exist"),
-        (["tune", "run.yaml", "--set", "trainer.learning_rat=1"], "did you mean 'learning_rate'"),
-        (["tune", "run.yaml", "--set", "trainer.learning_rate=-1"], "trainer.learning_rate must be greater than 0"),
-        (["tune", "run.yaml", "--epochs", "3"], "No such option"),
-        (["tune", "run.yaml", "--set", "rollout.stale_cache=keep"], "stale_cache=keep has no effect with"),
-        (["tune", "run.yaml", "--ranks", "64"], "is smaller than cluster.num_workers=64"),
-        (["serve", "run.yaml", "--ranks", "2", "--set", "serve.mode=online"], "serve.mode=online with 2 ranks"),
-        (["tune", "run.yaml", "--set", "model.path=./modle"], "model.path='./modle': there is no such folder"),
-        (["tune", "run.yaml", "--set", "train_dataset.path=task.jsonl"], "'task.jsonl' does not exist"),
-        (["tune", "run.yaml", "--workflow", "flwo.py:solve"], "workflow: no file 'flwo.py'"),
-        (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "'./none' does not exist"),
-        (["doctor", "./none"], "none is not the folder of a run: there is no such folder"),
-    ],
-)
-def test_errors_that_need_no_model_import_no_slow_library(folder, arguments, message):
-    result = run(folder, *arguments)
-    assert result.returncode != 0
-    assert message in result.stderr
-    assert "heavy: []" in result.stdout
+ERRORS = [
+    (["tune", "rum.yaml"], "config file rum.yaml does not exist"),
+    (["sft", "rum.yaml", "--out", "x"], "config file rum.yaml does not exist"),
+    (["tune", "run.yaml", "--set", "trainer.learning_rat=1"], "did you mean 'learning_rate'"),
+    (["tune", "run.yaml", "--set", "trainer.learning_rate=-1"], "trainer.learning_rate must be greater than 0"),
+    (["tune", "run.yaml", "--epochs", "3"], "No such option"),
+    (["tune", "run.yaml", "--set", "rollout.stale_cache=keep"], "stale_cache=keep has no effect with"),
+    (["tune", "run.yaml", "--ranks", "64"], "is smaller than cluster.num_workers=64"),
+    (["serve", "run.yaml", "--ranks", "2", "--set", "serve.mode=online"], "serve.mode=online with 2 ranks"),
+    (["tune", "run.yaml", "--set", "model.path=./modle"], "model.path='./modle': there is no such folder"),
+    (["tune", "run.yaml", "--set", "train_dataset.path=task.jsonl"], "'task.jsonl' does not exist"),
+    (["tune", "run.yaml", "--workflow", "flwo.py:solve"], "workflow: no file 'flwo.py'"),
+    (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "'./none' does not exist"),
+    (["doctor", "./none"], "none is not the folder of a run: there is no such folder"),
+]
 
 
-def test_configs_are_imported_without_slow_libraries(folder):
-    program = (
-        "import sys, tunesmith; tunesmith.RunConfig; assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)"
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What each command of `ERRORS` says, and the slow libraries that are imported after it."""
+    folder = write_folder(tmp_path_factory.mktemp("errors"))
+    commands = "".join(f"{json.dumps(arguments)}\n" for arguments, _ in ERRORS)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY], cwd=folder, input=commands, capture_output=True, text=True, check=True
     )
-    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+def test_errors_that_need_no_model_import_no_slow_library(answers, number):
+    said, heavy = answers[number]
+    assert ERRORS[number][1] in said and not said.endswith("no error")
+    assert not heavy
+
+
+def test_what_agents_and_configs_import_needs_no_slow_library():
+    program = """
+import sys, tunesmith
+for module, names in tunesmith.MODULES.items():
+    for name in names:
+        assert getattr(tunesmith, name) is getattr(sys.modules[module], name), name
+assert not {"torch", "transformers", "openai"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_syntax_error_of_the_workflow_is_one_sentence_with_its_line(folder):

@@ -61,7 +61,7 @@ def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
 
 
 @pytest.mark.parametrize("build", [build_engine, build_burst_engine])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(arrivals(), min_size=1, max_size=10),
     st.fixed_dictionaries(

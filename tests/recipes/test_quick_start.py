@@ -20,6 +20,7 @@ from tunesmith.config import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_config import load_config
 from tunesmith.runs.load_function import load_function
@@ -31,7 +32,7 @@ QUESTIONS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in 
 
 
 @pytest.fixture(scope="module")
-def brief_model(pocket_folder, tmp_path_factory):
+def brief_model(tmp_path_factory):
     """A pocket model fine-tuned to answer in a few words, so that a step of 256 rollouts takes seconds."""
     rows = [
         {
@@ -45,8 +46,9 @@ def brief_model(pocket_folder, tmp_path_factory):
     ]
     place = tmp_path_factory.mktemp("brief")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pocket = prepare_model("pocket", place / "pocket")
     config = SftConfig(
-        model=ModelSection(path=str(pocket_folder), max_model_len=512, device="cpu", dtype="float32"),
+        model=ModelSection(path=str(pocket), max_model_len=512, device="cpu", dtype="float32"),
         train_dataset=ConversationDataSection(path=str(place / "rows.jsonl")),
         num_epochs=8,
         max_tokens_per_batch=512,

@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
 import shlex
 import shutil
@@ -47,6 +48,10 @@ class Fork:
         status = int.from_bytes(self.connection.recv(8), "big", signed=True)
         self.connection.close()
         return status
+
+    def has_ended(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(select.select([self.connection], [], [], 0)[0])
 
     def kill(self) -> None:
         """Send SIGKILL, unless the program has ended."""

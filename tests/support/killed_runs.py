@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conditions import wait_until
 from forked_programs import Fork, start_forked_programs
 
 LOG = "zygote.log"
@@ -23,16 +24,17 @@ class Zygote:
     folder: Path
     _running: Fork | None = None
 
-    def run(self, arguments: list[str], *, kill_after_s: float | None = None) -> int:
+    def run(self, arguments: list[str]) -> int:
+        self.start(arguments)
+        return self.wait()
+
+    def kill(self, arguments: list[str], *, when: Callable[[], bool]) -> None:
+        """Run a command until the condition is true, then kill it."""
         pid = self.start(arguments)
-        timer = None
-        if kill_after_s is not None:
-            timer = threading.Timer(kill_after_s, os.kill, (pid, signal.SIGKILL))
-            timer.start()
-        status = self.wait()
-        if timer is not None:
-            timer.cancel()
-        return status
+        wait_until(lambda: when() or self._running.has_ended(), interval_s=0.001)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL, (self.folder / LOG).read_text()
 
     def start(self, arguments: list[str]) -> int:
         """Start a command; returns its process id."""
@@ -51,6 +53,12 @@ class Zygote:
         if self._running is not None:
             self._running.kill()
             self.wait()
+
+
+def count_metrics(run: Path) -> int:
+    """Lines of metrics that a run has written."""
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 def read_metrics(run: Path) -> list[dict]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tunesmith.model.prepare import prepare_model
+from small_pocket import write_small_pocket
 
 AGENT = textwrap.dedent(
     """
@@ -58,7 +58,7 @@ def held_after(metrics: Path, num_lines: int) -> Iterator[None]:
 
 def write_run_folder(folder: Path, **settings: Any) -> None:
     """Write `run.yaml` and what it names; the run selects tasks by difficulty, refills, replays and evaluates."""
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     (folder / "agent.py").write_text(AGENT)
     questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
     (folder / "data").mkdir()

@@ -9,9 +9,9 @@ import time
 
 import pytest
 import uvicorn
-from chromium import Chromium, find_chromium
 from viewer_runs import HOSTILE, write_comparison, write_run, write_step
 
+from chromium import Chromium, find_chromium
 from tunesmith.http_server import build_config, open_listener
 from tunesmith.storage import RunPaths
 from tunesmith.viewer.export import export_report

@@ -17,8 +17,8 @@ import pytest
 from conditions import wait_until
 from free_ports import find_free_port
 from killed_runs import Zygote, read_metrics
+from small_pocket import write_small_pocket
 from tunesmith.experience.store import load_rollouts
-from tunesmith.model.prepare import prepare_model
 from tunesmith.storage import load_json
 
 RUN = """
@@ -50,7 +50,7 @@ PATIENCE_S = 90
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serving")
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     for name in ("tasks", "held_out"):
         rows = [{"question": f"{name} {number}"} for number in range(3)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

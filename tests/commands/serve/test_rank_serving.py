@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from killed_runs import read_metrics
+from small_pocket import write_small_pocket
 from tunesmith.experience.store import load_rollouts
-from tunesmith.model.prepare import prepare_model
 
 pytestmark = pytest.mark.timeout(600)
 RUN = """
@@ -38,7 +38,7 @@ serve: {port: 0}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served_ranks")
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     (folder / "tasks.jsonl").write_text("".join(json.dumps({"question": f"task {n}"}) + "\n" for n in range(4)))
     (folder / "run.yaml").write_text(RUN)
     return folder

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import random
-import shutil
-import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from conversation_examples import ROW
-from killed_runs import Zygote, read_metrics
-from tunesmith.model.prepare import prepare_model
+from killed_runs import Zygote, count_metrics, read_metrics
+from small_pocket import write_small_pocket
 
-NUM_KILLS = 6
 WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     rows = [
         ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": f"{n} it is."}]} for n in range(24)
     ]
@@ -46,24 +45,29 @@ def workplace(tmp_path_factory):
     zygote.close()
 
 
-@pytest.mark.parametrize("kind", ["full", "adapter"])
+KILLS: dict[str, tuple[Callable[[Path], bool], ...]] = {
+    "full": (
+        lambda run: run.exists(),
+        lambda run: count_metrics(run) >= 1,
+        lambda run: bool(list(run.glob("global_step_2*"))),
+        lambda run: count_metrics(run) >= 5,
+        lambda run: (run / "model").exists(),
+    ),
+    "adapter": (lambda run: count_metrics(run) >= 3,),
+}
+"""Points of a training, in their order, at which it is killed once: while the model loads, before the first checkpoint,
+in the middle of one, between later ones, and while the model is written."""
+
+
+@pytest.mark.parametrize("kind", KILLS)
 def test_killed_runs_end_like_an_uninterrupted_one(workplace, kind):
     folder, zygote = workplace
     whole, killed = folder / f"{kind}-whole", folder / f"{kind}-killed"
     assert zygote.run(["sft", f"{kind}.yaml", "--out", whole.name]) == 0, (folder / "zygote.log").read_text()
-    rng = random.Random(0)
-    num_killed = 0
-    while True:
-        kill_after_s = rng.uniform(0.0, 3.0) if num_killed < NUM_KILLS else None
-        status = zygote.run(["sft", f"{kind}.yaml", "--out", killed.name], kill_after_s=kill_after_s)
-        if status == 0:
-            assert_same(whole, killed, WEIGHTS[kind])
-            if num_killed >= NUM_KILLS:
-                return
-            shutil.rmtree(killed)  # it finished before the kill: start over
-        else:
-            assert status == -signal.SIGKILL, (folder / "zygote.log").read_text()
-            num_killed += 1
+    for is_reached in KILLS[kind]:
+        zygote.kill(["sft", f"{kind}.yaml", "--out", killed.name], when=functools.partial(is_reached, killed))
+    assert zygote.run(["sft", f"{kind}.yaml", "--out", killed.name]) == 0, (folder / "zygote.log").read_text()
+    assert_same(whole, killed, WEIGHTS[kind])
 
 
 def assert_same(whole, killed, weights):

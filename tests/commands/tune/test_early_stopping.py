@@ -10,8 +10,8 @@ import textwrap
 import pytest
 
 from killed_runs import Zygote, read_metrics
+from small_pocket import write_small_pocket
 from tunesmith.errors import ConfigError
-from tunesmith.model.prepare import prepare_model
 from tunesmith.runs.load_config import build_config
 
 AGENT = textwrap.dedent(
@@ -58,7 +58,7 @@ STOPPED = "ended early, after step 5 of 8: eval/held_out/reward has not improved
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopping")
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     (folder / "agent.py").write_text(AGENT)
     for name, person in (("train", "Tom"), ("test", "Ann")):
         rows = [{"question": f"{person} has {n} apples. How many?"} for n in range(4)]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import subprocess
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from killed_runs import Zygote, read_metrics
+from killed_runs import Zygote, count_metrics, read_metrics
 from run_folders import write_run_folder
 from tunesmith.experience.store import load_rollouts
 
 NUM_STEPS = 6
-NUM_KILLS = 10
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +31,26 @@ def workplace(tmp_path_factory):
     zygote.close()
 
 
+KILLS: dict[str, Callable[[Path], bool]] = {
+    "while the model loads": lambda run: (run / "config.yaml").exists(),
+    "between rollouts and update": lambda run: (run / "rollouts/step_000001.parquet").exists(),
+    "after a step that is not saved": lambda run: count_metrics(run) >= 2,
+    "while the first checkpoint is written": lambda run: bool(list(run.glob("global_step_2*"))),
+    "after a step of the resumed run": lambda run: count_metrics(run) >= 4,
+    "while the last checkpoint is written": lambda run: bool(list(run.glob("global_step_6*"))),
+}
+"""Points of a run, in their order, at which it is killed once."""
+
+
 def test_killed_runs_end_like_an_uninterrupted_one(workplace):
     folder, zygote = workplace
     assert zygote.run(["tune", "run.yaml", "--set", "name=whole"]) == 0, (folder / "zygote.log").read_text()
-    rng = random.Random(0)
-    num_killed = 0
-    while True:
-        kill_after_s = rng.uniform(0.0, 4.0) if num_killed < NUM_KILLS else None
-        status = zygote.run(["tune", "run.yaml", "--resume", "--set", "name=killed"], kill_after_s=kill_after_s)
-        if status == 0 and num_killed >= NUM_KILLS:
-            break
-        if status == 0:  # it finished before the kill: start over
-            assert_same_run(folder / "runs/AgentScope/whole", folder / "runs/AgentScope/killed")
-            subprocess.run(["rm", "-r", str(folder / "runs/AgentScope/killed")], check=True)
-            continue
-        assert status == -signal.SIGKILL, (folder / "zygote.log").read_text()
-        num_killed += 1
-    assert_same_run(folder / "runs/AgentScope/whole", folder / "runs/AgentScope/killed")
+    run = folder / "runs/AgentScope/killed"
+    arguments = ["tune", "run.yaml", "--resume", "--set", "name=killed"]
+    for is_reached in KILLS.values():
+        zygote.kill(arguments, when=functools.partial(is_reached, run))
+    assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
+    assert_same_run(folder / "runs/AgentScope/whole", run)
 
 
 def test_a_killed_run_with_rollouts_in_flight_ends_and_trains_nothing_too_old(workplace):
@@ -57,12 +58,10 @@ def test_a_killed_run_with_rollouts_in_flight_ends_and_trains_nothing_too_old(wo
     folder, zygote = workplace
     arguments = ["tune", "run.yaml", "--resume", "--set", "name=stale", "--set", "experience.replay.max_staleness=2"]
     arguments += ["--set", "rollout.max_staleness=2", "--set", "save_interval_steps=1"]
-    rng, status, num_killed = random.Random(2), None, 0
-    while status != 0:
-        status = zygote.run(arguments, kill_after_s=rng.uniform(0.5, 3.0) if num_killed < 3 else None)
-        assert status in (0, -signal.SIGKILL), (folder / "zygote.log").read_text()
-        num_killed += 1
     run = folder / "runs/AgentScope/stale"
+    for num_lines in (1, 3, 5):
+        zygote.kill(arguments, when=lambda num_lines=num_lines: count_metrics(run) >= num_lines)
+    assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
     steps = [row for row in read_metrics(run) if row["kind"] == "train"]
     assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
     assert max(row.get("staleness/max", 0) for row in steps) <= 2

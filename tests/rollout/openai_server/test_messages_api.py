@@ -19,6 +19,8 @@ class DeferredSdk:
     """The SDK, whose import takes seconds: only the process that runs these tests needs it."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for marks of fixtures
+            raise AttributeError(name)
         return getattr(importlib.import_module("anthropic"), name)
 
 

@@ -14,7 +14,6 @@ from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.losses.clipped import TokenLosses
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
 from tunesmith.trainer import loss_pass as step
@@ -101,33 +100,6 @@ def test_models_on_a_cpu_are_not_compiled():
     assert not compiling.can_compile(build_trainable())
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_compiled_loss_equals_the_eager_loss(compile_function, entropy_coef):
-    algorithm = resolve_algorithm(AlgorithmSection(entropy_coef=entropy_coef))
-    compiled = compile_function(step._compute_loss)
-    for num_sites, num_events in ((7, 9), (12, 30), (8, 8)):
-        results = []
-        for compute in (step._compute_loss, compiled):
-            torch.manual_seed(num_events)
-            logprobs = (-torch.rand(num_sites) - 1).requires_grad_()
-            entropies = torch.rand(num_sites).requires_grad_(entropy_coef > 0)
-            draws = [torch.randn(num_events) for _ in range(4)]
-            inputs = TokenInputs(
-                weights_E=draws[0].abs(), correction_E=torch.ones(num_events), advantages_E=draws[1],
-                old_logprobs_E=-draws[2].abs() - 1, sampler_logprobs_E=-draws[3].abs() - 1,
-                is_newest_E=torch.ones(num_events),
-            )  # fmt: skip
-            sites = torch.randint(num_sites, (num_events,))
-            loss, totals = compute(logprobs, entropies, sites, inputs, algorithm, 0.1)
-            loss.backward()
-            sums = {name: total for name, (_, total) in totals.items()}
-            results.append({"loss": loss.detach(), "gradient": logprobs.grad} | sums)
-        assert list(results[0]) == list(results[1])
-        for name in results[0]:
-            torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-5, atol=1e-6)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
 def compute_own_losses(scores, *, clip=0.2):
     ratio_N = (scores.logprobs_N - scores.old_logprobs_N).exp()
     is_outside_N = (ratio_N - 1).abs() > clip
@@ -135,9 +107,17 @@ def compute_own_losses(scores, *, clip=0.2):
     return TokenLosses(losses_N=losses_N, metrics={"outside_frac": is_outside_N.to(losses_N.dtype)})
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft", "own"])
-def test_one_graph_serves_all_chunk_sizes_and_kl_coefs(compile_function, kind):
-    section = AlgorithmSection(loss="own:loss") if kind == "own" else AlgorithmSection(algorithm_type=kind)
+SECTIONS = {
+    "grpo": AlgorithmSection(entropy_coef=0.01, kl_coef=0.1, kl_estimator="k3"),
+    "sft": AlgorithmSection(algorithm_type="sft"),
+    "own": AlgorithmSection(loss="own:loss"),
+}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_one_graph_computes_the_eager_loss_for_all_chunk_sizes_and_kl_coefs(compile_function, kind):
+    """`kl_adaptive` replaces the algorithm after every update."""
+    section = SECTIONS[kind]
     algorithm = resolve_algorithm(section, own=OwnFunctions(loss=compute_own_losses if kind == "own" else None))
     names = (
         "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
@@ -153,31 +133,18 @@ def test_one_graph_serves_all_chunk_sizes_and_kl_coefs(compile_function, kind):
                 0 if is_whole else num_events,
             )
             sent = DeviceInputs(names=names, values_FE=row).select(slice(first, first + num_events))
+            if kind == "grpo":
+                algorithm = replace(algorithm, kl_coef=kl_coef)
             sites = torch.arange(num_events) % num_sites
-            scores = (-torch.rand(num_sites) - 1).requires_grad_(), torch.rand(num_sites)
+            logprobs, entropies = (-torch.rand(num_sites) - 1).requires_grad_(), torch.rand(num_sites)
+            scores = logprobs, entropies.requires_grad_(section.entropy_coef > 0)
             found = []
             for measure in (compiled, step.compute_chunk_loss):
-                scores[0].grad = None
+                logprobs.grad = entropies.grad = None
                 loss, found_names, totals = measure(*scores, sites, sent, algorithm, torch.tensor(kl_coef))
                 loss.backward()
-                found.append((found_names, loss.detach(), totals.detach(), scores[0].grad))
+                found.append((found_names, loss.detach(), totals.detach(), logprobs.grad, entropies.grad))
             (our_names, *ours), (expected_names, *expected) = found
             assert our_names == expected_names
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_another_kl_coef_does_not_recompile(compile_function):
-    """`kl_adaptive` replaces the algorithm after every update."""
-    algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1, kl_estimator="k3"))
-    compiled = compile_function(step._compute_loss)
-    names = ("weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E")
-    inputs = TokenInputs(**dict.fromkeys(names, torch.ones(9)), reference_logprobs_E=torch.zeros(9))
-    losses = []
-    for kl_coef in (0.1, 0.2, 0.3):
-        algorithm = replace(algorithm, kl_coef=kl_coef)
-        logprobs, sites = -torch.ones(7), torch.arange(9) % 7
-        losses.append(compiled(logprobs, torch.ones(7), sites, inputs, algorithm, torch.tensor(kl_coef))[0].item())
-    assert counters["stats"]["unique_graphs"] == 1
-    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0])
-    assert losses[1] != losses[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -54,6 +56,12 @@ STILL = {**LOOSE, "learning_rate": 1e-15}
 """So small that all updates of a step have the same policy."""
 
 
+@functools.cache
+def load_off_policy():
+    """Samples of the model without a seed, and their proximal scores."""
+    return build_off_policy(build_trainable(), LABELS, GROUPS, seed=1)
+
+
 def compute_expected(model, tokens, section: AlgorithmSection, correction: dict):
     lose, aggregation, _ = LOSSES[section.algorithm_type]
     old, weights, is_kept = correct(tokens, correction)
@@ -84,29 +92,40 @@ def choose_proximal(proximal: ProximalScores, correction: dict) -> ProximalScore
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_corrections_of_every_loss_equal_the_formula(name, kind):
-    """Masked tokens stay in the denominator of the aggregation; without weights the ratio is against the sampler."""
+    """Masked tokens stay in the denominator of the aggregation; without weights the ratio is against the sampler.
+
+    Every loss and every correction is computed in both ways of `COMPUTATIONS`, each pair of them in one.
+    """
     model, correction = build_trainable(), CORRECTIONS[kind]
-    samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
+    samples, proximal = load_off_policy()
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2],
         terms_args=TERMS_ARGS.get(name, {}),
     )  # fmt: skip
     expected, is_kept = compute_expected(model, read_tokens(model, samples, proximal=proximal), section, correction)
     assert is_kept.all() == (kind in ("none", "wide mask") or kind.startswith("weights of") or "bound" in kind)
-    for options in COMPUTATIONS:
-        found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
-        assert_same(found, expected)
-        if "mask" in correction or "negative_sequence_delta" in correction:
-            assert metrics["correction/masked_frac"] == pytest.approx(1 - is_kept.double().mean().item())
+    options = COMPUTATIONS[(list(LOSSES).index(name) + list(CORRECTIONS).index(kind)) % 2]
+    found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
+    assert_same(found, expected)
+    if "mask" in correction or "negative_sequence_delta" in correction:
+        assert metrics["correction/masked_frac"] == pytest.approx(1 - is_kept.double().mean().item())
 
 
-@pytest.mark.parametrize("kind", ["none", "tokens masked", "weights of tokens", "weights of sequences"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "corrected_k3"])
-@pytest.mark.parametrize("name", ["grpo", "importance_sampling", "gspo"])
+ESTIMATORS = ("k1", "k2", "k3", "abs", "corrected_k3")
+KINDS = ("none", "tokens masked", "weights of tokens", "weights of sequences")
+NAMES = ("grpo", "importance_sampling", "gspo")
+KL_CASES = [
+    (NAMES[(row + column) % len(NAMES)], estimator, kind)
+    for (row, estimator), (column, kind) in itertools.product(enumerate(ESTIMATORS), enumerate(KINDS))
+]
+"""Each two of loss, estimator and correction meet."""
+
+
+@pytest.mark.parametrize(("name", "estimator", "kind"), KL_CASES)
 def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
     """Weights and masks apply to the policy loss only; corrected_k3 always uses the sampler's logprobs."""
     model, reference, correction = build_trainable(), build_trainable(seed=1), CORRECTIONS[kind]
-    samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
+    samples, proximal = load_off_policy()
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, kl_coef=0.5, kl_estimator=estimator
     )

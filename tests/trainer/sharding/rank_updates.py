@@ -41,8 +41,8 @@ SHARDED_WEIGHTS = tuple(
     f"{name}, sharded weights"
     for name in ("grpo", "reinforceplusplus", "gspo", "kl_cov", "mix", "grpo, recomputed layers", "grpo, corrections")
 )
-SPLIT = ("grpo", "grpo, minibatches", "ppo, sharded gradients")
-"""Cases that some of three ranks train while the others only take weights."""
+SPLIT = (("grpo", 2), ("grpo, minibatches", 1), ("ppo, sharded gradients", 1))
+"""Cases that some of three ranks train, and how many others only take weights."""
 ON_TWO_RANKS = (*ALGORITHMS, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches", *SHARDED_WEIGHTS)
 
 
@@ -191,5 +191,5 @@ def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:
             results["narrow"] = run_narrow(ranks)
             results["narrow, whole weights"] = run_narrow(ranks, is_sharded=False)
             if num_ranks == 3:
-                results |= {f"{name}, {n} sample": run_split(name, ranks, n) for name in SPLIT for n in (1, 2)}
+                results |= {f"{name}, {n} sample": run_split(name, ranks, n) for name, n in SPLIT}
         torch.save(results, folder / f"{rank} of {num_ranks}.pt")

@@ -37,8 +37,7 @@ def results(tmp_path_factory):
 run_alone = functools.cache(functools.partial(run_case, ranks=ALONE))
 
 
-@pytest.mark.parametrize("num_samplers", [1, 2])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("name", "num_samplers"), SPLIT)
 def test_ranks_that_only_sample_get_the_weights_of_one_rank(name, num_samplers, results):
     _, expected, _ = run_alone(name)
     first, *others = (result[f"{name}, {num_samplers} sample"] for result in results[3])

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from small_pocket import write_small_pocket
 from small_runs import ask, judge_letters, list_apples, write_splits
 from tunesmith import JudgeOutput
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.errors import ConfigError, DataError, ModelError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.model.prepare import prepare_model
 from tunesmith.runs.load_config import load_config
 
 
@@ -71,7 +71,7 @@ EXTRA_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    return prepare_model("pocket", tmp_path_factory.mktemp("teacher") / "pocket")
+    return write_small_pocket(tmp_path_factory.mktemp("teacher") / "pocket")
 
 
 @pytest.mark.parametrize("name", EXTRA_SETTINGS)

@@ -7,7 +7,8 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
-from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, prepare_model, replayable, tune
+from small_pocket import write_small_pocket
+from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, replayable, tune
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 
@@ -144,7 +145,7 @@ def test_credit_changes_the_update(run):
 @pytest.mark.parametrize("algorithm", ["jsd", "on_policy_distill"])
 def test_distillation_trains_a_shared_turn_once_with_hard_credit(run, tmp_path, algorithm):
     """Its terms are computed token by token, from teacher and policy."""
-    teacher = prepare_model("pocket", tmp_path / "teacher")
+    teacher = write_small_pocket(tmp_path / "teacher")
     result = run(
         f"algorithm.algorithm_type={algorithm}",
         f"algorithm.teacher.path={teacher}",

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from killed_runs import read_metrics
-from tunesmith.model.prepare import prepare_model
+from small_pocket import write_small_pocket
 
 pytestmark = pytest.mark.timeout(900)
 FAKE = Path(__file__).parents[3] / "fake_vllm"
@@ -39,7 +39,7 @@ async def workflow(task, model):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    prepare_model("pocket", folder / "pocket")
+    write_small_pocket(folder / "pocket")
     (folder / "agent.py").write_text(AGENT)
     (folder / "data").mkdir()
     rows = [{"question": f"Tom has {n} apples and buys {n + 3} more. How many?"} for n in range(12)]
