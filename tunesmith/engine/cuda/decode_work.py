@@ -158,15 +158,15 @@ class DecodeWork:
 
     @classmethod
     def allocate(cls, divider: Divider, kind: Kind, positions_R: Tensor, division_7S: Tensor) -> DecodeWork:
-        num_rows, options = len(positions_R), {"dtype": torch.int32, "device": positions_R.device}
+        num_rows, device = len(positions_R), positions_R.device
         num_members = divider.num_members if kind is Kind.UNEVEN else 1
         num_windows = 0 if kind is Kind.WHOLE else 1 + (divider.window > 0)
         item_shape = (num_windows, 1 + divider.count_items(kind, num_rows), ITEM_FIELDS + 2 * num_members)
         return cls(
             positions_R=positions_R,
             division_7S=division_7S,
-            items_2WF=torch.zeros(item_shape, **options),
-            parts_2R2=torch.zeros((num_windows, num_rows, 2), **options),
+            items_2WF=torch.zeros(item_shape, dtype=torch.int32, device=device),
+            parts_2R2=torch.zeros((num_windows, num_rows, 2), dtype=torch.int32, device=device),
             window=divider.window,
             num_prefixes=divider.count_prefixes(kind, num_rows),
             num_members=num_members,

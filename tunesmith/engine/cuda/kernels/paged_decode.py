@@ -4,7 +4,7 @@ One program handles one range of tokens of a context and one key-value head with
 are one range each. A batch with long ones is divided into items of similar length, so that the programs of a launch
 finish together whatever the lengths are; a second kernel merges the partial results of the items of a request, in their
 order. Requests that share a prefix are one item there with their queries stacked, so the prefix is read once.
-`compute_items` lists the items on the device at each step, for all layers, since contexts grow with every replay of a
+`list_items` lists the items on the device at each step, for all layers, since contexts grow with every replay of a
 captured graph.
 
 The program that holds a request's new token writes that token's key and value to their KV-cache block and starts its
@@ -51,7 +51,7 @@ def _divide_up(value, divisor):
 def _store_items(
     entries, start, stop, index, count, num_members, flags, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr
 ):  # fmt: skip
-    """Cut the tokens from `start` to `stop` into `count` items; `index`: items of the requests before the first."""
+    """Cut the tokens from `start` to `stop` into `count` items; the requests have `index` items before the first."""
     aligned = start // ALIGNMENT * ALIGNMENT
     length = _divide_up(_divide_up(stop - aligned, count), ALIGNMENT) * ALIGNMENT
     for first in range(0, count, 32):
