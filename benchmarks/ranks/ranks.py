@@ -43,10 +43,9 @@ from benchmarks.shared.training_step import (
     run_ranks,
     save_model,
 )
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts, run_step

@@ -40,9 +40,8 @@ from benchmarks.shared.training_step import (
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
 from tunesmith.cluster.links import Links
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep

@@ -23,9 +23,9 @@ from benchmarks.shared.questions import list_questions
 from benchmarks.shared.shapes import SHAPES, save_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.links import Links
+from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import (
     build_dispatcher,
     build_rank_trainer,

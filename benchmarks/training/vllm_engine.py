@@ -48,9 +48,8 @@ from benchmarks.shared.training_step import (
     save_model,
     time_step,
 )
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep

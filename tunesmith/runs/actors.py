@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
-from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.runner import Agent
 from tunesmith.runs.policy import BuildModel, Policy, load_auxiliary, load_policy

@@ -23,7 +23,7 @@ from tunesmith.model.load import (
     load_section_tokenizer,
     load_tokenizer,
 )
-from tunesmith.model.value_model import ValueModel, load_value_model
+from tunesmith.model.value_model import ValueModel
 from tunesmith.runs.sharded_models import load_sharded_model
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 
@@ -93,7 +93,7 @@ def load_extra_models(
         teacher = load_frozen(section.teacher.path, model, policy=policy)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
-        critic = load_value_model(
+        model_with_head = load_model(
             section.critic.path or model.path,
             dtype=policy.dtype,
             device=policy.device,
@@ -101,6 +101,7 @@ def load_extra_models(
             base_path=model.base_path if section.critic.path is None else None,
             has_fp32_residual=model.residual_dtype == "float32",
         )
+        critic = ValueModel(model_with_head.get_decoder()).eval()
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return ExtraModels(reference=reference, teacher=teacher, critic=critic)
 

@@ -19,10 +19,8 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.vllm.distant_engine import DistantEngine
-from tunesmith.engine.vllm.engine import VllmEngine, list_devices
-from tunesmith.engine.vllm.installation import check_installation
-from tunesmith.engine.vllm.parameters import check_parameters
+from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
+from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logits import verify_model

@@ -26,7 +26,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
-from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
+from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSection, RunConfig
-from tunesmith.engine.vllm import installation
+from tunesmith.engine.vllm import support
 from tunesmith.engine.vllm.process import VllmProcess, explain_log
 from tunesmith.errors import ConfigError
 from tunesmith.runs.placement import check_workers
@@ -26,7 +26,7 @@ def set_version(monkeypatch, version):
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(installation.metadata, "version", find)
+    monkeypatch.setattr(support.metadata, "version", find)
 
 
 @pytest.mark.parametrize(

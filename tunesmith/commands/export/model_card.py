@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from tunesmith.config import ExportSection
 from tunesmith.hub import HUB_ID
-from tunesmith.model.source.adapter_files import AdapterFiles
+from tunesmith.model.source.resolve import AdapterFiles
 from tunesmith.monitor.metrics_file import KINDS
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.trained_model import ExportSource, choose_name

@@ -26,9 +26,9 @@ from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
 from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
-from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
-from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
+from tunesmith.model.source.resolve import BASE_FINGERPRINT
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
 from tunesmith.runs.workspace import Workspace

@@ -33,9 +33,9 @@ from tunesmith.model.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_vocabulary, load_section_model
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.monitor.trackers import check_trackers

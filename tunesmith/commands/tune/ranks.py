@@ -17,12 +17,12 @@ import torch
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.links import Links, connect_links
+from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.event_loop.step_windows import open_windows
+from tunesmith.engine.event_loop.clock import open_windows
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching

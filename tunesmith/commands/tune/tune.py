@@ -17,9 +17,8 @@ import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.links import Links
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.commands.eval.held_out import evaluate_all
 from tunesmith.commands.eval.results import EvaluationResult

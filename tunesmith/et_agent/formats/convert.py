@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tunesmith.environments.conversations import build_conversation
+from tunesmith.environments.protocols import build_conversation
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import Record

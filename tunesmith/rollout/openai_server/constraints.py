@@ -31,9 +31,8 @@ from tunesmith.grammar.grammars import (
     build_regex_grammar,
     build_rule_grammar,
 )
-from tunesmith.grammar.llguidance_import import has_llguidance
 from tunesmith.grammar.tagged_arguments import ArgumentTexts
-from tunesmith.grammar.terms import write_tag
+from tunesmith.grammar.terms import has_llguidance, write_tag
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 """Fields of `structured_outputs`, one of which may be set; `guided_<kind>` are the same."""

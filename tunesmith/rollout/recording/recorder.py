@@ -15,8 +15,7 @@ from functools import partial
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
-from tunesmith.chat.renderer import Prompt, Renderer
-from tunesmith.chat.scope import describe_scope
+from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
 from tunesmith.errors import EngineError
 from tunesmith.rollout.recording.open_turn import OpenTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import build_chat_tokenizer
-from tunesmith.engine.core.stop_strings import StopMatcher
+from tunesmith.engine.core.request import Request
+from tunesmith.engine.core.stopping import StopConditions, StopMatcher
+from tunesmith.types import Sampling
 
 TOKENIZER = build_chat_tokenizer("{{ messages }}")
 
@@ -56,3 +58,23 @@ def test_the_matcher_stops_where_the_whole_text_first_contains_the_string(text: 
     texts = [TOKENIZER.decode(ids[:count]) for count in range(1, len(ids) + 1)]
     expected = next((count for count, prefix in enumerate(texts, start=1) if stop in prefix), None)
     assert find_first_stop(ids, (stop,)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "token_ids", "expected"),
+    [
+        ({}, [5, 6, 2, 7], (3, "eos")),
+        ({"ignore_eos": True}, [5, 6, 2, 7], (4, None)),
+        ({"stop_token_ids": (6,)}, [5, 6, 2, 7], (2, "stop")),
+        ({"stop_token_ids": (7,)}, [5, 6, 2, 7], (3, "eos")),
+        ({"max_tokens": 2}, [5, 6, 2, 7], (2, "length")),
+        ({"max_tokens": 3}, [5, 6, 2, 7], (3, "eos")),
+        ({}, [5, 6, 7, 8, 9, 5, 6, 7], (7, "context")),
+    ],
+)
+def test_a_known_end_of_sequence_token_ends_a_reply_where_a_search_finds_it(fields, token_ids, expected):
+    sampling = Sampling(**({"max_tokens": 50} | fields))
+    request = Request(request_id=0, prompt_ids=(1, 1, 1), sampling=sampling, max_model_len=10)
+    conditions = StopConditions(request, None, eos_ids={2})
+    num_to_eos = token_ids.index(2) + 1 if 2 in token_ids else 10**9
+    assert conditions.find_end(token_ids) == conditions.find_end(token_ids, num_to_eos=num_to_eos) == expected

@@ -139,8 +139,9 @@ def test_requests_cancelled_in_flight_release_their_blocks() -> None:
 
     completion = run_lockstep(run())
     assert completion.stop_reason == "deadline"
-    alone = generate_all(build_engine(max_model_len=400), [[3]], Sampling(max_tokens=len(completion.sampled_ids)))
-    assert completion.sampled_ids == alone[0].sampled_ids
+    num_sampled = len(completion.sampled_ids)  # on a machine under load there may be none before the deadline
+    alone = generate_all(build_engine(max_model_len=400), [[3]], Sampling(max_tokens=max(num_sampled, 1)))
+    assert completion.sampled_ids == alone[0].sampled_ids[:num_sampled]
     run_lockstep(engine.generate([9], Sampling(max_tokens=1)))
     assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
     assert not engine._output_processor.states

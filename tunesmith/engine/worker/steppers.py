@@ -1,29 +1,217 @@
-"""Asynchronous engine steps on a device that decodes in bursts: one burst is queued while the host reads the last.
+"""Engine steps: one forward at a time, or on a device that decodes in bursts one burst ahead of the host.
 
-A step queues prefills and a decode burst, and only then reads the previous burst, so the host's work overlaps with the
-device's. A row that turns out to have ended keeps decoding until the burst that follows is over; those tokens are
-discarded. Requests that the host must sample token by token get as many tokens between two bursts, one forward each.
+A synchronous step schedules, runs one forward, waits for it, and processes its tokens. An asynchronous step queues
+prefills and a decode burst, and only then reads the previous burst, so the host's work overlaps with the device's. A
+row that turns out to have ended keeps decoding until the burst that follows is over; those tokens are discarded.
+Requests that the host must sample token by token get as many tokens between two bursts, one forward each. What is known
+of the rows of a burst is held in arrays, so that rows that continue cost the host almost nothing.
 
-Axes: R rows of a burst, in this order: rows of the previous burst, rows whose last token is known, prefilled rows.
+Axes: R rows of a burst, in this order: rows of the previous burst, rows whose last token is known, prefilled rows. L
+lines of a burst.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.engine.batch.decode_burst import BurstInput
-from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop, find_length_limit
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
-from tunesmith.engine.worker.inflight import BurstRows, InflightBurst, collect_rows, split_output
 from tunesmith.engine.worker.model_runner import ModelRunner
-from tunesmith.engine.worker.sync_step import SyncStepper
-from tunesmith.types import StopReason, TokenDetails
+from tunesmith.types import TokenDetails
+
+if TYPE_CHECKING:
+    from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle  # needs Triton, which only CUDA machines have
+
+
+class SyncStepper:
+    """One forward per step."""
+
+    def __init__(self, runner: ModelRunner, output_processor: OutputProcessor) -> None:
+        self._runner = runner
+        self._output_processor = output_processor
+
+    @property
+    def has_inflight(self) -> bool:
+        """Whether the device's queue holds work of a request that still runs."""
+        return False
+
+    def step(self) -> None:
+        scheduled = self._output_processor.scheduler.schedule()
+        self._output_processor.record_schedule(scheduled)
+        if scheduled.chunks:
+            self._output_processor.counts["steps"] += 1
+            self._run(scheduled.chunks)
+
+    def drain(self) -> None:
+        """Wait for work in flight and process its tokens."""
+
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Compute the chunks and process the tokens sampled from them."""
+        sampling, sampled = self._runner.run(chunks)
+        self._output_processor.scheduler.commit(chunks)
+        rows = zip(sampling, sampled.token_ids, sampled.logprobs, sampled.is_finite, strict=True)
+        for row, (chunk, token_id, logprob, is_finite) in enumerate(rows):
+            state = self._output_processor.states[chunk.request.request_id]
+            if is_finite:
+                self._process_token(state, token_id, logprob, sampled.get_details(row, chunk.request.sampling))
+            else:
+                self._fail(state)
+
+    def _process_token(
+        self, state: RequestState, token_id: int, logprob: float, details: TokenDetails | None = None
+    ) -> None:
+        """Append a sampled token; it may end the request."""
+        if state.request.token_matcher is not None:
+            try:
+                state.request.token_matcher.accept(token_id)
+            except ValueError as error:
+                self._output_processor.fail(state, str(error))
+                return
+        _, stop_reason = state.stops.find_end([token_id])
+        self._output_processor.add_tokens(state, [token_id], [logprob], details)
+        if stop_reason is not None:
+            self._output_processor.finish(state, stop_reason)
+
+    def _fail(self, state: RequestState) -> None:
+        """Fail a request whose logits are not finite, and zero the blocks that it alone holds.
+
+        The next holder of these blocks would read their values. Shared blocks stay, since other requests use them; if
+        their values are not finite those requests fail too, and the last of them zeroes the blocks.
+        """
+        self._runner.cache.clear(self._output_processor.scheduler.pool.select_unshared(state.request.blocks))
+        self._output_processor.fail(state)
+
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstRows:
+    """Rows of a burst, one entry per row."""
+
+    slots_R: Ints
+    num_tokens_R: Ints
+    """Prompt and sampled tokens of the request, those in flight included."""
+    max_num_tokens_R: Ints
+    """`Request.max_num_tokens`."""
+    has_stops_R: Bools
+    """The request has stop strings or stop token ids."""
+    is_streaming_R: Bools
+    """The request has an `on_tokens` callback."""
+
+    def select(self, rows: Sequence[int] | Ints) -> BurstRows:
+        """These rows, in this order."""
+        index = np.asarray(rows, dtype=np.int64)
+        return BurstRows(**{name: values[index] for name, values in self._list_arrays()})
+
+    def append(self, other: BurstRows) -> BurstRows:
+        """The rows of both."""
+        return BurstRows(
+            **{name: np.concatenate([values, getattr(other, name)]) for name, values in self._list_arrays()}
+        )
+
+    def advance(self, num_steps: int) -> BurstRows:
+        """The rows with `num_steps` more tokens in flight."""
+        return replace(self, num_tokens_R=self.num_tokens_R + num_steps)
+
+    def _list_arrays(self) -> list[tuple[str, NDArray[Any]]]:
+        return [(name, getattr(self, name)) for name in self.__slots__]
+
+
+def collect_rows(states: Sequence[RequestState], *, num_prefilled: int) -> BurstRows:
+    """Rows that are in no burst yet; the last `num_prefilled` have their next token in flight."""
+    num_tokens_R = np.array([len(state.request.token_ids) for state in states], dtype=np.int64)
+    num_tokens_R[len(states) - num_prefilled :] += 1
+    return BurstRows(
+        slots_R=np.array([state.request.slot for state in states], dtype=np.int64),
+        num_tokens_R=num_tokens_R,
+        max_num_tokens_R=np.array([state.request.max_num_tokens for state in states], dtype=np.int64),
+        has_stops_R=np.array([state.stops.has_stops for state in states], dtype=np.bool_),
+        is_streaming_R=np.array([state.on_tokens is not None for state in states], dtype=np.bool_),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InflightBurst:
+    """A burst in the device's queue."""
+
+    handle: CudaBurstHandle
+    states: list[RequestState]
+    rows: BurstRows
+    """`num_tokens_R` includes the tokens of this burst."""
+    num_prefilled: int
+    """The last rows, whose first token is sampled from a prefill."""
+    num_steps: int
+
+    @property
+    def has_running_requests(self) -> bool:
+        return any(state.request.slot is not None for state in self.states)
+
+    def find_continuing_rows(self) -> list[int]:
+        """Rows whose request still runs and has not reached its length limit: they may be in the next burst."""
+        has_room = (self.rows.num_tokens_R < self.rows.max_num_tokens_R).tolist()
+        return [row for row, state in enumerate(self.states) if has_room[row] and state.request.slot is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOutput:
+    """Tokens of those rows of a burst that sampled equally many tokens and whose requests still run."""
+
+    states: list[RequestState]
+    slots_R: Ints
+    token_ids_LR: NDArray[np.int32]
+    logprobs_LR: NDArray[np.float32]
+    entropies_LR: NDArray[np.float32] | None
+    """None: no row of the burst asks for them."""
+    num_to_eos_R: Ints
+    """Tokens up to and including the first end-of-sequence token; the largest int64 where there is none."""
+    is_continuing_R: Bools
+    """The row certainly continues after these tokens, and all of them are finite: nothing else needs checking."""
+    is_streaming_R: Bools
+    """The request has an `on_tokens` callback."""
+
+
+def split_output(burst: InflightBurst, output: BurstOutput, *, eos_ids: Collection[int]) -> list[RowsOutput]:
+    """Rows that were decoding before the burst, and prefilled rows; these sampled one token more."""
+    num_decoding = len(burst.states) - burst.num_prefilled
+    parts = [_check_rows(burst, output, range(num_decoding, len(burst.states)), first=0, eos_ids=eos_ids)]
+    if burst.num_steps:
+        parts.insert(0, _check_rows(burst, output, range(num_decoding), first=1, eos_ids=eos_ids))
+    return parts
+
+
+def _check_rows(
+    burst: InflightBurst, output: BurstOutput, rows: range, *, first: int, eos_ids: Collection[int]
+) -> RowsOutput:
+    """Lines from `first` on of the rows whose requests still run."""
+    states = burst.states
+    running = np.array([row for row in rows if states[row].request.slot is not None], dtype=np.int64)
+    token_ids_LR, logprobs_LR = output.token_ids_LR[first:, running], output.logprobs_LR[first:, running]
+    selected = burst.rows.select(running)
+    is_eos_LR = np.isin(token_ids_LR, list(eos_ids))
+    has_eos_R = is_eos_LR.any(axis=0)
+    is_finite_R = np.isfinite(logprobs_LR).all(axis=0)
+    has_room_R = selected.num_tokens_R < selected.max_num_tokens_R
+    return RowsOutput(
+        states=[states[row] for row in running.tolist()],
+        slots_R=selected.slots_R,
+        token_ids_LR=token_ids_LR,
+        logprobs_LR=logprobs_LR,
+        entropies_LR=None if output.entropies_LR is None else output.entropies_LR[first:, running],
+        num_to_eos_R=np.where(has_eos_R, is_eos_LR.argmax(axis=0) + 1, np.iinfo(np.int64).max),
+        is_continuing_R=has_room_R & ~has_eos_R & is_finite_R & ~selected.has_stops_R,
+        is_streaming_R=selected.is_streaming_R,
+    )
 
 
 class AsyncStepper(SyncStepper):
@@ -191,15 +379,7 @@ class AsyncStepper(SyncStepper):
         """Append a row's tokens, of which the `num_to_eos`-th is the first end-of-sequence token."""
         request, processor = state.request, self._output_processor
         processor.flush(request)
-        stop_reason: StopReason | None
-        if state.has_stops:
-            num_kept, stop_reason = find_first_stop(state, token_ids, eos_ids=processor.eos_ids)
-        else:
-            num_kept = min(len(token_ids), request.max_num_tokens - len(request.token_ids))
-            if num_to_eos <= num_kept and not request.sampling.ignore_eos:
-                num_kept, stop_reason = num_to_eos, "eos"
-            else:
-                stop_reason = find_length_limit(request, num_kept)
+        num_kept, stop_reason = state.stops.find_end(token_ids, num_to_eos=num_to_eos)
         # what a row decodes after its end is not part of the reply and may be anything
         if not all(map(math.isfinite, logprobs[:num_kept])):
             self._fail(state)
