@@ -126,8 +126,8 @@ class DecodeGraphs:
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
         self._graphs: GraphStore[None] = GraphStore(model)
-        """Keys: the number of rows, whether some row is truncated, whether some row asks for entropies, and how attention
-        is divided."""
+        """Keys: the number of rows, whether some row is truncated, whether some row asks for entropies, and how
+        attention is divided."""
         self._hidden_graphs: HiddenGraphs | None = None
         """Graphs for requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
