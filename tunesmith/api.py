@@ -20,7 +20,7 @@ from tunesmith.commands import pass_rate
 from tunesmith.commands.check.run import check
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
 from tunesmith.commands.eval.compare import run_comparison
-from tunesmith.commands.eval.eval_result import EvalResult
+from tunesmith.commands.eval.comparison_table import EvalResult
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.commands.pass_rate import PassRates
@@ -77,9 +77,9 @@ from tunesmith.model.prepare import prepare_model
 from tunesmith.monitor.metric_table import MetricTable
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.runs.launch import is_ray_driver, tune_on_ray
 from tunesmith.runs.load_config import change_section, load_section
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.ray_job import is_ray_driver, tune_on_ray
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 

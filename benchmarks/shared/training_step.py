@@ -40,9 +40,8 @@ from tunesmith.loop import StepParts, run_step
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_config import build_config
-from tunesmith.runs.policy import Policy
+from tunesmith.runs.policy import Policy, load_actors
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer

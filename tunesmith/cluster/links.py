@@ -132,6 +132,9 @@ class Links:
         return self.by_rank[0]
 
 
+NO_LINKS = Links(by_rank={})
+
+
 def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Links:
     """Connect the first rank with each of the peers; all ranks call this."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -141,7 +144,7 @@ def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Li
         address: tuple[int, bytes] = ranks.broadcast_object()
         port, secret = address
         if ranks.rank not in peers:
-            return Links(by_rank={})
+            return NO_LINKS
         connected = socket.create_connection((host, port), timeout=timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.sendall(secret + HEADER.pack(ranks.rank))

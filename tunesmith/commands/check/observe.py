@@ -117,7 +117,10 @@ async def observe_rollout(
     auxiliary_models: Mapping[str, ModelProvider],
     build_model: BuildModel,
 ) -> Observation:
-    """Run the agent once with the seed of the config, from an empty prefix cache."""
+    """Run the agent once with the seed of the config, from an empty prefix cache.
+
+    Without a dispatcher: the rollout has an endpoint and a watchdog of its own, which keep what a run does not.
+    """
     policy.engine.resume(0)
     service = build_service(policy, config, build_model)
     endpoint, model = service.endpoint, ObservedModel(service)
@@ -178,9 +181,9 @@ class LoggedEndpoint(ChatEndpoint):
         with self._log_refusal():
             return super().find_session(key)
 
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
+    async def admit(self, session: Session, fields: Any, **options: Any) -> PendingChatCompletion:
         with self._log_refusal():
-            pending = await super().admit(session, fields)
+            pending = await super().admit(session, fields, **options)
         self.calls.append(pending.call)
         return pending
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.config import RunConfig
@@ -22,15 +24,15 @@ from tunesmith.loop import StepParts
 from tunesmith.model.checkpoint import (
     estimate_checkpoint_bytes,
     load_checkpoint,
+    load_model_state,
+    load_states,
     remove_old_checkpoints,
     save_checkpoint,
 )
 from tunesmith.runs.policy import Policy
-from tunesmith.runs.resume_point import describe_recovery
-from tunesmith.runs.run_folder import RunFolder
-from tunesmith.runs.sharded_models import restore_sharded
+from tunesmith.runs.run_folder import RunFolder, describe_recovery
 from tunesmith.storage import RunPaths, save_json
-from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state
+from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state, load_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -59,6 +61,20 @@ def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[s
     state = load_checkpoint(checkpoint, policy.model)
     trainer.load_state_dict(state.trainer_state)
     return state.run_state
+
+
+def restore_sharded(checkpoint: Path, model: PreTrainedModel, trainer: Trainer) -> dict[str, Any]:
+    """Restore a model that is sharded over all ranks, and its trainer; return the state of the run.
+
+    The first rank reads the weights. Each reads its parts of the optimizer's state from the file.
+    """
+    sharding = find_sharding(model)
+    assert sharding is not None
+    weights = load_model_state(checkpoint, model, dtype=sharding.dtype) if sharding.ranks.is_first else {}
+    load_state(model, weights)
+    restored = load_states(checkpoint, is_mapped=True)
+    trainer.load_state_dict(restored.trainer_state)
+    return restored.run_state
 
 
 def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.cluster.links import Links, connect_links
+from tunesmith.cluster.links import NO_LINKS, Links, connect_links
 from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
@@ -51,7 +51,7 @@ class RunEnd:
 def connect_ranks(config: RunConfig, roles: RankRoles) -> Links:
     """The links of this rank; all ranks call this."""
     if roles.world.is_alone:
-        return Links(by_rank={})
+        return NO_LINKS
     return connect_links(roles.world, range(1, roles.world.world_size), timeout_s=config.cluster.timeout_s)
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.links import Links
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.service import ModelProvider, ModelService
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class StartServer(Protocol):
     """Serves the policy of a rank and yields the URL."""
 
-    def __call__(self, service: ModelService, *, ranks: Ranks) -> AbstractAsyncContextManager[str]: ...
+    def __call__(self, service: ModelService, *, rank: int, links: Links) -> AbstractAsyncContextManager[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +33,22 @@ class Server:
 
 def bind_actors(actors: Actors, server: Server | None) -> Actors:
     """The actors with the server's models, if there is a server."""
-    return actors if server is None else replace(actors, model=server.model)
+    return actors if server is None or server.model is None else replace(actors, model=server.model)
 
 
 async def work_while_serving(
     work: Callable[[], Awaitable[T]],
     server: Server | None,
     service: ModelService,
-    ranks: Ranks,
+    links: Links,
+    *,
+    rank: int = 0,
     show_line: Callable[[str], None] | None = None,
 ) -> T:
-    """Do the work while the server runs, if there is one; `show_line` gets its notice."""
+    """Do the work while the server runs, if there is one, with links of its own; `show_line` gets its notice."""
     if server is None:
         return await work()
-    async with server.start(service, ranks=ranks) as url:
+    async with server.start(service, rank=rank, links=links) as url:
         if show_line is not None:
             show_line(server.notice.format(url=url))
         return await work()

@@ -16,12 +16,11 @@ from typing import ClassVar
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.cluster.links import Links
+from tunesmith.cluster.links import NO_LINKS, Links
 from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.work_thread import NoThread, WorkThread
-from tunesmith.commands.eval.held_out import evaluate_all
-from tunesmith.commands.eval.results import EvaluationResult
+from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
 from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
@@ -59,12 +58,10 @@ from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.placement import place_config
-from tunesmith.runs.policy import BuildModel, Policy
+from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.resume_point import describe_interruption
-from tunesmith.runs.run_folder import RunFolder, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -191,12 +188,13 @@ def run_leader(
         )
         thread = build_thread(config, policy)
         links = connect_ranks(config, roles)
+        server_links = NO_LINKS if server is None else connect_ranks(config, roles)
         parts = build_parts(config, plan, policy, actors, roles, links, thread)
         check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
         training = partial(train, config, plan, policy, parts, folder, monitor)
         leading = partial(lead, training, parts.dispatcher, links, monitor.show_line)
         try:
-            serving = work_while_serving(leading, server, actors.service, roles.trainers, monitor.show_line)
+            serving = work_while_serving(leading, server, policy.service, server_links, show_line=monitor.show_line)
             return run_lockstep(serving, config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder.paths.root))
@@ -215,6 +213,7 @@ def run_follower(
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
     actors, thread, links = bind_actors(actors, server), build_thread(config, policy), connect_ranks(config, roles)
+    server_links = NO_LINKS if server is None else connect_ranks(config, roles)
     trainer = build_trainer(config, algorithm, functions, policy, roles.trainers, total_steps=start.total_steps)
     worker = None
     if not roles.samplers and not config.cluster.has_sharded_weights:
@@ -228,7 +227,8 @@ def run_follower(
         return result
 
     try:
-        return run_lockstep(work_while_serving(train_parts, server, actors.service, roles.trainers), config.rollout)
+        serving = work_while_serving(train_parts, server, policy.service, server_links, rank=roles.world.rank)
+        return run_lockstep(serving, config.rollout)
     finally:
         policy.close()
 
