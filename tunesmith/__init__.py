@@ -28,8 +28,9 @@ MODULES = {
     "tunesmith.commands.run.config": ("PipelineConfig",),
     "tunesmith.compat.agentscope_prompt_config": ("PromptTuneConfig",),
     "tunesmith.compat.agentscope_config": (
-        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TinkerConfig", "TunerModelConfig",
+        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TunerModelConfig",
     ),
+    "tunesmith.compat.tinker_config": ("TinkerConfig",),
     "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
 }  # fmt: skip
 """Names whose modules import neither torch nor transformers; the other names are imported with `tunesmith.api`."""

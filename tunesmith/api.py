@@ -54,7 +54,6 @@ from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
     TaskSelectorConfig,
-    TinkerConfig,
     TunerModelConfig,
     collect_own_selectors,
     translate_tune_arguments,
@@ -62,6 +61,7 @@ from tunesmith.compat.agentscope_config import (
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
 from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.compat.tinker_config import TinkerConfig
 from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
@@ -269,9 +269,9 @@ def evaluate(
 ) -> EvalResult:
     """Compare models on the held-out tasks of a run config or an evaluation config.
 
-    `suite` ("tir", for agents with tools) replaces the judge by measures under one name. `models` maps labels to model
-    folders, hub ids or run folders; by default those of the evaluation config, or the model of the run config. With the
-    folder `out` the results are written there, and a killed evaluation resumes.
+    `suite` ("tir" or "tir_paper", for agents with tools) replaces the judge by measures under one name. `models` maps
+    labels to model folders, hub ids or run folders; by default those of the evaluation config, or the model of the run
+    config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
     settings: RunConfig | EvalConfig = load_settings(find_command("eval"), config, overrides)
     if isinstance(settings, EvalConfig):

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.chat.detokenize import Detokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection, ModelSection
 from tunesmith.engine.engine import LocalEngine
@@ -37,7 +38,7 @@ CALL_PARTS: dict[str, Callable[..., Any]] = {
     "build a client": InProcessClient.bind,
     "read the request": RequestParser.parse,
     "render and tokenize": Renderer.render,
-    "decode the answer": Renderer.decode,
+    "decode the answer": Detokenizer.decode,
     "engine": LocalEngine.step,
 }
 """Part of a call -> the function whose cumulative time is reported."""

@@ -19,28 +19,30 @@ from typing import Any
 from tunesmith.cluster.rank_errors import is_launched
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.table import Command, import_named, list_config_classes
-from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
+from tunesmith.compat.trinity_yaml import is_trinity_file, load_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
     ClusterSection,
     ConversationDataSection,
     EvalConfig,
     ModelSection,
+    PreferenceConfig,
     RunConfig,
     Section,
+    SftConfig,
 )
 from tunesmith.config.environment import BUILT_IN_TOOLS
 from tunesmith.config.section import DataSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
+    AnySection,
     change_section,
     config_schema,
     describe_options,
     dump_config,
-    load_config,
     load_section,
-    load_values,
+    load_yaml,
 )
 from tunesmith.runs.load_function import check_function
 from tunesmith.tasks.data_path import check_data_path
@@ -75,17 +77,36 @@ def load_run_file(
     path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
-    if path is not None and is_trinity_file(trinity_values := load_values(path)):
-        translation = translate_trinity_file(trinity_values)
-        for note in translation.notes:
-            logger.warning("%s: %s", path, note)
-        return load_config(None, overrides, values=values, base=translation.values)
-    return load_config(path, overrides, values=values)
+    return load_translated(RunConfig, path, overrides, values=values)
+
+
+def load_translated(
+    kind: type[AnySection],
+    path: PathLike | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+) -> AnySection:
+    """Read a file of a command, or a Trinity-RFT file for it."""
+    if path is None or not is_trinity_file(load_yaml(Path(path))):
+        return load_section(kind, path, overrides, values=values)
+    translation, own = load_trinity_file(Path(path), overrides)
+    if kind is not TRANSLATED[translation.command]:
+        raise ConfigError(f"{path} is a file for `tunesmith {translation.command}`: its algorithm trains on other data")
+    for note in translation.notes:
+        logger.warning("%s: %s", path, note)
+    return load_section(kind, None, own, values=values, base=translation.values)
+
+
+TRANSLATED: dict[str, type[Section]] = {"tune": RunConfig, "sft": SftConfig, "prefer": PreferenceConfig}
+"""Command of a translated file -> its config."""
+load_sft_file = partial(load_translated, SftConfig)
+load_preference_file = partial(load_translated, PreferenceConfig)
 
 
 def load_eval_file(path: PathLike, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
     """Read a run file, or an evaluation file with `models`."""
-    if "models" in load_values(str(path)):
+    if "models" in load_yaml(Path(path)):
         return load_section(EvalConfig, path, overrides)
     return load_run_file(path, overrides)
 
@@ -112,7 +133,8 @@ def describe(
         return format_options(find_config_class(stage))
     if algorithms:
         return str(import_named("tunesmith.algorithms.algorithm:describe_algorithms")())
-    load = load_run_file if stage == "tune" else partial(load_section, find_config_class(stage))
+    kind = find_config_class(stage)
+    load = partial(load_translated if kind in TRANSLATED.values() else load_section, kind)
     return dump_config(load(config, overrides)).removesuffix("\n")
 
 

@@ -28,10 +28,11 @@ class EvalConfig(Section):
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
     `environment`."""
-    suite: Literal["tir"] | None = None
+    suite: Literal["tir", "tir_paper"] | None = None
     """Judge and measures under one name. tir, for agents with tools: exact match, F1, equality of math, efficiency,
-    successful execution and reasoning length, and with an auxiliary model `judge` its verdict and conciseness; replaces
-    `judge`, and null in `workflow` is `tunesmith.environments:tool_agent`."""
+    successful execution and reasoning length, and with an auxiliary model `judge` its verdict and conciseness.
+    tir_paper adds the scores of ET-Agent's own code. Replaces `judge`, and null in `workflow` is
+    `tunesmith.environments:tool_agent`."""
     eval_datasets: dict[str, DatasetSection] = Field(min_length=1)
     """Held-out task sets by name."""
     model: ServedModelSection = ServedModelSection()

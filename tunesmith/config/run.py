@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
@@ -56,6 +56,9 @@ class DatasetSection(DataSection):
     """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
+    fields: dict[str, Any] = Field(default_factory=dict)
+    """Fields that are added to rows which lack them, for instance `ability: math` or `qa`, by which
+    `tunesmith.judges.tir:tir_judge` scores equality of mathematics or F1 of words."""
     operators: tuple[OperatorSection, ...] = ()
     """Operators applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score,
     priority_order, paraphrase."""
@@ -63,6 +66,12 @@ class DatasetSection(DataSection):
     """Selection of training tasks; evaluations run all tasks."""
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files and digests of sets without added fields have no such key."""
+        values: dict[str, Any] = dump(self)
+        return {key: value for key, value in values.items() if key != "fields" or value}
 
 
 class TrainerSection(Section):

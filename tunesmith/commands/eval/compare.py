@@ -30,6 +30,7 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
+from tunesmith.judges.tir import describe_scorers
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
@@ -111,7 +112,15 @@ def run_comparison(
                     seconds=set_scores.seconds,
                     outcome_key=config.experience.outcome_key,
                 )
-        comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
+        comparison = {
+            name: compare_results(
+                name,
+                by_label,
+                seed=config.seed,
+                scorer="" if suite is None else describe_scorers(task.row for task in sets[name]),
+            )
+            for name, by_label in results.items()
+        }
         if out is not None:
             save_comparison(out, comparison, has_plot=has_plot)
     return comparison

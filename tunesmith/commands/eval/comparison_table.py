@@ -42,7 +42,8 @@ def describe_set(comparison: SetComparison) -> str:
     results = comparison.results.values()
     num_tasks = max(len(result.tasks) for result in results)
     num_runs = max(len(task.samples) for result in results for task in result.tasks)
-    return f"{comparison.name}: {num_tasks} tasks, {num_runs} {'rollout' if num_runs == 1 else 'rollouts'} of each"
+    text = f"{comparison.name}: {num_tasks} tasks, {num_runs} {'rollout' if num_runs == 1 else 'rollouts'} of each"
+    return f"{text}; {comparison.scorer}" if comparison.scorer else text
 
 
 def list_tables(comparison: SetComparison) -> list[list[list[str]]]:

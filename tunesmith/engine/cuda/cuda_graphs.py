@@ -26,9 +26,11 @@ from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBa
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind, get_num_sms
 from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, PrefillGraphs, choose_capture_size
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
+from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
@@ -86,6 +88,7 @@ class DecodeGraphs:
         self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=scratch_block)
         self._inputs = _StepInputs.allocate(max_num_seqs, device=device)
         self._block_table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
+        self._division_7S = torch.zeros((7, max_num_seqs), dtype=torch.int32, device=device)
         self._log = torch.zeros((NUM_BUFFERS, NUM_LOGS, LOG_LINES, max_num_seqs), dtype=torch.int32, device=device)
         log_lines = self._log.view(-1, max_num_seqs)
         self._sampling = SamplingTensors(
@@ -102,20 +105,29 @@ class DecodeGraphs:
             entropy_log_LR=log_lines.view(torch.float32)[2 * LOG_LINES :],
         )
         config = model.config.get_text_config()
-        num_groups = config.num_attention_heads // min(cache.keys[0].shape[1], config.num_attention_heads)
+        num_heads, num_kv_heads = config.num_attention_heads, cache.keys[0].shape[1]
         self._context = GraphContext(
             model=model,
             cache=cache,
             num_slots=max_num_seqs,
             num_columns=num_columns,
             scratch_block=scratch_block,
-            tile_tokens=get_tile_tokens(num_groups),
+            tile_tokens=get_tile_tokens(num_heads // min(num_kv_heads, num_heads)),
+            divider=Divider(
+                block_size=cache.block_size,
+                num_kv_heads=num_kv_heads,
+                num_heads=num_heads,
+                head_size=cache.keys[0].shape[3],
+                num_sms=get_num_sms(device),
+                window=getattr(config, "sliding_window", None) or 0,
+            ),
             installed=self.installed,
         )
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
         self._graphs: GraphStore[None] = GraphStore(model)
-        """Keys: the number of rows, whether some row is truncated, and whether some row asks for entropies."""
+        """Keys: the number of rows, whether some row is truncated, whether some row asks for entropies, and how
+        attention is divided."""
         self._hidden_graphs: HiddenGraphs | None = None
         """Graphs for requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
@@ -128,14 +140,17 @@ class DecodeGraphs:
         size = choose_capture_size(num_rows, self._num_slots)
         has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         has_entropies = bool(self.input_batch.has_entropy_S[rows.slots_R].any())
+        table_RP = self.input_batch.block_table_SP[rows.slots_R]
+        division = self._context.divider.divide(table_RP, rows.positions_R, num_steps=num_steps)
         # first, since a capture overwrites the buffers into which this launch's inputs go
-        graph = self._get_graph(size, has_truncation, has_entropies) if num_steps else None
+        graph = self._get_graph(size, has_truncation, has_entropies, division.kind) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
         staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * NUM_LOGS * LOG_LINES)
         # Inputs, first tokens, steps and the copy of the log are queued on one stream, so they run in this order, and
         # after the launch before. The host waits for nothing here.
+        self._copy_division(staging, division)
         self._copy_inputs(staging, size)
         self._sample_prefilled(rows, has_truncation, has_entropies)
         for _ in range(num_steps):
@@ -191,6 +206,11 @@ class DecodeGraphs:
         # may not have read yet, has left it.
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
+    def _copy_division(self, staging: _StagingBuffers, division: Division) -> None:
+        if division.kind is not Kind.WHOLE:
+            division.fill(staging.division.numpy())
+            self._division_7S.copy_(staging.division, non_blocking=True)
+
     def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
         first = len(rows.slots_R) - rows.num_prefilled
         for hidden_NC in rows.prefill_hidden:
@@ -203,11 +223,11 @@ class DecodeGraphs:
             )
             first += len(hidden_NC)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
-        key = (size, has_truncation, has_entropies)
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
+        key = (size, has_truncation, has_entropies, kind)
         return self._graphs.find(key) or self._capture(*key)
 
-    def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
         """Capture a step on padding rows while the device is idle."""
         # the last launch may still copy from the pinned staging buffer, which is padded now
         torch.cuda.synchronize()
@@ -215,17 +235,20 @@ class DecodeGraphs:
         saved_ids = self._sampling.ids_R.clone()
         self._staging[self._buffer].pad(0, size)
         self._copy_inputs(self._staging[self._buffer], size)
+        self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
         rows = self._sampling.narrow(0, size)
-        plan = build_decode_plan(self._cache, self._block_table[:size], rows.positions_R)
+        work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
+        plan = build_decode_plan(self._cache, self._block_table[:size], work)
 
         def run_step() -> None:
+            list_items(work)
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
             sample_next_tokens(
                 compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation, has_entropies=has_entropies
             )
 
         with self.installed():
-            graph = self._graphs.capture((size, has_truncation, has_entropies), run_step)
+            graph = self._graphs.capture((size, has_truncation, has_entropies, kind), run_step)
         self._sampling.ids_R.copy_(saved_ids)
         return graph
 
@@ -278,9 +301,9 @@ class _StagingBuffers:
 
     def __init__(self, graphs: DecodeGraphs) -> None:
         self.inputs = _StepInputs.allocate(graphs._num_slots, pin_memory=True)
-        self.block_table, self.log = (
+        self.block_table, self.division, self.log = (
             torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            for tensor in (graphs._block_table, graphs._log[0])
+            for tensor in (graphs._block_table, graphs._division_7S, graphs._log[0])
         )
         self.event = torch.cuda.Event()
         """Recorded after the launch's last copy."""

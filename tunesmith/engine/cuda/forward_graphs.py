@@ -23,6 +23,8 @@ from tunesmith.engine.batch.arrays import copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, PrefillLayerPlan, build_decode_plan, build_prefill_arrays
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind
+from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
@@ -46,6 +48,7 @@ class GraphContext:
     """The cache block to which padding is written, and which nothing reads."""
     tile_tokens: int
     """Tokens of a tile of the prefill kernel."""
+    divider: Divider
     installed: Callable[[], AbstractContextManager[None]]
     """Replaces the layers by fused ones, if the engine has them."""
 
@@ -71,19 +74,26 @@ class HiddenGraphs:
         self._block_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, device=device)
         self._host_integers_2S = torch.zeros((2, num_slots), dtype=torch.long, pin_memory=True)
         self._host_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, pin_memory=True)
+        self._division_7S = torch.zeros((7, num_slots), dtype=torch.int32, device=device)
+        self._host_division_7S = torch.zeros((7, num_slots), dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
         """Recorded after the last copy from the host buffers."""
         self._graphs: GraphStore[Tensor] = GraphStore(context.model)
-        """Each writes hidden states [R, C]."""
+        """Keys: the batch size, and how attention is divided; each writes hidden states [R, C]."""
 
     def compute(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
         size = choose_capture_size(len(spans), self._context.num_slots)
-        graph = self._graphs.find(size) or self._capture(size)
         # the host buffers are written again only when the device has read them; its computation need not be over
         self._copied.synchronize()
         self._fill(spans, token_ids, size)
-        self._copy(size)
+        positions_R, table_RP = self._host_integers_2S[1, : len(spans)], self._host_table_SP[: len(spans)]
+        division = self._context.divider.divide(table_RP.numpy(), positions_R.numpy(), num_steps=1)
+        graph = self._graphs.find((size, division.kind))
+        if graph is None:
+            graph = self._capture(size, division.kind)
+            self._fill(spans, token_ids, size)
+        self._copy(size, division)
         self._copied.record()
         return graph.replay()[: len(spans)]
 
@@ -96,20 +106,30 @@ class HiddenGraphs:
         for row, span in enumerate(spans):
             table[row, : len(span.blocks)] = span.blocks
 
-    def _copy(self, size: int) -> None:
+    def _copy(self, size: int, division: Division) -> None:
         self._integers_2S.copy_(self._host_integers_2S, non_blocking=True)
         self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
+        if division.kind is not Kind.WHOLE:
+            division.fill(self._host_division_7S.numpy())
+            self._division_7S.copy_(self._host_division_7S, non_blocking=True)
 
-    def _capture(self, size: int) -> CapturedGraph[Tensor]:
+    def _capture(self, size: int, kind: Kind) -> CapturedGraph[Tensor]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
-        self._fill((), (), size)
-        self._copy(size)
-        ids_R, positions_R = self._integers_2S[:, :size]
         context = self._context
-        plan = build_decode_plan(context.cache, self._block_table_SP[:size], positions_R)
+        self._fill((), (), size)
+        self._copy(size, context.divider.build_empty(kind))
+        torch.cuda.synchronize()  # the next request's inputs go through the same host buffers
+        ids_R, positions_R = self._integers_2S[:, :size]
+        work = DecodeWork.allocate(context.divider, kind, positions_R, self._division_7S)
+        plan = build_decode_plan(context.cache, self._block_table_SP[:size], work)
+
+        def run_step() -> Tensor:
+            list_items(work)
+            return run_body(context.model, ids_R[None], positions_R[None], plan)[0]
+
         with context.installed():
-            return self._graphs.capture(size, lambda: run_body(context.model, ids_R[None], positions_R[None], plan)[0])
+            return self._graphs.capture((size, kind), run_step)
 
 
 # Padding tokens are computed like others, so from 64 tokens on each size is at most half as large again as the last.
