@@ -26,9 +26,8 @@ MODULES = {
         "EvalConfig", "ExportSection", "PreferenceConfig", "PrepareSection", "RunConfig", "SftConfig",
     ),
     "tunesmith.commands.run.config": ("PipelineConfig",),
-    "tunesmith.compat.agentscope_prompt_config": ("PromptTuneConfig",),
     "tunesmith.compat.agentscope_config": (
-        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TunerModelConfig",
+        "AlgorithmConfig", "DatasetConfig", "PromptTuneConfig", "TaskSelectorConfig", "TunerModelConfig",
     ),
     "tunesmith.compat.tinker_config": ("TinkerConfig",),
     "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),

@@ -53,14 +53,13 @@ from tunesmith.commands.tune_prompt.tune import tune_prompt
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
+    PromptTuneConfig,
     TaskSelectorConfig,
     TunerModelConfig,
     collect_own_selectors,
     translate_tune_arguments,
 )
-from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
-from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.compat.tinker_config import TinkerConfig
 from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops

@@ -21,7 +21,7 @@ from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.progress import RolloutProgress
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed
 from tunesmith.trainer.rank_trainer import RankTrainer, StepGroups, StepRecord
 from tunesmith.types import RunAdvantage
 

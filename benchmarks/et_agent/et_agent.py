@@ -39,8 +39,7 @@ from benchmarks.et_agent.orderings import (
 )
 from benchmarks.shared.report import publish
 from tunesmith.et_agent.radar import can_plot, save_radar_plot
-from tunesmith.et_agent.selection.diversity import measure_diversity, measure_text_spreads
-from tunesmith.et_agent.selection.rft import read_trajectories
+from tunesmith.et_agent.selection.rft import measure_diversity, measure_text_spreads, read_trajectories
 
 PIPELINE, DONE, LOG = "pipeline.yaml", "job.done", "job.log"
 FROM_EVALUATION = {

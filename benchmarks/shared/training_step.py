@@ -36,8 +36,7 @@ from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import build_config
 from tunesmith.runs.policy import Policy, load_actors
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed, build_sequential
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 

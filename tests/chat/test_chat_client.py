@@ -10,7 +10,7 @@ from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer, say
 from tunesmith.chat.client import create_chat_completion
 from tunesmith.chat.renderer import Renderer
-from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
+from tunesmith.compat.chat_models import build_agentscope_model, has_agentscope
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, tune
-from tunesmith.compat.agentscope_output import OUTPUT_VARIABLE, agent_output
+from tunesmith.compat.chat_models import OUTPUT_VARIABLE, agent_output
 
 AGENT_NAME = "printing_agent"
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 from transcripts import replies
 
-from tunesmith.judges.paper_scores import compute_paper_scores, is_equal_text
-from tunesmith.judges.tir import tir_paper_judge
+from tunesmith.judges.tir import compute_paper_scores, is_equal_text, tir_paper_judge
 from tunesmith.judges.transcript import Reply
 
 QUESTIONS = [

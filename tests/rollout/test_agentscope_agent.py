@@ -24,7 +24,7 @@ from agentscope.message import Msg, TextBlock
 from agentscope.model import OpenAIChatModel
 from agentscope.tool import Toolkit, ToolResponse
 
-from tunesmith.compat.agentscope_model import build_agentscope_model
+from tunesmith.compat.chat_models import build_agentscope_model
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import pytest
 from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer, say
 from tunesmith.chat.renderer import Renderer
-from tunesmith.compat.agentscope_model import build_agentscope_model
+from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling
 

@@ -25,8 +25,7 @@ from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.watchdog import EventLoopWatchdog
 from tunesmith.rollout.workers.local import LocalWorker
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed, build_sequential
 from tunesmith.types import Distribution, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
 

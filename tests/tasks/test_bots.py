@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.tasks.bots import BotsSelector, average_repeated, find_largest
-from tunesmith.tasks.reference_pass_rates import ReferencePassRates
+from tunesmith.tasks.bots import BotsSelector, ReferencePassRates, average_repeated, find_largest
 
 WEAK = [0.1, 0.9, 0.5, 0.5, 0, 1, 0.3, 0.7, 0.2, 0.5]
 STRONG = [0.2, 0.95, 0.6, 0.7, 0.1, 1, 0.5, 0.9, 0.4, 0.5]

@@ -9,8 +9,7 @@ import pytest
 
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.bots import BotsSelector
-from tunesmith.tasks.mixture import Mixture
-from tunesmith.tasks.selector import build_sequential
+from tunesmith.tasks.selector import Mixture, build_sequential
 
 SIZES = {"a": 5, "b": 7}
 

@@ -8,11 +8,9 @@ import pytest
 
 from tunesmith.config import SelectorSection
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.tasks.mixture import Mixture
-from tunesmith.tasks.pareto_selector import ParetoSelector
-from tunesmith.tasks.selector import build_sequential
+from tunesmith.tasks.pareto import ParetoSelector
+from tunesmith.tasks.selector import Mixture, TaskFeed, build_sequential
 from tunesmith.tasks.table import build_selector
-from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Failure, Group, Task, Trajectory
 
 TASKS = [Task(task_id=f"t/{i}", index=i, row={"question": f"q{i}"}) for i in range(8)]

@@ -12,13 +12,15 @@ from tunesmith.errors import DataError
 from tunesmith.tasks.operators import (
     compute_quality,
     deduplicate,
+    find_rejection,
+    is_faithful,
     length_filter,
     normalize,
     order_by_priority,
+    paraphrase,
     score_difficulty,
     score_quality,
 )
-from tunesmith.tasks.paraphrase import find_rejection, is_faithful, paraphrase
 from tunesmith.types import Task
 
 

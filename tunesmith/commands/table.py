@@ -491,7 +491,7 @@ COMMANDS: tuple[Command, ...] = (
             Option("out", "File to write; an existing file is an error.", default=REQUIRED),
             DEBUG,
         ),
-        run="tunesmith.et_agent.formats.conversion:convert_file",
+        run="tunesmith.et_agent.formats.convert:convert_file",
     ),
     Command(
         name="config",

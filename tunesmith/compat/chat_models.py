@@ -2,13 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
+
+
+def has_agentscope() -> bool:
+    """Whether AgentScope is installed."""
+    return importlib.util.find_spec("agentscope") is not None
+
+
+def build_agentscope_model(
+    endpoint: Endpoint, *, options: Mapping[str, Any] | None = None, is_stream: bool = False
+) -> Any:
+    """Build an AgentScope `OpenAIChatModel` whose calls go to the endpoint.
+
+    `options` are request fields of every call; the endpoint has the defaults of the others.
+    """
+    from agentscope.model import OpenAIChatModel
+
+    is_v2 = "credential" in inspect.signature(OpenAIChatModel).parameters
+    model_class = _add_base_url(OpenAIChatModel)
+    model = (_build_v2 if is_v2 else _build_v1)(model_class, endpoint, dict(options or {}), is_stream)
+    model.endpoint = endpoint
+    model.client = endpoint.client
+    model.api_key = endpoint.api_key
+    model.model_name = endpoint.model_name
+    model.options = dict(options or {})  # for `create_chat_completion`, which calls the client directly
+    return model
+
+
+@functools.cache
+def _add_base_url(model_class: type) -> Any:
+    """A subclass with `base_url`, other clients, and the same name, by which AgentScope's tracing identifies models."""
+    added = {
+        "__module__": model_class.__module__,
+        "base_url": property(lambda model: model.endpoint.find_url()),
+        "as_openai_client": lambda model: model.endpoint.as_openai_client(),
+        "as_sync_openai_client": lambda model: model.endpoint.as_sync_openai_client(),
+        "as_anthropic_client": lambda model: model.endpoint.as_anthropic_client(),
+    }
+    return type(model_class.__name__, (model_class,), added)
+
+
+def _build_v1(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_stream: bool) -> Any:
+    return model_class(
+        model_name=endpoint.model_name,
+        api_key=endpoint.api_key,
+        stream=is_stream,
+        client_kwargs={"base_url": str(endpoint.client.base_url), "http_client": endpoint.http_client},
+        generate_kwargs=options,
+    )
+
+
+def _build_v2(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_stream: bool) -> Any:
+    from agentscope.credential import OpenAICredential
+
+    known = set(model_class.Parameters.model_fields)
+    extra = options.pop("extra_body", {}) | {key: value for key, value in options.items() if key not in known}
+    return model_class(
+        credential=OpenAICredential(api_key=endpoint.api_key, base_url=str(endpoint.client.base_url)),
+        model=endpoint.model_name,
+        parameters=model_class.Parameters(**{key: value for key, value in options.items() if key in known}),
+        stream=is_stream,
+        max_retries=0,
+        **({} if endpoint.max_model_len is None else {"context_size": endpoint.max_model_len}),
+        client_kwargs={"http_client": endpoint.http_client},
+        extra_body=extra or None,
+    )
+
 
 CHAT_MODELS = ("auto", "agentscope", "openai")
 """Values of `rollout.chat_model`, and of arguments of the same name."""
@@ -37,3 +107,30 @@ def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> A
 
 def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
     return build_agentscope_model(endpoint, options=options)
+
+
+OUTPUT_VARIABLE = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
+
+
+@contextmanager
+def agent_output(*, is_shown: bool) -> Iterator[Callable[[bool], None]]:
+    """Set whether agents constructed in this context print their messages; yields a function that changes it.
+
+    With `is_shown=False`, a value that the environment already has for the variable is kept.
+    """
+    before = os.environ.get(OUTPUT_VARIABLE)
+
+    def switch(is_shown: bool) -> None:
+        if is_shown:
+            os.environ[OUTPUT_VARIABLE] = "false"
+        else:
+            os.environ[OUTPUT_VARIABLE] = "true" if before is None else before
+
+    switch(is_shown)
+    try:
+        yield switch
+    finally:
+        if before is None:
+            os.environ.pop(OUTPUT_VARIABLE, None)
+        else:
+            os.environ[OUTPUT_VARIABLE] = before

@@ -46,7 +46,7 @@ from tunesmith.rollout.seeds import derive_round_seed, derive_seed
 from tunesmith.rollout.statistics import check_failures, compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import Worker, merge_statistics
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed
 from tunesmith.types import Group, RunAdvantage, Sampling
 
 

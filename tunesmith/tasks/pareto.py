@@ -9,14 +9,18 @@ of two objectives are found in O(n log n). Axes: N questions, P distinct points,
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from tunesmith.errors import DataError
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.tasks.selector import Choice, Selection
+from tunesmith.types import Group, Task, Trajectory
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -122,3 +126,191 @@ def read_rollouts(row: Mapping[str, Any], *, key: str, where: str) -> list[float
     if not is_numeric:
         raise DataError(f"{where}: {key} must be a list of finite numbers, one for each rollout, got {values!r:.80}")
     return [float(value) for value in values]
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+NUM_BINS = 10
+UNKNOWN = -1
+"""Number of the state of a task without rollouts, beside 0 (all right or all wrong) and 1 (mixed outcomes)."""
+
+
+class ParetoSelector:
+    """Selects from the best `keep` of the tasks, by fronts of the spreads of correctness and of tool calls.
+
+    keep           share of all tasks that is kept, at most the tasks with mixed outcomes
+    explore        share of a batch for tasks without rollouts, while there are any
+    correct_at     correctness from which a rollout counts as right
+    outcome_key    metric of rollouts that is their correctness; None uses the reward
+    tool_keys      metrics of rollouts whose sum is the number of tool calls
+    correctness_key, tool_calls_key   fields of the rows with numbers of earlier rollouts; None knows none
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        keep: PositiveShare = 0.5,
+        explore: Share = 0.25,
+        correct_at: float = CORRECT_AT,
+        outcome_key: str | None = None,
+        tool_keys: Annotated[list[str], Field(min_length=1)] = ["tool_calls"],  # noqa: B006 - never modified
+        correctness_key: str | None = None,
+        tool_calls_key: str | None = None,
+    ) -> None:
+        if (correctness_key is None) != (tool_calls_key is None):
+            raise ConfigError("selector 'pareto' needs both correctness_key and tool_calls_key, or neither")
+        self.num_tasks = len(tasks)
+        self.num_drawn = 0
+        self._seed, self._keep, self._explore, self._correct_at = seed, keep, explore, correct_at
+        self._outcome_key, self._tool_keys = outcome_key, tool_keys
+        self._states_N = np.full(self.num_tasks, UNKNOWN, dtype=np.int64)
+        self._spreads_N2: Floats = np.zeros((self.num_tasks, 2))
+        self._num_selected_N: Indices = np.zeros(self.num_tasks, dtype=np.int64)
+        self._choices: tuple[Choice, ...] = ()
+        if correctness_key is not None and tool_calls_key is not None:
+            self._learn(range(self.num_tasks), *read_rows(tasks, correctness_key, tool_calls_key))
+
+    def select(self, batch_size: int) -> list[int]:
+        """The next tasks; a task repeats only when the batch exceeds the data set."""
+        rng = np.random.default_rng((self._seed, self.num_drawn))
+        kept_J, ranks_J, distances_J = self._find_kept(rng)
+        choices: dict[int, Choice] = {}
+        numbers = {
+            int(index): describe_place(float(rank), float(distance))
+            for index, rank, distance in zip(kept_J, ranks_J, distances_J, strict=True)
+        }
+        chosen: list[int] = []
+        while len(chosen) < batch_size:
+            left = min(batch_size - len(chosen), self.num_tasks)
+            for index, reason in self._pick(left, kept_J, rng):
+                chosen.append(index)
+                spread = dict(zip(("std_correctness", "std_tool_calls"), self._spreads_N2[index].tolist(), strict=True))
+                choices[index] = Choice(index=index, reason=reason, numbers=spread | numbers.get(index, {}))
+        self._num_selected_N += np.bincount(chosen, minlength=self.num_tasks)
+        self.num_drawn += batch_size
+        self._choices = tuple(choices[index] for index in chosen)
+        return chosen
+
+    def _find_kept(self, rng: np.random.Generator) -> tuple[Indices, Indices, Floats]:
+        """The best tasks with mixed outcomes, best first, with their fronts and crowding distances."""
+        mixed_M = np.flatnonzero(self._states_N == 1)
+        order, ranks, distances = sort_by_front(self._spreads_N2[mixed_M], rng=rng)
+        size = min(len(mixed_M), math.ceil(self._keep * self.num_tasks))
+        return mixed_M[order[:size]], ranks[:size], distances[:size]
+
+    def _pick(self, size: int, kept_J: Indices, rng: np.random.Generator) -> Iterator[tuple[int, str]]:
+        """`size` different tasks with the reason of each."""
+        order_N = rng.permutation(self.num_tasks)
+        unknown = order_N[self._states_N[order_N] == UNKNOWN]
+        kept = kept_J[np.argsort(self._num_selected_N[kept_J], kind="stable")]
+        is_kept_N = np.zeros(self.num_tasks, dtype=bool)
+        is_kept_N[kept_J] = True
+        others = order_N[(self._states_N[order_N] != UNKNOWN) & ~is_kept_N[order_N]]
+        others = others[np.argsort(self._num_selected_N[others], kind="stable")]
+        num_unknown = min(len(unknown), round(self._explore * size))
+        num_kept = min(len(kept), size - num_unknown)
+        num_unknown = min(len(unknown), size - num_kept)
+        parts = [
+            (kept[:num_kept], "kept by its front"),
+            (unknown[:num_unknown], "no rollouts yet"),
+            (others[: size - num_kept - num_unknown], "nothing better left in the batch"),
+        ]
+        return ((int(index), reason) for indices, reason in parts for index in indices)
+
+    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
+        """Ignored beyond metrics: pass rates do not have the spread of tool calls, see `observe`."""
+        num_mixed = int(np.count_nonzero(self._states_N == 1))
+        return {
+            "selector/num_tasks_known": float(np.count_nonzero(self._states_N != UNKNOWN)),
+            "selector/num_tasks_mixed": float(num_mixed),
+            "selector/std_correctness": float(self._spreads_N2[self._states_N == 1, 0].mean()) if num_mixed else 0.0,
+            "selector/std_tool_calls": float(self._spreads_N2[self._states_N == 1, 1].mean()) if num_mixed else 0.0,
+        }
+
+    def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        """Learn from the scored rollouts of tasks; a task without one stays as it is.
+
+        The rollouts of a task that occurs several times are taken together.
+        """
+        seen: dict[int, list[Trajectory]] = {}
+        for index, group in zip(indices, groups, strict=True):
+            if group.scored:
+                seen.setdefault(index, []).extend(group.scored)
+        self._learn(
+            list(seen),
+            [[self._read(run, None) for run in runs] for runs in seen.values()],
+            [[sum(self._read(run, key) for key in self._tool_keys) for run in runs] for runs in seen.values()],
+        )
+
+    def _read(self, run: Trajectory, key: str | None) -> float:
+        """The metric `key` of a rollout, or its correctness if `key` is None."""
+        name = self._outcome_key if key is None else key
+        if name is None:
+            assert run.reward is not None
+            return run.reward
+        if name not in run.metrics:
+            raise ConfigError(
+                f"selector 'pareto' needs the metric {name!r}, which rollout {run.run_index} of task "
+                f"{run.task.task_id} does not report ({', '.join(run.metrics) or 'it reports none'}): report it from "
+                "the workflow or the judge, or change outcome_key or tool_keys of task_selector.args"
+            )
+        return run.metrics[name]
+
+    def _learn(
+        self, indices: Sequence[int], correctness: Sequence[Sequence[float]], calls: Sequence[Sequence[float]]
+    ) -> None:
+        where = np.asarray(indices, dtype=np.int64)
+        self._states_N[where] = find_mixed(correctness, correct_at=self._correct_at)
+        self._spreads_N2[where] = np.stack([compute_spreads(correctness), compute_spreads(calls)], axis=1)
+
+    def explain(self) -> Selection:
+        """The choices of the last `select`; the histogram counts mixed tasks by 2 * std of correctness."""
+        spread_M = 2 * self._spreads_N2[self._states_N == 1, 0]
+        bins = np.clip((spread_M * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
+        return Selection(
+            choices=self._choices,
+            summary=self.feedback((), ()),
+            histogram=tuple(np.bincount(bins, minlength=NUM_BINS).tolist()),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_drawn": self.num_drawn,
+            "states": self._states_N.tolist(),
+            "spreads": self._spreads_N2.tolist(),
+            "num_selected": self._num_selected_N.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state["states"]) != self.num_tasks:
+            raise ValueError(
+                f"the selector's state has {len(state['states'])} tasks, the data set has {self.num_tasks}"
+            )
+        self.num_drawn = state["num_drawn"]
+        self._states_N[:] = state["states"]
+        self._spreads_N2[:] = np.asarray(state["spreads"]).reshape(self.num_tasks, 2)
+        self._num_selected_N[:] = state["num_selected"]
+
+
+def describe_place(rank: float, distance: float) -> dict[str, float]:
+    """The place of a kept task; the ends of a front have no finite distance, and JSON no infinite number."""
+    return {"front": rank} | ({"crowding_distance": distance} if math.isfinite(distance) else {"is_end_of_front": 1.0})
+
+
+def read_rows(
+    tasks: Sequence[Task], correctness_key: str, tool_calls_key: str
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Correctness and tool calls of the rollouts in the rows of tasks; DataError if a row lacks them."""
+    correctness, calls = [], []
+    for task in tasks:
+        where = f"task {task.task_id}"
+        correctness.append(read_rollouts(task.row, key=correctness_key, where=where))
+        calls.append(read_rollouts(task.row, key=tool_calls_key, where=where))
+        if not correctness[-1] or len(correctness[-1]) != len(calls[-1]):
+            raise DataError(
+                f"{where} has {len(correctness[-1])} values in {correctness_key} and {len(calls[-1])} in "
+                f"{tool_calls_key}: both need one for each rollout, at least one"
+            )
+    return correctness, calls

@@ -10,15 +10,18 @@ Axes: N tasks, K feature columns.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.errors import ConfigError
-from tunesmith.types import Group
+from tunesmith.storage import save_json
+from tunesmith.types import Group, Task
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -184,3 +187,170 @@ class RandomSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_drawn = state["num_drawn"]
+
+
+class TaskFeed:
+    """Selects tasks and reports their pass rates to the selector."""
+
+    def __init__(self, tasks: Sequence[Task], selector: Selector) -> None:
+        self.tasks = tasks
+        self.selector = selector
+        self.requeued: list[int] = []
+        """Tasks that run again, before the selector's next ones: their rollouts were dropped."""
+        self._selected: list[int] = []
+        self._selections: list[Selection] = []
+
+    def select(self, num_tasks: int) -> list[Task]:
+        """The next tasks, run in this step."""
+        indices = self.draw(num_tasks)
+        self.add_selected(indices)
+        return [self.tasks[index] for index in indices]
+
+    def draw(self, num_tasks: int) -> list[int]:
+        """Indices of the next tasks, which a step may train later: `add_selected` names those that it does."""
+        again, self.requeued = self.requeued[:num_tasks], self.requeued[num_tasks:]
+        if len(again) == num_tasks:
+            return again
+        indices = select_indices(self.selector, num_tasks - len(again), num_tasks=len(self.tasks))
+        if isinstance(self.selector, ExplainingSelector):
+            self._selections.append(self.selector.explain())
+        return again + indices
+
+    def add_selected(self, indices: Sequence[int]) -> None:
+        """Tasks of this step, whose pass rates come next."""
+        self._selected += indices
+
+    def requeue(self, indices: Sequence[int]) -> None:
+        """Let tasks run again, before others."""
+        self.requeued += indices
+
+    def give_feedback(
+        self, pass_rates: Sequence[float | None], groups: Sequence[Group] | None = None
+    ) -> dict[str, float]:
+        """Report the pass rates of the tasks selected in this step, in the order of selection; None is not reported.
+
+        `groups`, in the same order, are reported to selectors that learn from rollouts.
+        """
+        if groups is not None and isinstance(self.selector, ObservingSelector):
+            self.selector.observe(self._selected, groups)
+        known = [(index, rate) for index, rate in zip(self._selected, pass_rates, strict=True) if rate is not None]
+        self._selected = []
+        return dict(self.selector.feedback([index for index, _ in known], [rate for _, rate in known]) or {})
+
+    def save_selection(self, path: Path) -> None:
+        """Write the choices of this step and their reasons, if the selector explains them."""
+        selections, self._selections = self._selections, []
+        choices = [
+            asdict(choice) | {"task_id": self.tasks[choice.index].task_id}
+            for selection in selections
+            for choice in selection.choices
+        ]
+        if choices:
+            last = selections[-1]
+            save_json(path, {"choices": choices, "summary": dict(last.summary), "histogram": list(last.histogram)})
+
+
+class Mixture:
+    """A selector over the tasks of several sets."""
+
+    def __init__(
+        self,
+        selectors: Mapping[str, Selector],
+        sizes: Mapping[str, int],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seed: int,
+    ) -> None:
+        self._names = list(selectors)
+        self._selectors = dict(selectors)
+        self._sizes = np.asarray([sizes[name] for name in self._names])
+        self._first = np.concatenate([[0], np.cumsum(self._sizes)]).tolist()
+        self._shares = None
+        if weights is not None:
+            given = np.asarray([weights[name] for name in self._names], dtype=np.float64)
+            self._shares = given / given.sum()
+        self._seed = seed
+        self._num_drawn_of = np.zeros(len(self._names), dtype=np.int64)
+        self._last_sets: set[int] = set()
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    @property
+    def num_drawn(self) -> int:
+        return int(self._num_drawn_of.sum())
+
+    def select(self, batch_size: int) -> list[int]:
+        """The next task indices, in the order in which their sets are drawn."""
+        sets = [self._draw_set() for _ in range(batch_size)]
+        self._last_sets = set(sets)
+        drawn = {
+            number: iter(select_indices(self._selector(number), count, num_tasks=int(self._sizes[number])))
+            for number, count in Counter(sets).items()
+        }
+        return [self._first[number] + next(drawn[number]) for number in sets]
+
+    def _draw_set(self) -> int:
+        """Choose the set of the next draw and count the draw."""
+        if self._shares is None:
+            number = self._find_by_size(self.num_drawn)
+        else:
+            number = int(np.argmax(self._shares * (self.num_drawn + 1) - self._num_drawn_of))
+        self._num_drawn_of[number] += 1
+        return number
+
+    def _find_by_size(self, position: int) -> int:
+        epoch, offset = divmod(position, self._first[-1])
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.repeat(np.arange(len(self._sizes)), self._sizes)
+            np.random.default_rng(self._seed + epoch).shuffle(self._order)
+        return int(self._order[offset])
+
+    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
+        """Pass each selector the feedback on its own tasks; its metrics get the set's name as a suffix."""
+        metrics: dict[str, float] = {}
+        rated = list(zip(indices, pass_rates, strict=True))
+        for number, name in enumerate(self._names):
+            start, end = self._first[number], self._first[number + 1]
+            own = [(index - start, rate) for index, rate in rated if start <= index < end]
+            set_metrics = self._selector(number).feedback([index for index, _ in own], [rate for _, rate in own])
+            metrics |= {f"{key}/{name}": value for key, value in (set_metrics or {}).items()}
+        return metrics
+
+    def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        """Pass the rollouts of each set's tasks to its selector, if it learns from rollouts."""
+        for number in range(len(self._names)):
+            selector = self._selector(number)
+            if not isinstance(selector, ObservingSelector):
+                continue
+            start, end = self._first[number], self._first[number + 1]
+            own = [(index - start, group) for index, group in zip(indices, groups, strict=True) if start <= index < end]
+            selector.observe([index for index, _ in own], [group for _, group in own])
+
+    def explain(self) -> Selection:
+        """The merged explanations of the selectors that took part in the last `select` and can explain it."""
+        selectors = [(number, self._selector(number)) for number in sorted(self._last_sets)]
+        parts = [(number, each.explain()) for number, each in selectors if isinstance(each, ExplainingSelector)]
+        choices = [
+            replace(choice, index=self._first[number] + choice.index)
+            for number, part in parts
+            for choice in part.choices
+        ]
+        summary = {
+            f"{key}/{self._names[number]}": value for number, part in parts for key, value in part.summary.items()
+        }
+        histogram = tuple(int(sum(column)) for column in zip(*(part.histogram for _, part in parts), strict=True))
+        return Selection(choices=tuple(choices), summary=summary, histogram=histogram)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_drawn_of": self._num_drawn_of.tolist(),
+            "selectors": {name: selector.state_dict() for name, selector in self._selectors.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num_drawn_of[:] = state["num_drawn_of"]
+        for name, selector in self._selectors.items():
+            selector.load_state_dict(state["selectors"][name])
+
+    def _selector(self, number: int) -> Selector:
+        return self._selectors[self._names[number]]

@@ -23,11 +23,11 @@ from tunesmith.tasks.operators import (
     deduplicate,
     length_filter,
     order_by_priority,
+    paraphrase,
     score_difficulty,
     score_quality,
 )
-from tunesmith.tasks.paraphrase import paraphrase
-from tunesmith.tasks.pareto_selector import ParetoSelector
+from tunesmith.tasks.pareto import ParetoSelector
 from tunesmith.tasks.selector import (
     Floats,
     RandomSelector,

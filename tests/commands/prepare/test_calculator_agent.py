@@ -22,8 +22,7 @@ from tunesmith.commands.prepare.calculator_agent import (
 )
 from tunesmith.commands.prepare.trajectories import build_messages, check_calculations
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
-from tunesmith.compat.chat_models import build_openai_chat_model
+from tunesmith.compat.chat_models import build_agentscope_model, build_openai_chat_model, has_agentscope
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import gsm8k_judge
 from tunesmith.rollout.service import ModelService

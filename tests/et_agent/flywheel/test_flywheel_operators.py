@@ -23,8 +23,7 @@ from policies import (
 from tunesmith.environments.transcript import Segment, find_format_error
 from tunesmith.et_agent.flywheel import scripted_roles
 from tunesmith.et_agent.flywheel.operators import BY_TOOL, GENERAL, OPERATORS, list_hints
-from tunesmith.et_agent.flywheel.roles import Finding, StepDraft
-from tunesmith.et_agent.flywheel.steps import reopen_end, split_steps
+from tunesmith.et_agent.flywheel.roles import Finding, StepDraft, reopen_end, split_steps
 
 pytestmark = pytest.mark.anyio
 

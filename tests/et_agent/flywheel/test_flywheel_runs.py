@@ -14,9 +14,8 @@ from tunesmith.commands.run.plan import PlannedStage
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
 from tunesmith.errors import ConfigError, DataError, RolloutError, StorageError
-from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
 from tunesmith.et_agent.flywheel.run import run_flywheel
-from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, plan_iteration
+from tunesmith.et_agent.flywheel.state import AttemptPlan, QuestionState, Record, find_fresh_records, plan_iteration
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.workspace import Workspace

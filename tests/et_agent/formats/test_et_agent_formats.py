@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tunesmith.cli import app
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.formats.conversion import convert_file
+from tunesmith.et_agent.formats.convert import convert_file
 from tunesmith.et_agent.formats.files import load_records, save_records
 
 GOOD = (
@@ -79,7 +79,7 @@ def write(folder, name):
 
 
 def load_rl_records():
-    from tunesmith.et_agent.formats.records import RlRow
+    from tunesmith.et_agent.formats.files import RlRow
 
     return [RlRow.read(row, "row") for row in FILES["et_rl"]]
 

@@ -14,8 +14,13 @@ from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.transcript import Segment, Transcript, wrap_result
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.selection.diversity import count_word_pairs, measure_diversity, normalize
-from tunesmith.et_agent.selection.rft import read_trajectory, run_rft_filter
+from tunesmith.et_agent.selection.rft import (
+    count_word_pairs,
+    measure_diversity,
+    normalize,
+    read_trajectory,
+    run_rft_filter,
+)
 from tunesmith.model.pocket import build_pocket_tokenizer
 
 

@@ -26,8 +26,7 @@ from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.rank import RankWorker, ServedWorker
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed, build_sequential
 from tunesmith.types import Sampling, Task, WorkflowOutput
 
 NUM_SAMPLERS = 2

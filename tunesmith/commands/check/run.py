@@ -14,8 +14,7 @@ from tunesmith.commands.check.observe import Observation, observe_rollout
 from tunesmith.commands.check.problems import find_problems
 from tunesmith.commands.doctor.finding import CheckFinding, format_findings
 from tunesmith.commands.settings import load_run_file
-from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config import DatasetSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops

@@ -25,7 +25,7 @@ from tunesmith.judges.answers import match_numeric
 from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
 from tunesmith.judges.transcript import Transcript, build_transcript
 from tunesmith.tasks.contamination import find_overlaps
-from tunesmith.tasks.paraphrase import paraphrase
+from tunesmith.tasks.operators import paraphrase
 from tunesmith.tasks.solutions import Solution, SolutionError, parse_solution
 from tunesmith.types import Task
 

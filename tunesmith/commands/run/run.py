@@ -24,8 +24,7 @@ from tunesmith.commands.run.plan import PlannedStage, StageSelection, plan_stage
 from tunesmith.commands.run.report import PipelineResult, load_pipeline_result, save_report
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.commands.table import STAGES, import_named
-from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config import FunctionStage, RunConfig, Section
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError, StorageError, TunesmithError

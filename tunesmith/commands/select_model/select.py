@@ -35,8 +35,7 @@ from tunesmith.commands.eval.compare import release_memory
 from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
 from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
 from tunesmith.compat.agentscope_config import DatasetConfig
-from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.compat.chat_models import choose_chat_model_class
+from tunesmith.compat.chat_models import agent_output, choose_chat_model_class
 from tunesmith.config.section import MAX_INTEGER
 from tunesmith.errors import ConfigError, RolloutError
 from tunesmith.rollout.runner import Agent

@@ -13,8 +13,7 @@ from tunesmith.config import DatasetSection, SelectorSection
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_component, name_function
 from tunesmith.tasks.load import load_tasks
-from tunesmith.tasks.mixture import Mixture
-from tunesmith.tasks.selector import Selector
+from tunesmith.tasks.selector import Mixture, Selector, TaskFeed
 from tunesmith.tasks.table import (
     apply_task_operators,
     build_own_selector,
@@ -22,7 +21,6 @@ from tunesmith.tasks.table import (
     check_selector,
     compute_weights,
 )
-from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
 
 

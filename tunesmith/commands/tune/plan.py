@@ -28,7 +28,7 @@ from tunesmith.runs.load_function import load_component, load_function
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.tasks.contamination import count_shared_tasks
 from tunesmith.tasks.load import load_tasks
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed
 from tunesmith.types import Task
 
 

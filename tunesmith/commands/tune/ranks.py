@@ -33,7 +33,7 @@ from tunesmith.rollout.workers.rank import RankWorker, ServedWorker
 from tunesmith.rollout.workers.worker import Worker
 from tunesmith.runs.extra_models import load_extra_models
 from tunesmith.runs.policy import Policy, build_sampling
-from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tasks.selector import TaskFeed
 from tunesmith.trainer.optimizer import find_trainable
 from tunesmith.trainer.rank_trainer import RankTrainer, SaveState, Update
 from tunesmith.trainer.sharding.sharded_model import iter_whole_weights

@@ -25,10 +25,8 @@ from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.eval.statistics import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptTuning, Teacher, summarize
 from tunesmith.commands.tune_prompt.result import HeldOutScores, PromptTuneResult
-from tunesmith.compat.agentscope_config import DatasetConfig
-from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
-from tunesmith.compat.chat_models import choose_chat_model_class
+from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
+from tunesmith.compat.chat_models import agent_output, choose_chat_model_class
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError, DataError, RolloutError

@@ -19,11 +19,10 @@ from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import EngineError
-from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
 from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent, list_hints
 from tunesmith.et_agent.flywheel.prompted_roles import build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.roles import Role
-from tunesmith.et_agent.flywheel.state import QuestionState, is_correct
+from tunesmith.et_agent.flywheel.state import AttemptPlan, QuestionState, Record, is_correct
 from tunesmith.judges.llm import quote
 from tunesmith.judges.redundancy import ask_for_vote
 from tunesmith.judges.squad import list_accepted

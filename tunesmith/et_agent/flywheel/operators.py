@@ -27,16 +27,14 @@ from tunesmith.et_agent.flywheel.roles import (
     Role,
     RoleRequest,
     StepDraft,
+    begin_thought,
     call_role,
     find_step,
-    write_step,
-)
-from tunesmith.et_agent.flywheel.steps import (
-    begin_thought,
     list_thoughts,
     reopen_end,
     replace_thoughts,
     split_steps,
+    write_step,
 )
 
 GENERAL: tuple[str, ...] = (

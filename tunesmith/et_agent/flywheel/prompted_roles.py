@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunesmith.chat.client import create_chat_completion
-from tunesmith.et_agent.flywheel.roles import Finding, Role, RoleRequest, StepDraft
-from tunesmith.et_agent.flywheel.steps import Step
+from tunesmith.et_agent.flywheel.roles import Finding, Role, RoleRequest, Step, StepDraft
 from tunesmith.judges.llm import quote
 
 MAX_CHARS = 24_000

@@ -25,8 +25,16 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.errors import DataError
 from tunesmith.et_agent.flywheel.crew import AttemptBatch, Crew, check_roles, load_crew, load_role_functions
-from tunesmith.et_agent.flywheel.journal import OUTCOMES, AttemptPlan, Attempts, Record
-from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
+from tunesmith.et_agent.flywheel.state import (
+    OUTCOMES,
+    AttemptPlan,
+    Attempts,
+    QuestionState,
+    Record,
+    find_fresh_records,
+    is_correct,
+    plan_iteration,
+)
 from tunesmith.et_agent.selection.rows import write_rows
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors

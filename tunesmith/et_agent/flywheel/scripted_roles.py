@@ -13,8 +13,7 @@ import re
 from collections.abc import Sequence
 
 from tunesmith.environments.transcript import Segment, Transcript
-from tunesmith.et_agent.flywheel.roles import Finding, RoleRequest, StepDraft
-from tunesmith.et_agent.flywheel.steps import Step
+from tunesmith.et_agent.flywheel.roles import Finding, RoleRequest, Step, StepDraft
 from tunesmith.judges.squad import read_prediction
 
 WORD = re.compile(r"\w+")

@@ -8,25 +8,104 @@ nothing that trains parses it.
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tunesmith.environments.protocols import build_conversation
-from tunesmith.environments.transcript import Transcript
+from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.formats.files import Record
-from tunesmith.et_agent.formats.records import (
+from tunesmith.et_agent.formats.files import (
+    FORMATS,
     AlpacaRow,
     EtQuestion,
     EtTrajectory,
     EvolveRow,
+    Record,
     RlRow,
     Rollout,
     RolloutRow,
     list_answers,
+    load_records,
+    save_records,
 )
-from tunesmith.et_agent.formats.tags import parse_trajectory
 from tunesmith.judges.tir import find_known_ability
+from tunesmith.storage import load_json_lines, save_text, storage_errors
+from tunesmith.tools.tool import FailureKind
+
+TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
+"""The tools of the original, and the argument that the text of the tag is."""
+RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
+TIMEOUT = re.compile(r"execution timeout|timed out|TimeoutError", re.IGNORECASE)
+ERROR = re.compile(
+    r"\ATraceback \(most recent call last\)|^\w*(?:Error|Exception)\b.*\Z|\AError:|\ALocal search failed"
+    r"|\Ainvalid query|\ATool\(\w+\) returned empty output",
+    re.MULTILINE,
+)
+
+
+def parse_trajectory(question: str, text: str, *, arguments: Mapping[str, str] = TOOL_ARGUMENTS) -> Transcript:
+    """The transcript of a trajectory's text; `arguments` maps the tags of tools to the argument that they hold."""
+    written = text.rstrip()
+    call = re.compile(rf"<({'|'.join(map(re.escape, arguments))})>(.*?)</\1>", re.DOTALL)
+    segments: list[Segment] = []
+    start = position = 0
+    while (found := call.search(written, position)) is not None:
+        result = RESULT.match(written, found.end())
+        position = found.end()
+        if result is None and found.end() < len(written):
+            continue  # a call that the environment never ran is text of the model
+        if found.start() > start:
+            segments.append(Segment(kind="thought", text=written[start : found.start()]))
+        call_id = f"call{sum(each.kind == 'call' for each in segments) + 1}"
+        segments.append(_read_call(found, arguments, call_id))
+        if result is not None:
+            segments.append(_read_result(found[1], result, call_id))
+            position = result.end()
+        start = position
+    segments += _read_rest(written[start:])
+    finish: Finish = "answered" if segments and segments[-1].kind == "answer" else "no_answer"
+    return Transcript(question=question, segments=tuple(segments), finish=finish, protocol="tags")
+
+
+def _read_call(found: re.Match[str], arguments: Mapping[str, str], call_id: str) -> Segment:
+    body = found[2].strip("\n")
+    given = {arguments[found[1]]: body if "\n" in body else body.strip()} if body.strip() else None
+    return Segment(kind="call", text=found[0], tool=found[1], arguments=given, call_id=call_id)
+
+
+def _read_result(tool: str, found: re.Match[str], call_id: str) -> Segment:
+    inner = found[1].strip()
+    failure = find_failure(inner)
+    return Segment(
+        kind="result", text=found[0], tool=tool, result=inner, ok=not failure, failure=failure, call_id=call_id
+    )
+
+
+def _read_rest(text: str) -> list[Segment]:
+    """The text after the last result: a thought, and the answer if the text ends with it."""
+    start = text.rfind(ANSWER_OPEN)
+    if start < 0 or not text.endswith(ANSWER_CLOSE):
+        return [Segment(kind="thought", text=text)] if text else []
+    thought = [Segment(kind="thought", text=text[:start])] if start else []
+    return [*thought, Segment(kind="answer", text=text[start:])]
+
+
+def find_failure(result: str) -> FailureKind:
+    """Whether a result reports a failed call: `timeout`, `error`, or empty for a success.
+
+    An empty result is a failure, as in the original. Its other rule, any text with the word "error", would count
+    documents about errors; here the text must begin as the messages of the original's tools do, or end in the line of
+    an exception.
+    """
+    if not result or ERROR.search(result):
+        return "timeout" if TIMEOUT.search(result) else "error"
+    return "timeout" if len(result) < 200 and TIMEOUT.search(result) else ""
+
 
 Row = dict[str, Any]
 RIGHT_ABOVE = 0.8
@@ -225,3 +304,66 @@ EXPORTS: dict[str, Callable[[Iterable[Mapping[str, Any]]], Sequence[Record]]] = 
     "et_rl": read_rl_rows,
 }
 """Formats that can be written from rows; the ranks of `et_pareto` depend on the original's selection."""
+
+
+IMPORTS = {"tasks": build_tasks, "transcripts": build_transcript_rows, "conversations": build_conversations}
+EXPORTED = ("tasks", "transcripts")
+"""Rows that the formats of the original can be written from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """Result of a conversion."""
+
+    path: Path
+    target: str
+    """Format of the file."""
+    num_rows: int
+    format_errors: Mapping[str, int]
+    """Format errors of the transcripts that were written, as `rft_filter` would find them, and their number."""
+
+    def __str__(self) -> str:
+        errors = [f"  {count} transcripts with a format error: {name}" for name, count in self.format_errors.items()]
+        return "\n".join([f"{self.path}: {self.num_rows} rows of {self.target}", *errors])
+
+
+def convert_file(path: Path | str, *, source: str, target: str, out: Path | str) -> Conversion:
+    """Read `path` in the format `source` and write `out` in the format `target`.
+
+    One of the two is a format of the original (`files.FORMATS`), the other one of `IMPORTS`.
+    """
+    known, out = (*FORMATS, *IMPORTS), Path(out)
+    for name, knob in ((source, "--from"), (target, "--to")):
+        if name not in known:
+            raise ConfigError(f"{knob} {name!r} is not a format: {', '.join(known)}")
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another file")
+    if source in FORMATS and target in IMPORTS:
+        rows = list(IMPORTS[target](load_records(path, source)))
+        check_not_empty(rows, path)
+        with storage_errors(out, "write"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        save_text(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        return Conversion(path=out, target=target, num_rows=len(rows), format_errors=count_format_errors(rows))
+    if source in EXPORTED and target in EXPORTS:
+        with storage_errors(Path(path), "read"):
+            records = EXPORTS[target](load_json_lines(Path(path)))
+        check_not_empty(records, path)
+        save_records(out, records, target)
+        return Conversion(path=out, target=target, num_rows=len(records), format_errors={})
+    raise ConfigError(
+        f"{source} cannot be converted to {target}: convert a format of ET-Agent to {', '.join(IMPORTS)}, or "
+        f"{' or '.join(EXPORTED)} to {', '.join(EXPORTS)}"
+    )
+
+
+def check_not_empty(rows: Sequence[Any], path: Path | str) -> None:
+    if not rows:
+        raise DataError(f"{str(path)!r} gives no rows")
+
+
+def count_format_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The format errors of transcripts by kind: numbers of steps are left out."""
+    transcripts = [Transcript.from_json(row["transcript"]) for row in rows if "transcript" in row]
+    errors = [error for each in transcripts if (error := find_format_error(each)) is not None]
+    return dict(Counter(errors).most_common())
