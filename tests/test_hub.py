@@ -10,7 +10,7 @@ import pytest
 from tunesmith import hub
 from tunesmith.errors import MissingDataError, ModelError
 from tunesmith.model.load import load_config
-from tunesmith.tasks.load import load_preview, load_rows
+from tunesmith.tasks.load import load_rows
 
 CLOSED = "http://127.0.0.1:9"
 """Nothing listens on this port."""
@@ -57,7 +57,7 @@ def test_an_unreachable_hub_is_reported_without_retries(closed_hub):
     started = time.monotonic()
     for work in (
         lambda: load_rows("nobody/no-such-set", name=None, split="train"),
-        lambda: load_preview("nobody/no-such-set", name=None, split="train", num_rows=1),
+        lambda: load_rows("nobody/no-such-set", name=None, split="train", num_rows=1),
     ):
         with pytest.raises(MissingDataError, match=f"{CLOSED} cannot be reached.*HF_HUB_OFFLINE=1.*as its path"):
             work()

@@ -233,7 +233,7 @@ def run_tune(
 
 def run_agents(work: Callable[..., Returned], config: RunConfig, **arguments: Any) -> Returned:
     """Call `work` with the config and the chat model that it chooses, also in a notebook."""
-    build_model = choose_chat_model(config)
+    build_model = choose_chat_model(config.rollout.chat_model)
     with agent_output(is_shown=config.rollout.has_agent_output):
         return run_outside_of_loops(lambda: work(config, build_model=build_model, **arguments))
 

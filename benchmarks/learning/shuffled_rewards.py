@@ -60,7 +60,9 @@ def train_one(arguments: argparse.Namespace, *, is_shuffled: bool, seed: int) ->
         ],
     )
     workflow, judge = load_functions(config)
-    result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
+    result = run_tuning(
+        config, workflow=workflow, judge=judge, build_model=choose_chat_model(config.rollout.chat_model)
+    )
     rows = load_json_lines(result.folder / "metrics.jsonl")
     reward = f"eval/{next(iter(config.eval_datasets))}/reward"
     history = [row for row in rows if row["kind"] == "eval"]

@@ -78,7 +78,9 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
     ]
     config = load_run_file(arguments.config, overrides)
     workflow, judge = load_functions(config)
-    result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
+    result = run_tuning(
+        config, workflow=workflow, judge=judge, build_model=choose_chat_model(config.rollout.chat_model)
+    )
     return read_history(load_json_lines(result.folder / "metrics.jsonl"), config, metric=arguments.metric)
 
 

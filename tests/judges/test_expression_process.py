@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tunesmith.errors import RolloutError
-from tunesmith.judges import expression_process
-from tunesmith.judges.expression_process import ExpressionProcess
+from tunesmith.judges import numeric
 from tunesmith.judges.expressions import is_too_large
-from tunesmith.judges.numeric import score_numeric, score_symbolic
+from tunesmith.judges.numeric import ExpressionProcess, score_numeric, score_symbolic
 
 LONG_OPERATION = "\\boxed{(9^{9})^{9^{9}}}"
 POWER_TOWER = "\\boxed{9^{9^{9^{9}}}}"
@@ -59,7 +58,7 @@ def test_answer_that_takes_hours_is_not_equal(thread):
 
 
 def test_comparison_that_takes_too_long_is_a_failure_in_the_main_thread(monkeypatch):
-    monkeypatch.setattr(expression_process, "ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(numeric, "ANSWER_TIMEOUT_S", 1.0)
     started = time.monotonic()
     with pytest.raises(RolloutError, match=r"did not compare '\(9\^\{9\}\)\^\{9\^\{9\}\}' with 'x\^2\+1' in time"):
         score_numeric(LONG_OPERATION, "x^2+1")
@@ -87,7 +86,7 @@ def test_lost_process_is_replaced_once_and_then_a_failure(monkeypatch):
         assert process.compare("2", "1+1") is True
         os.kill(process._process.pid, signal.SIGKILL)
         assert process.compare("2", "1+1") is True
-        monkeypatch.setattr(expression_process.sys, "executable", "/bin/false")
+        monkeypatch.setattr(numeric.sys, "executable", "/bin/false")
         os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(RolloutError, match="lost 2 times"):
             process.compare("2", "1+1")
@@ -96,7 +95,7 @@ def test_lost_process_is_replaced_once_and_then_a_failure(monkeypatch):
 
 
 def test_process_that_does_not_answer_is_killed_and_replaced(monkeypatch):
-    monkeypatch.setattr(expression_process, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(numeric, "ANSWER_TIMEOUT_S", 0.2)
     process = ExpressionProcess()
     try:
         with pytest.raises(RolloutError, match="in time"):
@@ -116,7 +115,7 @@ def test_program_answers_that_it_is_late_and_serves_the_next_request():
 
 def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
     process = ExpressionProcess()
-    expression_process.os.register_at_fork(after_in_child=process.forget)
+    numeric.os.register_at_fork(after_in_child=process.forget)
     try:
         assert process.compare("2", "1+1") is True
         with process._lock:  # as while another thread compares

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict, Split
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
-from tunesmith.tasks.load import load_preview, load_tasks
+from tunesmith.tasks.load import load_rows, load_tasks
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 4 + 4?", "answer": "8"}]
 
@@ -54,14 +54,14 @@ def test_a_file_has_no_configurations(folder):
 
 
 def test_preview_reads_the_first_rows(folder):
-    assert load_preview(str(folder), name=None, split="train", num_rows=1) == ROWS[:1]
+    assert load_rows(str(folder), name=None, split="train", num_rows=1) == ROWS[:1]
 
 
 def test_unknown_split_lists_the_splits(folder):
     with pytest.raises(DataError, match=r"no split 'validation'; it has .*train"):
         load_tasks(DatasetSection(path=str(folder), split="validation"), name="t")
     with pytest.raises(DataError, match=r"no split 'validation'; it has .*train"):
-        load_preview(str(folder), name=None, split="validation", num_rows=2)
+        load_rows(str(folder), name=None, split="validation", num_rows=2)
 
 
 def test_without_a_split_name_the_data_set_must_have_one_split(folder):
@@ -97,7 +97,7 @@ def test_an_unreadable_file_is_named_with_the_reason(tmp_path):
         load_tasks(DatasetSection(path=str(latin), required_fields=()), name="t")
     for path in (broken, latin):
         with pytest.raises(DataError, match=f"{path.name}.* cannot be read: "):
-            load_preview(str(path), name=None, split=None, num_rows=2)
+            load_rows(str(path), name=None, split=None, num_rows=2)
 
 
 def test_missing_field_names_field_and_row(tmp_path):
@@ -118,7 +118,7 @@ def test_folder_written_by_save_to_disk(tmp_path):
     for split in ("train", "test", "sft_test", None):
         tasks = load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), split=split), name="t")
         assert [dict(task.row) for task in tasks] == ROWS
-    assert load_preview(str(tmp_path / "sft_test"), name=None, split="train", num_rows=1) == ROWS[:1]
+    assert load_rows(str(tmp_path / "sft_test"), name=None, split="train", num_rows=1) == ROWS[:1]
     with pytest.raises(DataError, match="split 'validation': the folder .* is one split; set split to 'train'"):
         load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), split="validation"), name="t")
     with pytest.raises(DataError, match="name 'main' has no effect: the folder"):
@@ -131,7 +131,7 @@ def test_folder_of_splits_written_by_save_to_disk(tmp_path):
     assert len(load_tasks(DatasetSection(path=str(tmp_path / "saved")), name="t")) == 2
     assert len(load_tasks(DatasetSection(path=str(tmp_path / "saved"), split="test"), name="t")) == 1
     with pytest.raises(DataError, match="no split 'validation'; it has train, test"):
-        load_preview(str(tmp_path / "saved"), name=None, split="validation", num_rows=1)
+        load_rows(str(tmp_path / "saved"), name=None, split="validation", num_rows=1)
     with pytest.raises(DataError, match="set split to one of them"):
         load_tasks(DatasetSection(path=str(tmp_path / "saved"), split=None), name="t")
 

@@ -19,7 +19,7 @@ from tunesmith.model.load import resolve_device
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy
-from tunesmith.tasks.load import load_preview
+from tunesmith.tasks.load import load_rows
 
 TABLES = "tables"
 """Name of the figure that holds Markdown tables instead of a single value."""
@@ -84,17 +84,17 @@ def check_models(section: ModelSection, paths: Iterable[str]) -> None:
 def check_data(datasets: Iterable[DatasetSection]) -> None:
     for dataset in datasets:
         if read_reference(dataset.path) is None:
-            load_preview(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
+            load_rows(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
 
 
 def check_file(path: str) -> None:
     """Raise if rows that are not the output of an earlier stage cannot be read."""
     if read_reference(path) is None:
-        load_preview(path, name=None, split="train", num_rows=1)
+        load_rows(path, name=None, split="train", num_rows=1)
 
 
 def check_source(source: SourceSection, *, default_split: str) -> None:
     if read_reference(source.path) is None:
         is_file = Path(source.path).expanduser().is_file()
         split = source.split or (None if is_file else default_split)
-        load_preview(source.path, name=source.name, split=split, num_rows=1)
+        load_rows(source.path, name=source.name, split=split, num_rows=1)

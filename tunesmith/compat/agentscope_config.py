@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tunesmith.compat.tinker_config import TinkerConfig, translate_adapter
 from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
-from tunesmith.tasks.load import load_preview
+from tunesmith.tasks.load import load_rows
 
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
@@ -68,7 +68,7 @@ class DatasetConfig(BaseModel):
 
     def preview(self, n: int = 5) -> list[dict[str, Any]]:
         """Print and return the first n rows; raises `DataError` if the path or split does not exist."""
-        rows = load_preview(self.path, name=self.name, split=self.split, num_rows=n)
+        rows = load_rows(self.path, name=self.name, split=self.split, num_rows=n)
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return rows
 
@@ -173,7 +173,6 @@ def translate_engines(model: TunerModelConfig) -> dict[str, Any]:
 
 
 def translate_model_fields(model: TunerModelConfig) -> dict[str, Any]:
-    """Fields of both kinds of models."""
     given = model.model_dump(include=model.model_fields_set - {"tinker_config"})
     given.pop("tensor_parallel_size", None)
     given.pop("inference_engine_num", None)
@@ -248,7 +247,6 @@ def check_datasets(datasets: Any, *, knob: str) -> None:
 
 
 def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Nested overrides of a run file, from the algorithm settings."""
     given = algorithm.model_dump(include=algorithm.model_fields_set)
     overrides: dict[str, Any] = {}
     if "learning_rate" in given:

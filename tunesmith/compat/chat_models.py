@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 
 
 def has_agentscope() -> bool:
-    """Whether AgentScope is installed."""
     return importlib.util.find_spec("agentscope") is not None
 
 
 def build_agentscope_model(
-    endpoint: Endpoint, *, options: Mapping[str, Any] | None = None, is_stream: bool = False
+    endpoint: Endpoint, options: Mapping[str, Any] | None = None, *, is_stream: bool = False
 ) -> Any:
     """Build an AgentScope `OpenAIChatModel` whose calls go to the endpoint.
 
@@ -84,29 +82,20 @@ CHAT_MODELS = ("auto", "agentscope", "openai")
 """Values of `rollout.chat_model`, and of arguments of the same name."""
 
 
-def choose_chat_model(config: RunConfig) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
-    """The class of `model` in workflows: AgentScope's OpenAIChatModel, or Tunesmith's own on the OpenAI client."""
-    return choose_chat_model_class(config.rollout.chat_model)
-
-
-def choose_chat_model_class(kind: str) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
-    """As `choose_chat_model`, for a value of `rollout.chat_model`."""
+def choose_chat_model(kind: str) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
+    """The class of `model` for a value of `rollout.chat_model`; Tunesmith's own is on the OpenAI client."""
     if kind not in CHAT_MODELS:
         raise ConfigError(f"chat_model={kind!r} must be one of {', '.join(CHAT_MODELS)}")
     is_installed = has_agentscope()
     if kind == "agentscope" and not is_installed:
         raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")
     if kind == "agentscope" or (kind == "auto" and is_installed):
-        return build_agentscope_chat_model
+        return build_agentscope_model
     return build_openai_chat_model
 
 
 def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
     return ChatModel(endpoint, options=options)
-
-
-def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
-    return build_agentscope_model(endpoint, options=options)
 
 
 OUTPUT_VARIABLE = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"

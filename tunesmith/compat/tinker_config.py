@@ -27,7 +27,6 @@ class TinkerConfig(BaseModel):
     base_url: str | None = None
 
     def get_config(self) -> dict[str, Any]:
-        """The fields, by name."""
         return self.model_dump()
 
 

@@ -98,12 +98,8 @@ def allow_neutral(reason: str) -> Rule:
     return allow("", 0, False, [], {}, "none", reason=reason)
 
 
-def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str) -> None:
+def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str, prefix: str = "") -> None:
     """Apply the rule of each key; nested mappings without a rule are walked."""
-    _walk(draft, rules, values, parent=parent, prefix="")
-
-
-def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str, prefix: str) -> None:
     for name, value in values.items():
         key, whole = f"{prefix}{name}", f"{parent}{prefix}{name}"
         if key in rules:
@@ -117,11 +113,10 @@ def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *,
 
 
 def _walk_section(draft: Draft, rules: Mapping[str, Rule], value: Any, *, whole: str, parent: str, prefix: str) -> None:
-    _walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=prefix)
+    walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=prefix)
 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:
-    """The names of the keys below a prefix."""
     return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in rules if key.startswith(prefix)))
 
 

@@ -45,7 +45,6 @@ SAMPLING_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k
 
 
 def read_taskset(draft: Draft, key: str, value: Any) -> None:
-    """The training set."""
     if value is None:
         return
     draft.values["train_dataset"] = read_one_set(draft, key, read_mapping(value, key), is_evaluation=False)
@@ -63,7 +62,6 @@ def read_tasksets(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_eval_tasksets(draft: Draft, key: str, value: Any) -> None:
-    """Held-out sets."""
     sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
     if sets:
         draft.values["eval_datasets"] = name_sets(draft, key, sets, is_evaluation=True)

@@ -33,8 +33,8 @@ from tunesmith.compat.trinity_algorithms import (
     read_penalty_name,
     read_sample_strategy,
     read_sample_strategy_args,
+    resolve_differences,
 )
-from tunesmith.compat.trinity_differences import resolve_differences
 from tunesmith.compat.trinity_draft import (
     SHARED_WEIGHTS,
     Draft,
@@ -81,7 +81,6 @@ KEPT = {
 
 
 def build_buffer_rules() -> Mapping[str, Rule]:
-    """Rules for the rows of offline training."""
     columns: dict[str, Rule] = {
         f"format.{name}": allow(column, reason=f"rows have the field {column!r}; rename the column")
         for name, column in COLUMNS.items()
@@ -106,11 +105,6 @@ def find_command(values: Mapping[str, Any]) -> str | None:
         str(draft.find("mode", "both")).casefold() == "train" and draft.find(f"{BUFFER}.storage_type") == "file"
     )
     return COMMANDS.get(draft.find("algorithm.algorithm_type", "")) if is_offline else None
-
-
-def read_rows(draft: Draft, given: Mapping[str, Any]) -> None:
-    """Set the training rows."""
-    walk(draft, build_buffer_rules(), given, parent=f"{BUFFER}.")
 
 
 def convert_to_offline(draft: Draft) -> dict[str, Any]:

@@ -86,12 +86,10 @@ def merge_radars(radars: Mapping[str, Radar]) -> Radar:
 
 
 def list_axes(models: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """The axes that any model of a set has, in order."""
     return [axis for axis in AXES if any(axis in axes for axes in models.values())]
 
 
 def format_radar(radar: Radar) -> str:
-    """For each set a table with a row for each model."""
     parts = []
     for set_name, models in radar.items():
         rows = [[label, *(format_cell(axes.get(axis)) for axis in AXES)] for label, axes in models.items()]
@@ -108,7 +106,6 @@ def format_cell(numbers: Sequence[float] | None) -> str:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

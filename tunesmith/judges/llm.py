@@ -79,7 +79,6 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
 
 
 def find_auxiliary(auxiliary_models: Mapping[str, Any], name: str) -> Any:
-    """The auxiliary model of that name."""
     if name not in auxiliary_models:
         known = ", ".join(auxiliary_models) or "none"
         raise ValueError(f"the judge needs auxiliary_models.{name}; the run has {known}")

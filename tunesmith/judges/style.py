@@ -170,7 +170,6 @@ def is_used(call: ToolCallRecord, later: Collection[Fraction | int]) -> bool:
 
 
 def find_numbers(text: str) -> set[Fraction | int]:
-    """The numbers in a text."""
     numbers = map(_parse_exact, NUMBER.findall(text.replace("\\n", "\n")))
     return {number for number in numbers if number is not None}
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -131,12 +131,13 @@ def find_split(question: str) -> Split:
 
 
 def save_problems(folder: str | Path, *, num_train: int, num_test: int, seed: int) -> Path:
-    """Write `train.jsonl` and `test.jsonl` into `folder`."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     counts: dict[Split, int] = {"train": num_train, "test": num_test}
     for split, count in counts.items():
-        _save_jsonl(path / f"{split}.jsonl", build_problems(split, num_problems=count, seed=seed))
+        problems = build_problems(split, num_problems=count, seed=seed)
+        lines = [json.dumps(asdict(problem), ensure_ascii=False) for problem in problems]
+        (path / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
@@ -173,8 +174,3 @@ def _draw_problem(rng: random.Random) -> Problem:
         expression=expression,
         num_operations=len(numbers) - 1,
     )
-
-
-def _save_jsonl(path: Path, problems: Sequence[Problem]) -> None:
-    lines = [json.dumps(asdict(problem), ensure_ascii=False) for problem in problems]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

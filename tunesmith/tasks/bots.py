@@ -114,8 +114,8 @@ class BotsSelector:
         self._prior_beta = 1.0 + strength * (1.0 - expected_N)
         self.alpha = self._prior_alpha.copy()
         self.beta = self._prior_beta.copy()
-        self._num_selected = np.zeros(self.num_tasks, dtype=np.int32)
-        self._num_selected_in_epoch = np.zeros(self.num_tasks, dtype=np.int32)
+        self.num_selected = np.zeros(self.num_tasks, dtype=np.int32)
+        self.num_selected_in_epoch = np.zeros(self.num_tasks, dtype=np.int32)
         self._choices: tuple[Choice, ...] = ()
         self._pending: list[int] = []
 
@@ -165,7 +165,7 @@ class BotsSelector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        arrays = {name: base64.b64encode(self._array(name).astype(kind).tobytes()) for name, kind in ARRAYS.items()}
+        arrays = {name: base64.b64encode(getattr(self, name).astype(kind).tobytes()) for name, kind in ARRAYS.items()}
         return {
             "num_drawn": self.num_drawn,
             "rho": self.rho,
@@ -179,22 +179,14 @@ class BotsSelector:
             loaded = np.frombuffer(base64.b64decode(state[name]), dtype=kind)
             if len(loaded) != self.num_tasks:
                 raise ValueError(f"the selector's state has {len(loaded)} tasks, the data set has {self.num_tasks}")
-            self._array(name)[:] = loaded
+            getattr(self, name)[:] = loaded
         self.num_drawn, self.rho, self.capability = state["num_drawn"], state["rho"], state["capability"]
         self._pending = list(state["awaited"])
-
-    def _array(self, name: str) -> NDArray[Any]:
-        return {
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "num_selected": self._num_selected,
-            "num_selected_in_epoch": self._num_selected_in_epoch,
-        }[name]
 
     def _select_within_epoch(self, size: int, *, excluded: Sequence[int]) -> list[Choice]:
         rng = np.random.default_rng((self._seed, self.num_drawn))
         if self.num_drawn % self.num_tasks == 0:
-            self._num_selected_in_epoch[:] = 0
+            self.num_selected_in_epoch[:] = 0
         candidate_C = self._find_candidates(size, excluded, rng)
         selected_C = slice(None) if candidate_C is None else candidate_C
         alpha_C, beta_C = self.alpha[selected_C], self.beta[selected_C]
@@ -207,8 +199,8 @@ class BotsSelector:
         position_J = find_largest(score_C, size, rng)
         index_J = position_J if candidate_C is None else candidate_C[position_J]
         self.num_drawn += size
-        self._num_selected[index_J] += 1
-        self._num_selected_in_epoch[index_J] += 1
+        self.num_selected[index_J] += 1
+        self.num_selected_in_epoch[index_J] += 1
         return [self._explain_choice(int(i), float(rate)) for i, rate in zip(index_J, rate_C[position_J], strict=True)]
 
     def _find_candidates(self, size: int, excluded: Sequence[int], rng: np.random.Generator) -> Indices | None:
@@ -221,7 +213,7 @@ class BotsSelector:
             return None
         is_open_N = np.ones(self.num_tasks, dtype=bool)
         if self._max_repeats is not None:
-            is_open_N = self._num_selected_in_epoch < self._max_repeats
+            is_open_N = self.num_selected_in_epoch < self._max_repeats
         for indices in ([*self._pending, *excluded], excluded):
             is_left_N = is_open_N.copy()
             is_left_N[list(indices)] = False
@@ -271,7 +263,7 @@ class BotsSelector:
                 "beta": beta,
                 "expected_pass_rate": alpha / (alpha + beta),
                 "scored_pass_rate": rate,
-                "num_selected": float(self._num_selected[index]),
+                "num_selected": float(self.num_selected[index]),
             },
         )
 
@@ -280,7 +272,7 @@ class BotsSelector:
         metrics = {
             "selector/expected_pass_rate": float(mean_N.mean()),
             "selector/mean_count": float(self.alpha.mean() + self.beta.mean()),
-            "selector/num_tasks_tried": float(np.count_nonzero(self._num_selected)),
+            "selector/num_tasks_tried": float(np.count_nonzero(self.num_selected)),
             "selector/rho": self.rho,
         }
         if self.capability is not None:

@@ -58,7 +58,6 @@ def find_overlaps(train: Sequence[str], evaluation: Sequence[str], *, ngram_word
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """Words and numbers in lower case."""
     return tuple(WORD.findall(text.casefold()))
 
 

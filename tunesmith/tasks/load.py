@@ -44,11 +44,6 @@ def add_fields(row: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]
     return row | {name: value for name, value in fields.items() if row.get(name) is None}
 
 
-def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:
-    """Read all rows of a split."""
-    return _read(path, name=name, split=split, num_rows=None)
-
-
 def load_jsonl(file: Path) -> list[Mapping[str, Any]]:
     """The objects of a JSON Lines file, without fields that only other rows have; blank lines are skipped."""
     with storage_errors(file, "read"):
@@ -65,11 +60,6 @@ def load_jsonl(file: Path) -> list[Mapping[str, Any]]:
             raise DataError(f"line {number} of {str(file)!r} must be a JSON object, got {type(row).__name__}")
         rows.append(row)
     return rows
-
-
-def load_preview(path: str, *, name: str | None, split: str | None, num_rows: int) -> list[dict[str, Any]]:
-    """Read the first rows of a split without reading the rest."""
-    return _read(path, name=name, split=split, num_rows=num_rows)
 
 
 def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
@@ -90,7 +80,7 @@ def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
     return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
-def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None = None) -> list[dict[str, Any]]:
     """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
     check_data_path(path)
     source = Path(path).expanduser()

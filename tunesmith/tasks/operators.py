@@ -24,6 +24,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.storage import Journal
+from tunesmith.tasks.contamination import iter_ngrams, split_words
 from tunesmith.tasks.load import describe_missing_field
 from tunesmith.types import Task
 
@@ -256,9 +257,7 @@ def has_echo(original: str, rewritten: str) -> bool:
 
 
 def list_ngrams(text: str) -> set[tuple[str, ...]]:
-    """All n-grams of `ECHO_WORDS` words."""
-    words = re.findall(r"\w+", text.casefold())
-    return {tuple(words[start : start + ECHO_WORDS]) for start in range(len(words) - ECHO_WORDS + 1)}
+    return set(iter_ngrams(split_words(text), ECHO_WORDS))
 
 
 async def _send_all(
@@ -309,7 +308,6 @@ async def _send_request(
 
 
 def _read_replies(journal: Journal) -> dict[str, str]:
-    """The cached replies by their request."""
     try:
         return dict(journal.rows)
     except (TypeError, ValueError) as error:

@@ -98,14 +98,28 @@ class ObservingSelector(Selector, Protocol):
         ...
 
 
-class OrderedSelector:
+class FixedSelector:
+    """A selector that ignores feedback: its choices depend on the number of tasks that it has selected."""
+
+    num_drawn = 0
+
+    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_drawn = state["num_drawn"]
+
+
+class OrderedSelector(FixedSelector):
     """Iterates over all tasks in an order built per epoch; a batch may cross the end of an epoch."""
 
     def __init__(self, num_tasks: int, build_order: Callable[[int], Indices]) -> None:
         if num_tasks < 1:
             raise ValueError("a selector needs at least one task")
         self.num_tasks = num_tasks
-        self.num_drawn = 0
         self._build_order = build_order
         self._epoch = -1
         self._order_N: Indices = np.empty(0, dtype=np.int64)
@@ -115,16 +129,6 @@ class OrderedSelector:
         indices = [self._find_index(self.num_drawn + offset) for offset in range(batch_size)]
         self.num_drawn += batch_size
         return indices
-
-    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
-        """Ignored: the order is fixed."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_drawn": self.num_drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_drawn = state["num_drawn"]
 
     def _find_index(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_tasks)
@@ -154,7 +158,7 @@ def build_easy_to_hard(features_NK: Floats, *, seed: int) -> OrderedSelector:
     return OrderedSelector(len(features_NK), lambda epoch: order_N)
 
 
-class RandomSelector:
+class RandomSelector(FixedSelector):
     """Tasks drawn uniformly at random, independently for each batch.
 
     Within a batch tasks are drawn without replacement, unless `replace` is set. A batch larger than the data set
@@ -163,7 +167,6 @@ class RandomSelector:
 
     def __init__(self, features_NK: Floats, *, seed: int, replace: bool = False) -> None:
         self.num_tasks = len(features_NK)
-        self.num_drawn = 0
         self._seed = seed
         self._replace = replace
 
@@ -177,16 +180,6 @@ class RandomSelector:
                 size = min(size, self.num_tasks)
             drawn += rng.choice(self.num_tasks, size, replace=self._replace).tolist()
         return drawn
-
-    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
-        """Ignored: draws are independent of results."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_drawn": self.num_drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_drawn = state["num_drawn"]
 
 
 class TaskFeed:

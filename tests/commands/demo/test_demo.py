@@ -8,7 +8,7 @@ import pytest
 
 from tunesmith.commands.demo.run import DemoSettings, run_demo
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.compat.chat_models import build_agentscope_chat_model
+from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.experience.store import load_rollouts
 from tunesmith.judges.numeric import read_text
 from tunesmith.model.load import load_tokenizer
@@ -30,7 +30,7 @@ TINY = DemoSettings(
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
-    result = run_demo(seed=0, out=out, build_model=build_agentscope_chat_model, settings=TINY)
+    result = run_demo(seed=0, out=out, build_model=build_agentscope_model, settings=TINY)
     (root,) = out.iterdir()
     return result, root
 

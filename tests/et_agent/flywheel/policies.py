@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 from tunesmith.config import EnvironmentSection, FlywheelConfig
 from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.transcript import Segment, wrap_result
-from tunesmith.et_agent.flywheel.operators import FlywheelAttempt, Parent, list_hints
+from tunesmith.et_agent.flywheel.operators import FlywheelAttempt, list_hints
 from tunesmith.tools.tool import tool
 
 QUESTION = "When was Zaven Union founded?"
@@ -101,7 +101,8 @@ def make_attempt(
         row={"question": QUESTION, "answer": "1748"},
         environment=environment,
         config=config,
-        parent=None if transcript is None else Parent(transcript=transcript, is_correct=is_correct),
+        parent=transcript,
+        is_correct=is_correct,
         policy=policy or ScriptedPolicy(),
         analyst=analyst or (lambda request: None),
         author=author or (lambda request: None),

@@ -119,7 +119,7 @@ def check(
     check_workflow_function(workflow, allows_sync=True)
     if judge_func is not None:
         check_judge_function(judge_func)
-    build_model = choose_chat_model(settings)
+    build_model = choose_chat_model(settings.rollout.chat_model)
     if isinstance(task, int):
         row = load_task(settings.training_sets, task)
     else:

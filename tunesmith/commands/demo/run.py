@@ -28,7 +28,7 @@ from tunesmith.commands.eval.comparison import Estimate
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.sft.train import run_sft
 from tunesmith.commands.tune.tune import run_tuning
-from tunesmith.compat.chat_models import build_agentscope_chat_model
+from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.config import (
     AlgorithmSection,
     ConversationDataSection,
@@ -214,4 +214,4 @@ def format_accuracy(accuracy: Estimate) -> str:
 
 def run_command(*, seed: int, out: str) -> str:
     """`tunesmith demo`: the figures as JSON."""
-    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_chat_model))
+    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_model))

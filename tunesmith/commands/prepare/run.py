@@ -37,7 +37,7 @@ from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, new_folder, save_json, save_text, storage_errors
-from tunesmith.tasks.load import FORMATS, check_required_fields, load_preview, load_rows
+from tunesmith.tasks.load import FORMATS, check_required_fields, load_rows
 
 TRAIN, EVALUATION, REPORT, PARAPHRASES = "train.jsonl", "eval.jsonl", "report.json", "paraphrases.jsonl"
 CHUNK_BYTES = 2**20
@@ -221,7 +221,7 @@ def load_source(
     if settings.max_rows is None:
         rows = load_rows(section.path, name=section.name, split=split)
     else:
-        rows = load_preview(section.path, name=section.name, split=split, num_rows=settings.max_rows)
+        rows = load_rows(section.path, name=section.name, split=split, num_rows=settings.max_rows)
     if not rows:
         raise DataError(f"{knob}: {section.path!r} (split {split!r}) has no rows")
     try:

@@ -68,7 +68,7 @@ def run_pipeline(config: PipelineConfig, *, selection: StageSelection) -> Pipeli
 
         def choose_model(run: RunConfig) -> BuildModel:
             switch_output(run.rollout.has_agent_output)
-            return choose_chat_model(run)
+            return choose_chat_model(run.rollout.chat_model)
 
         report = run_outside_of_loops(lambda: run_stages(config, choose_model=choose_model, selection=selection))
     return load_pipeline_result(report.parent, plan_stages(config))

@@ -35,7 +35,7 @@ from tunesmith.commands.eval.compare import release_memory
 from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
 from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
 from tunesmith.compat.agentscope_config import DatasetConfig
-from tunesmith.compat.chat_models import agent_output, choose_chat_model_class
+from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config.section import MAX_INTEGER
 from tunesmith.errors import ConfigError, RolloutError
 from tunesmith.rollout.runner import Agent
@@ -83,7 +83,7 @@ async def select_model(
     if len(candidate_models) < 2:
         raise ConfigError("At least two candidate models must be provided.")
     check_limits(max_threads=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
-    build_model = choose_chat_model_class(chat_model)
+    build_model = choose_chat_model(chat_model)
     candidates = build_candidates(candidate_models, knob="candidate_models")
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
     limits = RunLimits(max_concurrency=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)

@@ -26,7 +26,7 @@ from tunesmith.commands.eval.statistics import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptTuning, Teacher, summarize
 from tunesmith.commands.tune_prompt.result import HeldOutScores, PromptTuneResult
 from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
-from tunesmith.compat.chat_models import agent_output, choose_chat_model_class
+from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError, DataError, RolloutError
@@ -96,7 +96,7 @@ def tune_prompt(
                     judge=judge_func,
                     model=student,
                     proposer=proposer,
-                    build_model=choose_chat_model_class(chat_model),
+                    build_model=choose_chat_model(chat_model),
                 )
             )
         )

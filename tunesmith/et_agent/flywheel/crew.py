@@ -19,9 +19,8 @@ from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import EngineError
-from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent, list_hints
-from tunesmith.et_agent.flywheel.prompted_roles import build_model_analyst, build_model_author
-from tunesmith.et_agent.flywheel.roles import Role
+from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, list_hints
+from tunesmith.et_agent.flywheel.roles import Role, build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.state import AttemptPlan, QuestionState, Record, is_correct
 from tunesmith.judges.llm import quote
 from tunesmith.judges.redundancy import ask_for_vote
@@ -55,15 +54,12 @@ class Crew:
 
     async def run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
         parent = None if plan.parent is None else state.kept[plan.parent]
-        given = None
-        if parent is not None:
-            assert parent.transcript is not None
-            given = Parent(transcript=parent.transcript, is_correct=is_correct(parent, self.config))
         attempt = FlywheelAttempt(
             row=state.row,
             environment=self.environment,
             config=self.config,
-            parent=given,
+            parent=None if parent is None else parent.transcript,
+            is_correct=parent is not None and is_correct(parent, self.config),
             policy=models["policy"].model,
             analyst=self._find_role("analyst", models, build_model_analyst),
             author=self._find_role("author", models, build_model_author),

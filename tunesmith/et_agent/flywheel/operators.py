@@ -16,13 +16,13 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tunesmith.config import FlywheelConfig
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.et_agent.flywheel.roles import (
-    Finding,
     Goal,
     Role,
     RoleRequest,
@@ -64,19 +64,6 @@ def list_hints(tools: Collection[str], given: Sequence[str] = ()) -> tuple[str, 
     return (*GENERAL, *(hint for name in sorted(tools) for hint in BY_TOOL.get(name, ())))
 
 
-def draw_hint(hints: Sequence[str], rng: random.Random) -> str:
-    """One whole sentence."""
-    return rng.choice(list(hints))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parent:
-    """The trajectory that an operator starts from."""
-
-    transcript: Transcript
-    is_correct: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlywheelAttempt:
     """One use of an operator: its inputs, and the roles bound to it."""
@@ -84,8 +71,10 @@ class FlywheelAttempt:
     row: Mapping[str, Any]
     environment: Environment
     config: FlywheelConfig
-    parent: Parent | None
-    """None for the first rollouts."""
+    parent: Transcript | None
+    """The trajectory that the operator starts from; None for the first rollouts."""
+    is_correct: bool
+    """Whether the parent is right."""
     policy: Any
     analyst: Role
     author: Role
@@ -98,13 +87,12 @@ class FlywheelAttempt:
 
     def ask(self, goal: Goal, **fields: Any) -> RoleRequest:
         assert self.parent is not None
-        transcript = self.parent.transcript
         return RoleRequest(
             goal=goal,
             row=self.row,
-            transcript=transcript,
-            steps=split_steps(transcript),
-            is_correct=self.parent.is_correct,
+            transcript=self.parent,
+            steps=split_steps(self.parent),
+            is_correct=self.is_correct,
             environment=self.environment,
             **fields,
         )
@@ -141,22 +129,11 @@ async def roll_out(attempt: FlywheelAttempt) -> Proposal:
     return Proposal(transcript=await attempt.environment.run(attempt.question, attempt.policy))
 
 
-async def rewrite_redundant(attempt: FlywheelAttempt) -> Proposal:
-    found = await find_step(attempt.analyst, attempt.ask("find_redundant"))
-    if found is None:
-        return Proposal(reason="no redundant step")
-    return await replace_step(attempt, found)
-
-
-async def repair_flaw(attempt: FlywheelAttempt) -> Proposal:
-    found = await find_step(attempt.analyst, attempt.ask("find_flaw"))
-    if found is None:
-        return Proposal(reason="no flawed step")
-    return await replace_step(attempt, found)
-
-
-async def replace_step(attempt: FlywheelAttempt, found: Finding) -> Proposal:
+async def replace_step(attempt: FlywheelAttempt, *, goal: Goal, nothing: str) -> Proposal:
     """The steps before the one found, the author's step in its place, and what the policy makes of it."""
+    found = await find_step(attempt.analyst, attempt.ask(goal))
+    if found is None:
+        return Proposal(reason=nothing)
     request = attempt.ask("replace_step", finding=found)
     draft = await call_role(attempt.author, request)
     if draft is None:
@@ -174,7 +151,7 @@ async def replace_step(attempt: FlywheelAttempt, found: Finding) -> Proposal:
 
 async def refine_thoughts(attempt: FlywheelAttempt) -> Proposal:
     assert attempt.parent is not None
-    thoughts = list_thoughts(attempt.parent.transcript)
+    thoughts = list_thoughts(attempt.parent)
     if not thoughts:
         return Proposal(reason="no thoughts in the format")
     texts = await call_role(attempt.author, attempt.ask("refine_thoughts", thoughts=tuple(thoughts)))
@@ -186,7 +163,7 @@ async def refine_thoughts(attempt: FlywheelAttempt) -> Proposal:
         return Proposal(reason=f"{len(texts)} thoughts for {len(thoughts)}")
     if list(texts) == thoughts:
         return Proposal(reason="the thoughts stay as they are")
-    return Proposal(transcript=replace_thoughts(attempt.parent.transcript, [str(each) for each in texts]))
+    return Proposal(transcript=replace_thoughts(attempt.parent, [str(each) for each in texts]))
 
 
 async def hint_after_flaw(attempt: FlywheelAttempt) -> Proposal:
@@ -195,7 +172,7 @@ async def hint_after_flaw(attempt: FlywheelAttempt) -> Proposal:
     found = await find_step(attempt.analyst, request)
     if found is None:
         return Proposal(reason="no flawed step")
-    hint = draw_hint(attempt.hints, attempt.rng)
+    hint = attempt.rng.choice(attempt.hints)
     step = request.steps[found.step - 1]
     if step.results:
         prefix = begin_thought(request.transcript.cut(step.end), hint, kind="forced")
@@ -206,8 +183,8 @@ async def hint_after_flaw(attempt: FlywheelAttempt) -> Proposal:
 
 async def hint_at_end(attempt: FlywheelAttempt) -> Proposal:
     assert attempt.parent is not None
-    prefix = reopen_end(attempt.parent.transcript, draw_hint(attempt.hints, attempt.rng), kind="forced")
-    return Proposal(transcript=await attempt.resume(prefix), step=len(split_steps(attempt.parent.transcript)))
+    prefix = reopen_end(attempt.parent, attempt.rng.choice(attempt.hints), kind="forced")
+    return Proposal(transcript=await attempt.resume(prefix), step=len(split_steps(attempt.parent)))
 
 
 async def reflect(attempt: FlywheelAttempt) -> Proposal:
@@ -223,9 +200,9 @@ async def reflect(attempt: FlywheelAttempt) -> Proposal:
 
 OPERATORS: Mapping[str, Operator] = {
     "rollout": roll_out,
-    "rewrite_redundant": rewrite_redundant,
+    "rewrite_redundant": partial(replace_step, goal="find_redundant", nothing="no redundant step"),
     "refine_thoughts": refine_thoughts,
-    "repair_flaw": repair_flaw,
+    "repair_flaw": partial(replace_step, goal="find_flaw", nothing="no flawed step"),
     "hint_after_flaw": hint_after_flaw,
     "hint_at_end": hint_at_end,
     "reflect": reflect,

@@ -104,13 +104,11 @@ def make_attempts(
             progress.begin(iteration, len(plans))
             for start in range(0, len(plans), config.batch_size):
                 batch = plans[start : start + config.batch_size]
-                made = attempts.take(batch)
-                if made is None:
-                    made = await sample_batch(batch, states, crew, actors)
+                saved = attempts.take(batch)
+                made = await sample_batch(batch, states, crew, actors) if saved is None else saved
+                if saved is None:
                     attempts.add(made)
-                    progress.count(len(batch))
-                else:
-                    progress.skip(len(batch))
+                progress.count(len(batch), is_made=saved is None)
                 records.extend(find_fresh_records(made, states))
 
     run_lockstep(run(), config.rollout)
@@ -121,7 +119,6 @@ def make_attempts(
 async def sample_batch(
     plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
 ) -> list[Record]:
-    """Make the attempts of a batch; returns them in order."""
     batch = AttemptBatch(crew=crew, plans=plans, states=states)
     agent = replace(actors.agent, workflow=batch.make, judge=None)
     async with build_evaluator(replace(actors, agent=agent, model=batch, auxiliary_models={})) as dispatcher:
@@ -130,7 +127,6 @@ async def sample_batch(
 
 
 def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
-    """The questions by their id, in the order of the data set."""
     tasks = load_tasks(config.train_dataset, name="train")
     for task in tasks:
         if not task.row.get("question"):
@@ -139,7 +135,6 @@ def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
 
 
 def describe_inputs(config: FlywheelConfig, states: Mapping[str, QuestionState]) -> dict[str, Any]:
-    """What the attempts depend on."""
     settings = config.model_dump(mode="json", exclude=KEYS_WITHOUT_EFFECT)
     questions = [[name, dict(state.row)] for name, state in states.items()]
     return {
@@ -212,14 +207,11 @@ class FlywheelProgress:
     def begin(self, iteration: int, total: int) -> None:
         self._iteration, self._total, self._done = iteration, total, 0
 
-    def skip(self, count: int) -> None:
-        """Attempts of an earlier run, which took no time in this one."""
+    def count(self, count: int, *, is_made: bool) -> None:
+        """Attempts that are done; those of an earlier run took no time in this one."""
         self._done += count
-
-    def count(self, count: int) -> None:
-        self._done += count
-        self._num_made += count
-        if not self._config.has_progress:
+        self._num_made += count * is_made
+        if not self._config.has_progress or not is_made:
             return
         s_per_attempt = (time.monotonic() - self._started) / self._num_made
         left = self._total - self._done

@@ -60,7 +60,6 @@ def describe_call(call: Segment) -> str:
 
 
 def list_written(step: Step) -> list[str]:
-    """What the agent wrote in a step."""
     return [step.thought, *(call.text for call in step.calls), step.answer.text if step.answer else ""]
 
 

@@ -128,9 +128,6 @@ class QuestionState:
     explored: set[int] = field(default_factory=set)
     """Numbers of the trajectories that operators were applied to."""
 
-    def is_new(self, transcript: Transcript) -> bool:
-        return describe_text(transcript) not in self.texts
-
     def add(self, record: Record) -> None:
         """Take up an attempt that was made."""
         self.num_attempts = max(self.num_attempts, record.plan.number + 1)
@@ -198,7 +195,11 @@ def find_fresh_records(records: Sequence[Record], states: Mapping[str, QuestionS
     marked = []
     for record in records:
         state = states[record.plan.question_id]
-        if record.outcome == "kept" and record.transcript is not None and not state.is_new(record.transcript):
+        if (
+            record.transcript is not None
+            and record.outcome == "kept"
+            and describe_text(record.transcript) in state.texts
+        ):
             record = Record(plan=record.plan, outcome="duplicate", step=record.step, tokens=record.tokens)
         state.add(record)
         marked.append(record)

@@ -119,7 +119,6 @@ def to_task(question: str, answer: Any, source: str | None, **more: Any) -> Row:
 
 
 def build_tasks(records: Sequence[Record]) -> Iterator[Row]:
-    """One row per question."""
     for record in records:
         match record:
             case EtQuestion():
@@ -192,7 +191,6 @@ def _describe_trajectories(
 
 
 def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[EtQuestion]:
-    """Source pool of task rows."""
     return [
         EtQuestion(question=need(row, "question", i), answer=need(row, "answer", i), source=row.get("source"))
         for i, row in enumerate(rows)
@@ -214,7 +212,6 @@ def read_rl_rows(rows: Iterable[Mapping[str, Any]]) -> list[RlRow]:
 
 
 def read_alpaca_rows(rows: Iterable[Mapping[str, Any]]) -> list[AlpacaRow]:
-    """Fine-tuning rows of transcript rows."""
     return [
         AlpacaRow(
             instruction=row.get("system") or "",

@@ -27,7 +27,6 @@ def list_answers(answer: Answer) -> list[str]:
 
 
 def take(values: dict[str, Any], key: str, where: str) -> Any:
-    """Remove and return a required field."""
     if key not in values:
         raise DataError(f"{where} has no {key!r}; its fields are {', '.join(values) or 'none'}")
     return values.pop(key)
@@ -41,7 +40,6 @@ def take_list(values: dict[str, Any], key: str, where: str) -> tuple[Any, ...]:
 
 
 def check_aligned(lists: Mapping[str, Sequence[Any]], where: str) -> None:
-    """Raise unless parallel lists have one length."""
     lengths = {name: len(values) for name, values in lists.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"{where}: parallel lists differ in length: {lengths}")
@@ -359,7 +357,6 @@ def _read_rows(data: bytes, container: str, file: Path) -> list[Any]:
 
 
 def save_records(path: Path | str, records: Sequence[Record], name: str) -> None:
-    """Write records in the format of that name, in one piece."""
     form, file = find_format(name), Path(path).expanduser()
     wrong = next((each for each in records if not isinstance(each, form.record)), None)
     if wrong is not None:

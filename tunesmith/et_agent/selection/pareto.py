@@ -55,22 +55,13 @@ def check_stage(config: ParetoSection) -> None:
 
 
 def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
-    return StageResult(figures=run_pareto(config, out_dir=out_dir).figures)
+    return StageResult(figures=run_pareto(config, out_dir=out_dir))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParetoResult:
-    """Result of the selection."""
-
-    path: Path
-    """The selected rows, best front first."""
-    figures: dict[str, Any]
-    """Counts and mean spreads, by their label in the report."""
-
-
-def run_pareto(config: ParetoSection, *, out_dir: Path) -> ParetoResult:
+def run_pareto(config: ParetoSection, *, out_dir: Path) -> dict[str, Any]:
     """Write the selected rows to `train.jsonl`, each with its front and crowding distance, null for the ends of a
-    front; raises DataError if no question has mixed outcomes."""
+    front; returns counts and mean spreads, by their label in the report. DataError if no question has mixed outcomes.
+    """
     rows = read_rows(config.data)
     correctness, calls = (
         [read_rollouts(row, key=key, where=f"row {index} of {config.data!r}") for index, row in enumerate(rows)]
@@ -90,8 +81,10 @@ def run_pareto(config: ParetoSection, *, out_dir: Path) -> ParetoResult:
             f"no question of {config.data!r} has a right and a wrong rollout (correctness of at least "
             f"{config.correct_at:g} and below it): measure more rollouts, other questions, or change correct_at"
         )
-    path = out_dir / ROWS_FILE
-    write_rows(path, (describe_row(rows[index], selection, at) for at, index in enumerate(selection.indices.tolist())))
+    write_rows(
+        out_dir / ROWS_FILE,
+        (describe_row(rows[index], selection, at) for at, index in enumerate(selection.indices.tolist())),
+    )
     chosen = selection.indices.tolist()
     figures: dict[str, Any] = {
         "questions": len(rows),
@@ -105,7 +98,7 @@ def run_pareto(config: ParetoSection, *, out_dir: Path) -> ParetoResult:
         counts = Counter(str(rows[index][config.stratify_by]) for index in chosen)
         figures |= {f"selected of {name}": count for name, count in sorted(counts.items())}
     save_json(out_dir / REPORT_FILE, figures)
-    return ParetoResult(path=path, figures=figures)
+    return figures
 
 
 def read_sources(rows: list[Row], key: str, *, path: str) -> list[str]:

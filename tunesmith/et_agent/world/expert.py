@@ -8,7 +8,7 @@ once, so a plan has as few calls as the question needs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunesmith.et_agent.world.config import Split
 from tunesmith.et_agent.world.questions import Question
@@ -45,13 +45,11 @@ class ExpertPlan:
 
 
 def iter_plans(world: World, split: Split) -> Iterator[ExpertPlan]:
-    """The plans of all questions of a split, in their order."""
     for region, question in world.iter_questions_by_region(split):
         yield build_plan(question, region)
 
 
 def build_plan(question: Question, region: Region) -> ExpertPlan:
-    """The plan of one question."""
     known = {entity.entity_id for entity in region.entities.values() if entity.name in question.question}
     lookups: list[Lookup] = []
     learned = ""
@@ -62,7 +60,9 @@ def build_plan(question: Question, region: Region) -> ExpertPlan:
         query = subject.name if is_forward else f"{fact.relation.replace('_', ' ')} {fact.value}"
         evidence = str(fact.value) if is_forward else subject.name
         if any(each.query == query for each in lookups):
-            lookups = [add_evidence(each, evidence) if each.query == query else each for each in lookups]
+            lookups = [
+                replace(each, evidence=(*each.evidence, evidence)) if each.query == query else each for each in lookups
+            ]
         else:
             thought = f"{learned} I look up {query}.".strip()
             lookups.append(Lookup(thought=thought, query=query, evidence=(evidence,)))
@@ -79,12 +79,7 @@ def build_plan(question: Question, region: Region) -> ExpertPlan:
     )
 
 
-def add_evidence(lookup: Lookup, evidence: str) -> Lookup:
-    return Lookup(thought=lookup.thought, query=lookup.query, evidence=(*lookup.evidence, evidence))
-
-
 def state_fact(fact: Fact, subject: Entity) -> str:
-    """The fact as a sentence."""
     sentence = RELATIONS[fact.relation].statements[0].format(s=subject.name, v=fact.value)
     return sentence[0].upper() + sentence[1:]
 

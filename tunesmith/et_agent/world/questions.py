@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tunesmith.et_agent.world.config import QuestionKind, Split
 from tunesmith.et_agent.world.region import Entity, Fact, Region
-from tunesmith.et_agent.world.schema import RELATIONS, EntityKind
+from tunesmith.et_agent.world.schema import RELATIONS
 
 MAX_ATTEMPTS = 150
 """Draws of one form of question before another form is drawn."""
@@ -52,7 +52,6 @@ class Operand:
 class Comparison:
     """Which of two entities has the lower or the higher value, and whether it is the first one."""
 
-    kind: EntityKind
     relation: str
     lower: str
     higher: str
@@ -62,42 +61,36 @@ class Comparison:
 
 COMPARISONS = (
     Comparison(
-        kind="person",
         relation="birth_year",
         lower="Who was born earlier, {a} or {b}?",
         higher="Who was born later, {a} or {b}?",
         is_lower="Was {a} born before {b}?",
     ),
     Comparison(
-        kind="city",
         relation="city_founded",
         lower="Which city is older, {a} or {b}?",
         higher="Which city was founded later, {a} or {b}?",
         is_lower="Was {a} founded before {b}?",
     ),
     Comparison(
-        kind="city",
         relation="population",
         lower="Which city has fewer inhabitants, {a} or {b}?",
         higher="Which city is larger by population, {a} or {b}?",
         is_lower="Does {a} have fewer inhabitants than {b}?",
     ),
     Comparison(
-        kind="firm",
         relation="firm_founded",
         lower="Which firm was established first, {a} or {b}?",
         higher="Which firm is younger, {a} or {b}?",
         is_lower="Was {a} established before {b}?",
     ),
     Comparison(
-        kind="firm",
         relation="employees",
         lower="Which firm has fewer employees, {a} or {b}?",
         higher="Which firm has more employees, {a} or {b}?",
         is_lower="Does {a} have fewer employees than {b}?",
     ),
     Comparison(
-        kind="work",
         relation="work_year",
         lower="Which work appeared first, {a} or {b}?",
         higher="Which work appeared later, {a} or {b}?",

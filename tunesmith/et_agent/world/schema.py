@@ -22,7 +22,7 @@ class Relation:
     name: str
     subject: EntityKind
     value: ValueKind
-    passage: int
+    passage: int = 0
     """Which of the subject's passages states it."""
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -40,7 +40,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="city_founded",
             subject="city",
             value="year",
-            passage=0,
             statements=("{s} was founded in {v}.", "{s} dates from {v}.", "The charter of {s} is from {v}."),
             questions=("In which year was {x} founded?", "When was {x} founded?"),
         ),
@@ -48,7 +47,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="population",
             subject="city",
             value="count",
-            passage=0,
             statements=("{s} has {v} inhabitants.", "The population of {s} is {v}.", "{v} people live in {s}."),
             questions=("How many inhabitants does {x} have?", "What is the population of {x}?"),
         ),
@@ -56,7 +54,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="river",
             subject="city",
             value="name",
-            passage=0,
             statements=("{s} lies on the river {v}.", "The river {v} flows through {s}.", "{s} grew along the {v}."),
             questions=("On which river does {x} lie?", "Which river flows through {x}?"),
         ),
@@ -64,7 +61,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="mayor",
             subject="city",
             value="person",
-            passage=0,
             statements=("The mayor of {s} is {v}.", "{v} is the mayor of {s}.", "{s} is governed by its mayor {v}."),
             questions=("Who is the mayor of {x}?", "Which person is mayor of {x}?"),
             phrase="the mayor of {x}",
@@ -75,7 +71,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="birth_year",
             subject="person",
             value="year",
-            passage=0,
             statements=("{s} was born in {v}.", "{s} came into the world in {v}.", "The year of birth of {s} is {v}."),
             questions=("In which year was {x} born?", "What is the year of birth of {x}?"),
         ),
@@ -83,7 +78,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="birthplace",
             subject="person",
             value="city",
-            passage=0,
             statements=("{s} comes from {v}.", "The birthplace of {s} is {v}.", "{v} is where {s} was born."),
             questions=("In which city was {x} born?", "What is the birthplace of {x}?"),
             phrase="the city where {x} was born",
@@ -92,7 +86,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="occupation",
             subject="person",
             value="word",
-            passage=0,
             statements=("{s} is a {v} by profession.", "{s} trained as a {v}.", "By profession {s} is a {v}."),
             questions=("What is the profession of {x}?", "As what did {x} train?"),
         ),
@@ -127,7 +120,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="founder",
             subject="firm",
             value="person",
-            passage=0,
             statements=("{s} was founded by {v}.", "The founder of {s} is {v}.", "{v} founded {s}."),
             questions=("Who founded {x}?", "Who is the founder of {x}?"),
             phrase="the founder of {x}",
@@ -138,7 +130,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="firm_founded",
             subject="firm",
             value="year",
-            passage=0,
             statements=("{s} was established in {v}.", "{s} opened in {v}.", "The business of {s} began in {v}."),
             questions=("In which year was {x} established?", "When was {x} established?"),
         ),
@@ -175,7 +166,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="author",
             subject="work",
             value="person",
-            passage=0,
             statements=("{s} was written by {v}.", "The author of {s} is {v}.", "{v} wrote {s}."),
             questions=("Who wrote {x}?", "Who is the author of {x}?"),
             phrase="the author of {x}",
@@ -186,7 +176,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="publisher",
             subject="work",
             value="firm",
-            passage=0,
             statements=("{s} was printed by {v}.", "{v} is the publisher of {s}.", "{v} brought out {s}."),
             questions=("Which firm published {x}?", "Who is the publisher of {x}?"),
             phrase="the publisher of {x}",
@@ -195,7 +184,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="work_year",
             subject="work",
             value="year",
-            passage=0,
             statements=(
                 "{s} appeared in {v}.",
                 "{s} was first published in {v}.",
@@ -207,7 +195,6 @@ RELATIONS: Mapping[str, Relation] = {
             name="genre",
             subject="work",
             value="word",
-            passage=0,
             statements=("{s} is a {v}.", "In form {s} is a {v}.", "{s} is read as a {v}."),
             questions=("What kind of work is {x}?", "Which literary form does {x} have?"),
         ),

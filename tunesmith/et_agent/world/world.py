@@ -243,7 +243,6 @@ def generate(out_dir: Path, **knobs: Any) -> dict[str, int]:
 
 
 def build_row(question: Question, *, number: int) -> dict[str, Any]:
-    """A question as a row of train.jsonl or test.jsonl."""
     return {
         "id": f"{question.split}-{number}",
         "question": question.question,
