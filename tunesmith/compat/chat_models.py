@@ -1,4 +1,8 @@
-"""The class of the `model` that workflows receive: AgentScope's OpenAIChatModel, or Tunesmith's own."""
+"""The class of the `model` that workflows receive: AgentScope's OpenAIChatModel, or Tunesmith's own.
+
+AgentScope's uses our client, so that its agents, formatters and tools work unchanged and every call goes to the
+endpoint. Its constructor differs between AgentScope 1.x and 2.x; the signature shows which version is installed.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +107,8 @@ OUTPUT_VARIABLE = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
 
 @contextmanager
 def agent_output(*, is_shown: bool) -> Iterator[Callable[[bool], None]]:
-    """Set whether agents constructed in this context print their messages; yields a function that changes it.
+    """Set whether AgentScope's agents constructed in this context print their messages, as they do by default; yields
+    a function that changes it.
 
     With `is_shown=False`, a value that the environment already has for the variable is kept.
     """

@@ -1,7 +1,8 @@
 """Rules for Trinity-RFT's algorithm keys: advantage functions, policy losses, KL, entropy, rollout correction.
 
 In Trinity-RFT the parts of an algorithm can be set one by one; in Tunesmith an algorithm is one entry of a table. The
-parts of a file select the entry that has them; combinations without an entry are refused.
+parts of a file select the entry that has them; combinations without an entry are refused. After the rules of single
+keys, `resolve_differences` sets or notes what differs under one name: formulas of losses, and defaults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rules for nested sections of a Trinity-RFT file: task sets, LoRA, operators, replay buffer, auxiliary models."""
+"""Rules for nested sections of a Trinity-RFT file: task sets, LoRA, operators, replay buffer, auxiliary models, cluster.
+
+Hosts, GPUs and engines become ranks: each rank samples and trains on a GPU of its own.
+"""
 
 from __future__ import annotations
 

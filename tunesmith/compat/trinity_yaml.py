@@ -1,7 +1,8 @@
 """Translate Trinity-RFT run files to Tunesmith run files.
 
 The table `RULES` has one rule per key: it sets a key of ours, is accepted without effect, or is refused with the reason
-and the nearest alternative. A key that is absent takes our default. All refusals of a file are one error.
+and the nearest alternative. A key that is absent takes our default. All refusals of a file are one error. Files of
+offline training, sft and dpo in mode train, become files of `tunesmith sft` and `prefer`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,11 @@ NO_ANSWER = object()
 
 
 class ExpressionProcess:
-    """A process that compares expressions, for all threads."""
+    """A process that compares expressions, for all threads.
+
+    math-verify computes what it reads: one power of large integers can take hours, and no signal interrupts it. So a
+    process compares; it starts with the first comparison, and is killed and replaced if it does not answer.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -36,8 +36,13 @@ LIST_COMMA = re.compile(r",\s*")
 
 
 def compute_paper_scores(prediction: str, output: str, answer: Any, *, is_math: bool) -> dict[str, float]:
-    """`em`, `acc` (an accepted answer is part of the prediction), `f1` and `math_equal` of a prediction, or of the last
-    lines of the output if there is none."""
+    """ET-Agent's own `em`, `acc` (an accepted answer is part of the prediction), `f1` and `math_equal` of a prediction,
+    or of the last lines of the output if there is none, to compare with its published numbers.
+
+    Unlike ours they keep punctuation in words ("Paris." is not "Paris"), have no rule for yes and no, compare formulas
+    as text after the normalization of MATH (Hendrycks et al., 2021, arXiv:2103.03874), so that 72.0 is not 72, and only
+    the first accepted answer of a math task counts.
+    """
     text = prediction or "\n".join(output.replace("\n\n", "\n").strip().split("\n")[-NUM_LINES:])
     golds = list_golds(answer, is_math=is_math)
     if not text:

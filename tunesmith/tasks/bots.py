@@ -5,7 +5,7 @@ After Shen et al., 2025, "BOTS: A Unified Framework for Bayesian Online Task Sel
 capability relative to reference models, and the pass rates predicted from it are implicit evidence for all other tasks.
 Old evidence decays, because the model changes. Everything is vectorized over tasks.
 
-Axes: N tasks, J tasks with feedback, C candidates, K feature columns, B bins.
+Axes: N tasks, J tasks with feedback, C candidates, K feature columns or knots, B bins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ EPSILON = 1e-6
 
 
 class ReferencePassRates:
-    """Pass rates of N tasks at each knot, sorted by their mean."""
+    """Predicts the pass rate of a task as a piecewise linear function of the trained model's capability c.
+
+    The reference models, from weakest to strongest, are the knots at c = 0, 1, ... Two columns w and s give the line
+    w + c (s - w) of BOTS. One column is put between knots of 0 and 1 ("solves nothing" and "solves everything");
+    without columns these are the only knots. As in the paper c is unbounded: the first and the last segment are
+    extrapolated, and only predicted pass rates are clipped.
+    """
 
     def __init__(self, features: NDArray[np.float64]) -> None:
         num_tasks, num_columns = features.shape

@@ -180,7 +180,13 @@ def paraphrase(
     max_tokens: PositiveInt = 1024,
     max_concurrency: PositiveInt = 8,
 ) -> tuple[list[Task], dict[str, float]]:
-    """Each task, then its variants with ids `<id>/paraphrase-<number>`; at most `max_concurrency` requests at once."""
+    """Each task, then its variants with ids `<id>/paraphrase-<number>`; at most `max_concurrency` requests at once.
+
+    A model rewrites `field`; the other fields are copied. Requests cost money and are not deterministic, so replies are
+    cached in a file, from which a resumed run and the next run with the same file read them. Rejected are counted:
+    `refused` is empty, unchanged or has other numbers; `repeated` equals another task or an earlier rewrite; `echoed`
+    contains words of the instruction.
+    """
     if api_key_env is not None and api_key_env not in os.environ:
         raise ConfigError(f"paraphrase: the environment variable {api_key_env} (api_key_env) is not set")
     api_key = "EMPTY" if api_key_env is None else os.environ[api_key_env]

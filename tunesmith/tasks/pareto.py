@@ -138,6 +138,9 @@ UNKNOWN = -1
 class ParetoSelector:
     """Selects from the best `keep` of the tasks, by fronts of the spreads of correctness and of tool calls.
 
+    Both are known from the last rollouts that the run made of a task, or from its row (`pass-rate --tool-key`). Kept
+    tasks are visited in turn; those whose last rollouts were all right or all wrong when nothing else is left.
+
     keep           share of all tasks that is kept, at most the tasks with mixed outcomes
     explore        share of a batch for tasks without rollouts, while there are any
     correct_at     correctness from which a rollout counts as right

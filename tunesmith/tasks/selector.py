@@ -1,8 +1,7 @@
 """Selectors choose the tasks of the next step: batches of indices into a list of N tasks.
 
 A selector receives the pass rates of the selected tasks before it selects again. Its state is JSON, so a resumed run
-makes the same selections. The selectors in this file ignore feedback: their choices depend on the seed and the number
-of tasks selected. They receive the features of the tasks only, one row per task.
+makes the same selections. `FixedSelector`s receive the features of the tasks only, one row per task.
 
 Axes: N tasks, K feature columns.
 """
@@ -99,7 +98,7 @@ class ObservingSelector(Selector, Protocol):
 
 
 class FixedSelector:
-    """A selector that ignores feedback: its choices depend on the number of tasks that it has selected."""
+    """A selector that ignores feedback: its choices depend on the seed and the number of tasks selected."""
 
     num_drawn = 0
 
@@ -183,7 +182,8 @@ class RandomSelector(FixedSelector):
 
 
 class TaskFeed:
-    """Selects tasks and reports their pass rates to the selector."""
+    """The training tasks of a run: selected once or in several rounds of a step, whose pass rates the selector receives
+    before the next step. With `rollout.max_staleness` tasks are drawn ahead; a step reports those that it trains."""
 
     def __init__(self, tasks: Sequence[Task], selector: Selector) -> None:
         self.tasks = tasks
@@ -244,7 +244,12 @@ class TaskFeed:
 
 
 class Mixture:
-    """A selector over the tasks of several sets."""
+    """A selector over several sets: it chooses the set of each draw; the set's own selector chooses the task.
+
+    Without weights each epoch is a shuffled list in which every set occurs as often as it has tasks. With weights, the
+    number of draws from each set is proportional to its weight, to within one task, after any number of draws. Indices
+    run over the concatenation of all sets.
+    """
 
     def __init__(
         self,

@@ -2,7 +2,10 @@
 
 A role is called with a `RoleRequest`. The analyst returns a `Finding`, or None if there is nothing. The author returns
 a `StepDraft` (replace_step), the new thoughts (refine_thoughts), a text (reflect), or None if it has no proposal. A
-function of a run file may be an ordinary or an async one.
+function of a run file may be an ordinary or an async one. A model's reply that is truncated or cannot be read is no
+proposal: the attempt ends without a trajectory and is counted.
+
+Edits of a transcript keep everything before them: actions and results are moved, never parsed from text.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ CLOSED = re.compile(r"\s*</think>\s*\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step: segments `start` to `end - 1` of a transcript."""
+    """Segments `start` to `end - 1` of a transcript: what the agent wrote up to a call, with the call and its result;
+    the last step ends with the answer or where the rollout ended."""
 
     number: int
     """From 1."""

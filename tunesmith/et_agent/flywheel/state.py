@@ -1,4 +1,8 @@
-"""State of a flywheel: the trajectories of each question, and which attempts the next iteration makes."""
+"""State of a flywheel: its journal, the trajectories of each question, and which attempts the next iteration makes.
+
+The state is a function of the journal, which has one line for each attempt, appended batch by batch. After a kill,
+lines of an incomplete batch are removed and the batch is repeated.
+"""
 
 from __future__ import annotations
 
@@ -77,10 +81,8 @@ class Record:
 
 
 class Attempts:
-    """The records of `attempts.jsonl`: the inputs in the first line, then batches, each with a line at its end.
-
-    Records of an incomplete batch are removed.
-    """
+    """The records of `attempts.jsonl`: settings and a digest of the questions in the first line, as others do not
+    continue the file; then batches, each with a line at its end."""
 
     def __init__(self, workspace: Workspace, inputs: Mapping[str, Any]) -> None:
         self._journal = Journal(workspace.root / ATTEMPTS_FILE)

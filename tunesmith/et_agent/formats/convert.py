@@ -49,7 +49,11 @@ ERROR = re.compile(
 
 
 def parse_trajectory(question: str, text: str, *, arguments: Mapping[str, str] = TOOL_ARGUMENTS) -> Transcript:
-    """The transcript of a trajectory's text; `arguments` maps the tags of tools to the argument that they hold."""
+    """The transcript of a trajectory's text; `arguments` maps the tags of tools to the argument that they hold.
+
+    A `<result>` counts as the environment's only directly after a call; anywhere else the model wrote it, and it stays
+    part of a thought. The segments have the whole text without trailing space. Token counts are unknown and 0.
+    """
     written = text.rstrip()
     call = re.compile(rf"<({'|'.join(map(re.escape, arguments))})>(.*?)</\1>", re.DOTALL)
     segments: list[Segment] = []

@@ -1,4 +1,8 @@
-"""Read and write the files of ET-Agent's code: JSON arrays, JSON lines and Parquet."""
+"""The files of ET-Agent's code: JSON arrays, JSON lines and Parquet, with one record class for each format.
+
+Fields that a format has beyond the known ones are kept in `extra` and written back, so that reading and writing a file
+gives an equal file. A missing or misaligned field is a DataError that names row and field.
+"""
 
 from __future__ import annotations
 

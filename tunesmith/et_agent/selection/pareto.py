@@ -81,11 +81,8 @@ def run_pareto(config: ParetoSection, *, out_dir: Path) -> dict[str, Any]:
             f"no question of {config.data!r} has a right and a wrong rollout (correctness of at least "
             f"{config.correct_at:g} and below it): measure more rollouts, other questions, or change correct_at"
         )
-    write_rows(
-        out_dir / ROWS_FILE,
-        (describe_row(rows[index], selection, at) for at, index in enumerate(selection.indices.tolist())),
-    )
     chosen = selection.indices.tolist()
+    write_rows(out_dir / ROWS_FILE, (describe_row(rows[index], selection, at) for at, index in enumerate(chosen)))
     figures: dict[str, Any] = {
         "questions": len(rows),
         "questions with mixed outcomes": selection.num_mixed,

@@ -56,7 +56,11 @@ class TrajectoryRow:
 
 
 def measure_diversity(rows: Sequence[TrajectoryRow], *, embedding_model: str | None = None) -> dict[str, float | None]:
-    """Measures by name; None if no question has two trajectories, or there are fewer than two in all."""
+    """Measures by name; None if no question has two trajectories, or there are fewer than two in all.
+
+    The spread of texts is the mean cosine distance of pairs: of vectors of a sentence-transformers model, or of counts
+    of word pairs. Each has its own name, because their values cannot be compared. Axes: N texts, D dimensions.
+    """
     by_question: defaultdict[Any, list[TrajectoryRow]] = defaultdict(list)
     for row in rows:
         by_question[row.question_id].append(row)

@@ -32,7 +32,11 @@ FIRST_NAMES = tuple(start + end for start in STARTS for end in ENDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameModel:
-    """A permutation of `space` stems: n is mapped to `(factor * n + shift) mod space`."""
+    """Invented names without collisions: a permutation of `space` stems, n -> `(factor * n + shift) mod space`.
+
+    A stem is a string of syllables, each a consonant and a vowel cluster, so different numbers have different stems.
+    Names of one stem with different endings are nearly identical.
+    """
 
     length: int
     """Syllables of a stem."""

@@ -55,7 +55,7 @@ class Document:
 
 
 def write_passages(region: Region, *, seed: int, num_wordings: int) -> Iterator[tuple[Entity, list[Fact], str]]:
-    """All passages of a region with their entity and facts, in a random order."""
+    """All passages of a region with their entity and facts, in a random order; each fact is stated in one of them."""
     rng = random.Random(f"{seed}/wording/{region.number}")
     passages = [
         (entity, [entity.facts[name] for name in relations if name in entity.facts])
