@@ -21,10 +21,14 @@ LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
 
 
-class TaskSelectorConfig(BaseModel):
-    """The task selector of a training set; `kwargs` are the selector's arguments."""
+class StrictModel(BaseModel):
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class TaskSelectorConfig(StrictModel):
+    """The task selector of a training set; `kwargs` are the selector's arguments."""
 
     selector_type: str = "sequential"
     seed: int = Field(default=42, ge=0)
@@ -32,14 +36,12 @@ class TaskSelectorConfig(BaseModel):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class DatasetConfig(BaseModel):
+class DatasetConfig(StrictModel):
     """A data set of tasks: a folder, a file or a hub id.
 
     `task_selector` is a TaskSelectorConfig or a dict of its fields, a name or dotted path, a custom selector object, or
     a class or function that builds one from the tasks. `weight` is the set's share if there are several.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     path: str
     name: str | None = None
@@ -73,7 +75,7 @@ class DatasetConfig(BaseModel):
         return rows
 
 
-class TunerModelConfig(BaseModel):
+class TunerModelConfig(StrictModel):
     """The trained model or an auxiliary model, and its sampling parameters."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -112,8 +114,6 @@ class TunerModelConfig(BaseModel):
 class AlgorithmConfig(BaseModel):
     """The algorithm, its batch sizes and the intervals of checkpoints and evaluations."""
 
-    model_config = ConfigDict(extra="forbid")
-
     algorithm_type: str = "multi_step_grpo"
     learning_rate: float = 1e-6
     group_size: int = 8
@@ -138,16 +138,14 @@ def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, A
     """As `translate_model`, for an auxiliary model, in this process or on a server."""
     if model.tinker_config is not None:
         raise ConfigError(f"auxiliary_models.{name}.tinker_config has no effect: auxiliary models are not trained")
-    if model.inference_engine_num != 1:
-        raise ConfigError(
-            f"auxiliary_models.{name}.inference_engine_num={model.inference_engine_num} is not supported: "
-            f"{ONE_AUXILIARY_ENGINE}; set 1"
-        )
-    if model.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"auxiliary_models.{name}.tensor_parallel_size={model.tensor_parallel_size} is not supported: "
-            f"{ONE_AUXILIARY_ENGINE}; set 1, or start a server for it and set base_url"
-        )
+    for key, remedy in (
+        ("inference_engine_num", ""),
+        ("tensor_parallel_size", ", or start a server for it and set base_url"),
+    ):
+        if (number := getattr(model, key)) != 1:
+            raise ConfigError(
+                f"auxiliary_models.{name}.{key}={number} is not supported: {ONE_AUXILIARY_ENGINE}; set 1{remedy}"
+            )
     return translate_model_fields(model)
 
 
@@ -294,10 +292,8 @@ def translate_tune_arguments(
     return overrides
 
 
-class PromptTuneConfig(BaseModel):
+class PromptTuneConfig(StrictModel):
     """The optimizer of a system prompt: the model that proposes prompts, the effort, and the evaluation."""
-
-    model_config = ConfigDict(extra="forbid")
 
     lm_model_name: str = "dashscope/qwen-plus"
     """Model that proposes prompts, by LiteLLM's name; ignored if `tune_prompt` has a `prompt_model`."""

@@ -1,4 +1,4 @@
-"""Rules for nested sections of a Trinity-RFT file: task sets, LoRA, operators, replay buffer, auxiliary models, cluster.
+"""Rules for nested sections of a Trinity-RFT file: task sets, LoRA, operators, replay, auxiliary models, cluster.
 
 Hosts, GPUs and engines become ranks: each rank samples and trains on a GPU of its own.
 """
@@ -54,7 +54,6 @@ def read_taskset(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_tasksets(draft: Draft, key: str, value: Any) -> None:
-    """Several training sets, mixed by size."""
     sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
     if sets and "train_dataset" in draft.values:
         raise ConfigError(f"{key} and taskset are both set: put every set into tasksets")
@@ -186,7 +185,6 @@ def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
-    """The LoRA adapter that is trained instead of the weights."""
     adapters = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
     if len(adapters) > 1:
         raise ConfigError(f"{key}: one adapter is trained, got {len(adapters)}")

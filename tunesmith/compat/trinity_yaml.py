@@ -213,7 +213,6 @@ def is_part(key: str, other: str) -> bool:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a run file of ours has the key too."""
     names = (re.escape(knob.key).replace("<name>", "[^.]+") for knob in describe_options(RunConfig))
     return any(re.fullmatch(rf"{name}(\..*)?", key) for name in names)
 
@@ -260,7 +259,6 @@ def resolve_interpolations(config: DictConfig) -> tuple[dict[str, Any], list[str
 
 
 def describe_problems(problems: Sequence[str], lines: Mapping[str, int]) -> str:
-    """All problems, one a line, each with its line in the file."""
     described = [f"line {line}: {each}" if (line := find_line(each, lines)) else each for each in problems]
     if len(described) == 1:
         return described[0]

@@ -99,7 +99,6 @@ def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
 
 
 def read_transcript(response: Any) -> Transcript:
-    """Convert any response of a workflow to a transcript."""
     if isinstance(response, Transcript):
         return response
     if isinstance(response, HasReplies):

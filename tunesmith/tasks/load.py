@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from datasets.exceptions import DatasetsError
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
-from tunesmith.storage import storage_errors
+from tunesmith.storage import open_atomic, storage_errors
 from tunesmith.tasks.data_path import check_data_path
 from tunesmith.types import Task
 
@@ -104,7 +104,6 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
 
 
 def is_saved(source: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote the folder."""
     return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
 
 
@@ -172,3 +171,28 @@ def _explain(path: str, split: str | None, error: Exception) -> DataError:
         )
     reason = " ".join(str(error.__cause__ or error).split())
     return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")
+
+
+Row = Mapping[str, Any]
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a JSON lines file, or of another data set file or folder (split train); DataError without rows."""
+    file = Path(path).expanduser()
+    rows = load_jsonl(file) if file.suffix == ".jsonl" and file.is_file() else load_rows(path, name=None, split="train")
+    if not rows:
+        raise DataError(f"{path!r} has no rows")
+    return list(rows)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write JSON lines in one piece, lone surrogates escaped; returns the number of rows."""
+    count = 0
+    with storage_errors(path, "write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomic(path) as file:
+            for row in rows:
+                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+                file.write(line.encode(errors="backslashreplace") + b"\n")
+                count += 1
+    return count

@@ -288,7 +288,6 @@ class Mixture:
         return [self._first[number] + next(drawn[number]) for number in sets]
 
     def _draw_set(self) -> int:
-        """Choose the set of the next draw and count the draw."""
         if self._shares is None:
             number = self._find_by_size(self.num_drawn)
         else:

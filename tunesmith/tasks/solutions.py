@@ -123,7 +123,6 @@ def normalize_answer(text: str) -> str:
 
 
 def normalize_expression(text: str) -> str:
-    """A term in the calculator's syntax."""
     text = text.strip()
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -139,7 +138,6 @@ def _parse_mark(inside: str) -> Calculation:
 
 
 def _split_plain(text: str) -> tuple[list[str], list[Calculation]]:
-    """Split a text before the result of each plain equation."""
     texts, calculations, start = [], [], 0
     for found in PLAIN.finditer(text):
         if INSIDE_TERM.search(text[: found.start()]):

@@ -353,7 +353,6 @@ def ask_for_step(request: RoleRequest) -> str:
 
 
 def quote_steps(steps: Sequence[Step]) -> str:
-    """The steps with their numbers, actions and results."""
     lines: list[str] = []
     for step in steps:
         lines.append(f"Step {step.number}")

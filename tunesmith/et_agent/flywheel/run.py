@@ -4,14 +4,21 @@ Iteration 0 rolls out each question; every further one applies the operators to 
 before it. Attempts run in batches. Each batch is appended to `attempts.jsonl`, so that a killed stage resumes after the
 last complete batch and, on a CPU, makes the same trajectories. At the end `trajectories.jsonl` has every trajectory,
 right and wrong, as `rft_filter` reads them, and `report.json` the counts by operator.
+
+An attempt is a rollout whose workflow is `AttemptBatch.make`. A model in a role has a session of its own in each
+attempt, with a seed of its own; requests carry their sampling parameters, so nothing is shared between attempts.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import math
+import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +28,14 @@ from rich.console import Console
 from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import FlywheelConfig
+from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.environments.environment import Environment
 from tunesmith.environments.tool_agent import tool_agent
-from tunesmith.errors import DataError
-from tunesmith.et_agent.flywheel.crew import AttemptBatch, Crew, check_roles, load_crew, load_role_functions
+from tunesmith.environments.transcript import Transcript
+from tunesmith.errors import DataError, EngineError
+from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, list_hints
+from tunesmith.et_agent.flywheel.roles import Role, build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.state import (
     OUTCOMES,
     AttemptPlan,
@@ -35,16 +46,26 @@ from tunesmith.et_agent.flywheel.state import (
     is_correct,
     plan_iteration,
 )
-from tunesmith.et_agent.selection.rows import write_rows
+from tunesmith.judges.llm import quote
+from tunesmith.judges.redundancy import ask_for_vote
+from tunesmith.judges.squad import list_accepted
+from tunesmith.judges.tir import PROMPT
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
+from tunesmith.rollout.failures import shorten
+from tunesmith.rollout.group import GroupRequest, build_requests
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.rollout.service import BoundModel, ModelProvider
+from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import BuildModel, check_policy, load_actors
+from tunesmith.runs.policy import BuildModel, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
-from tunesmith.tasks.load import load_tasks
+from tunesmith.tasks.load import load_tasks, write_rows
+from tunesmith.types import Group, JudgeOutput, JudgeType, Sampling, Task, Turn, WorkflowOutput
 
+logger = logging.getLogger(__name__)
 TRAJECTORIES_FILE, REPORT_FILE = "trajectories.jsonl", "report.json"
 KEYS_WITHOUT_EFFECT = {"has_progress"}
 
@@ -74,7 +95,9 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
     """
     states = load_questions(config)
     check_policy(config.model)
-    check_roles(config)
+    load_role_functions(config)
+    for name, section in config.auxiliary_models.items():
+        check_auxiliary(name, section)
     with Workspace(out_dir) as workspace:
         attempts = Attempts(workspace, describe_inputs(config, states))
         return make_attempts(config, states, attempts, out_dir=out_dir, build_model=build_model)
@@ -94,7 +117,14 @@ def make_attempts(
     environment = load_environment(config.environment)
     workflow = partial(tool_agent, environment=environment)
     policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
-    crew = load_crew(config, actors, environment)
+    assert actors.agent.judge is not None
+    crew = Crew(
+        config=config,
+        environment=environment,
+        providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
+        functions=load_role_functions(config),
+        judge=actors.agent.judge,
+    )
     records: list[Record] = []
     progress = FlywheelProgress(config)
 
@@ -113,7 +143,18 @@ def make_attempts(
 
     run_lockstep(run(), config.rollout)
     policy.close()
-    return write_result(out_dir, states, records, config)
+    path = out_dir / TRAJECTORIES_FILE
+    operators = count_outcomes(records, config)
+    num_trajectories = write_rows(path, iter_rows(states))
+    save_json(out_dir / REPORT_FILE, operators)
+    return FlywheelResult(
+        path=path,
+        num_questions=len(states),
+        num_trajectories=num_trajectories,
+        num_correct=sum(counts["right"] for counts in operators.values()),
+        num_tokens=sum(each.tokens for each in records),
+        operators=operators,
+    )
 
 
 async def sample_batch(
@@ -143,23 +184,6 @@ def describe_inputs(config: FlywheelConfig, states: Mapping[str, QuestionState])
         "seed": config.seed,
         "settings": settings,
     }
-
-
-def write_result(
-    out_dir: Path, states: Mapping[str, QuestionState], records: Sequence[Record], config: FlywheelConfig
-) -> FlywheelResult:
-    operators = count_outcomes(records, config)
-    path = out_dir / TRAJECTORIES_FILE
-    num_trajectories = write_rows(path, iter_rows(states))
-    save_json(out_dir / REPORT_FILE, operators)
-    return FlywheelResult(
-        path=path,
-        num_questions=len(states),
-        num_trajectories=num_trajectories,
-        num_correct=sum(counts["right"] for counts in operators.values()),
-        num_tokens=sum(each.tokens for each in records),
-        operators=operators,
-    )
 
 
 def iter_rows(states: Mapping[str, QuestionState]) -> Iterator[dict[str, Any]]:
@@ -245,3 +269,178 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         device=describe_device(config.model.device, config.num_cpu_threads),
         figures=figures,
     )
+
+
+MAX_REASON_CHARS = 500
+AUXILIARY = "auxiliary_models."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """Everything that attempts share; none of it changes."""
+
+    config: FlywheelConfig
+    environment: Environment
+    providers: Mapping[str, ModelProvider]
+    """`model` and the auxiliary models."""
+    functions: Mapping[str, Role]
+    """Roles that are functions, by role."""
+    judge: JudgeType
+
+    async def run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
+        parent = None if plan.parent is None else state.kept[plan.parent]
+        attempt = FlywheelAttempt(
+            row=state.row,
+            environment=self.environment,
+            config=self.config,
+            parent=None if parent is None else parent.transcript,
+            is_correct=parent is not None and is_correct(parent, self.config),
+            policy=models["policy"].model,
+            analyst=self._find_role("analyst", models, build_model_analyst),
+            author=self._find_role("author", models, build_model_author),
+            hints=list_hints(self.environment.tools, self.config.hints),
+            rng=random.Random(derive_seed(self.config.seed, "hint", plan.question_id, plan.number)),
+        )
+        proposal = await OPERATORS[plan.operator](attempt)
+        if proposal.transcript is None:
+            return Record(plan=plan, outcome="nothing", step=proposal.step, reason=proposal.reason)
+        correctness = await self._judge(state.row, proposal.transcript, models)
+        return Record(
+            plan=plan,
+            outcome="unscored" if correctness is None else "kept",
+            step=proposal.step,
+            reason=proposal.reason,
+            correctness=correctness,
+            transcript=proposal.transcript,
+        )
+
+    async def _judge(
+        self, row: Mapping[str, Any], transcript: Transcript, models: Mapping[str, BoundModel]
+    ) -> float | None:
+        if self.config.roles.judge is not None:
+            return await judge_by_votes(models["judge"].model, row, transcript, self.config.num_votes)
+        auxiliary = {name: models[AUXILIARY + name].model for name in self.config.auxiliary_models}
+        return await judge_by_function(self.judge, row, transcript, auxiliary)
+
+    def _find_role(self, name: str, models: Mapping[str, BoundModel], build: Callable[[Any], Role]) -> Role:
+        return self.functions[name] if name in self.functions else build(models[name].model)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The provider of each role that is a model, and each auxiliary model under its own name, for the judge."""
+        roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
+        return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAttempt:
+    """What the workflow of an attempt receives as its model."""
+
+    plan: AttemptPlan
+    models: Mapping[str, BoundModel]
+    """By role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptBatch:
+    """Attempts that are made together: the provider of their models, and their workflow."""
+
+    crew: Crew
+    plans: Sequence[AttemptPlan]
+    states: Mapping[str, QuestionState]
+    made: dict[AttemptPlan, Record] = field(default_factory=dict)
+    """Attempts that ended without an error."""
+
+    def list_requests(self) -> list[GroupRequest]:
+        """A group of one rollout for each attempt; only its place follows from the request's seed."""
+        return build_requests(
+            [
+                Task(task_id=plan.trajectory_id, index=index, row=self.states[plan.question_id].row)
+                for index, plan in enumerate(self.plans)
+            ],
+            size=1,
+            seed=self.crew.config.seed,
+        )
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
+        from its place in the batch."""
+        plan, crew = self.plans[order[0]], self.crew
+        models = {
+            name: crew.providers[source].open(
+                seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name), order=(order[0], place)
+            )
+            for place, (name, source) in enumerate(crew.sources.items())
+        }
+        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None)
+
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        models: Mapping[str, BoundModel] = bound.model.models
+        sources = self.crew.sources
+        return tuple(turn for name, each in models.items() for turn in self.crew.providers[sources[name]].close(each))
+
+    async def make(self, task: Mapping[str, Any], model: OpenAttempt) -> WorkflowOutput:
+        """The workflow. Its reward says that the attempt ended; the correctness is in the record."""
+        try:
+            record = await self.crew.run(model.plan, self.states[model.plan.question_id], model.models)
+        finally:  # an engine error is one also where a role has caught it
+            errors = [each.session.engine_error for each in model.models.values() if each.session is not None]
+            if (failed := next(filter(None, errors), None)) is not None:
+                raise EngineError(failed)
+        self.made[model.plan] = record
+        return WorkflowOutput(reward=1.0)
+
+    def list_records(self, groups: Sequence[Group]) -> list[Record]:
+        """The attempts, in order. An error in one is recorded as a failure; it never counts as a wrong answer."""
+        records = []
+        for plan, group in zip(self.plans, groups, strict=True):
+            (run,) = group.trajectories
+            if run.failure is None:
+                record = self.made[plan]
+            else:
+                record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
+            records.append(replace(record, tokens=sum(len(turn.sampled_ids) for turn in run.turns)))
+        return records
+
+
+def load_role_functions(config: FlywheelConfig) -> dict[str, Role]:
+    return {
+        name: load_function(value, knob=f"roles.{name}")
+        for name, value in config.roles.model_dump().items()
+        if value is not None and ":" in value
+    }
+
+
+async def judge_by_function(
+    judge: JudgeType, row: Mapping[str, Any], transcript: Transcript, auxiliary_models: Mapping[str, Any]
+) -> float | None:
+    """The reward of a judge, which receives what it receives in training, and a copy of the row of its own."""
+    available = {"response": transcript, "auxiliary_models": dict(auxiliary_models), "logger": logger}
+    arguments = {name: available[name] for name in list_parameters(judge) & available.keys()}
+    verdict = await judge(task=copy.deepcopy(dict(row)), **arguments)  # type: ignore[arg-type]
+    if not isinstance(verdict, JudgeOutput):
+        raise TypeError(f"the judge must return a JudgeOutput, got {type(verdict).__name__}")
+    if verdict.reward is not None and not math.isfinite(verdict.reward):
+        raise ValueError(f"the judge returned reward {verdict.reward}; it must be a finite number")
+    return verdict.reward
+
+
+async def judge_by_votes(model: Any, row: Mapping[str, Any], transcript: Transcript, num_votes: int) -> float | None:
+    """1.0 or 0.0 by the majority of exactly `num_votes` votes; None for a tie; 0.0 without an answer.
+
+    Every answer gets the same number of votes whatever the first ones say, so the verdict is not biased to yes or to
+    no. A tie is no verdict: the trajectory is left out, not scored 0.
+    """
+    if not transcript.answer:
+        return 0.0
+    prompt = PROMPT.format(
+        question=quote(transcript.question),
+        reference=quote("\n".join(list_accepted(row))),
+        answer=quote(transcript.answer),
+    )
+    return count_votes([await ask_for_vote(model, prompt) for _ in range(num_votes)])
+
+
+def count_votes(votes: Sequence[bool | None]) -> float | None:
+    num_yes, num_no = sum(vote is True for vote in votes), sum(vote is False for vote in votes)
+    return None if num_yes == num_no else float(num_yes > num_no)

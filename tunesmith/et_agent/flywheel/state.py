@@ -131,7 +131,6 @@ class QuestionState:
     """Numbers of the trajectories that operators were applied to."""
 
     def add(self, record: Record) -> None:
-        """Take up an attempt that was made."""
         self.num_attempts = max(self.num_attempts, record.plan.number + 1)
         if record.plan.parent is not None:
             self.explored.add(record.plan.parent)

@@ -18,8 +18,8 @@ import numpy as np
 from tunesmith.commands.stage import ChooseModel, StageResult, check_file
 from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
-from tunesmith.et_agent.selection.rows import Row, read_rows, write_rows
 from tunesmith.storage import save_json
+from tunesmith.tasks.load import Row, read_rows, write_rows
 from tunesmith.tasks.pareto import (
     CORRECT_AT,
     Floats,
@@ -141,13 +141,14 @@ def select_pareto(
     names_M = np.asarray(["" if strata is None else strata[index] for index in mixed_M.tolist()], dtype=str)
     names, stratum_M, counts = np.unique(names_M, return_inverse=True, return_counts=True)
     quotas = divide_quota(num_selected, dict(zip(names.tolist(), counts.tolist(), strict=True)), shares=shares)
-    picked = []
+    nothing = np.empty(0, dtype=np.int64)
+    picked = [(nothing, nothing, np.empty(0))]
     for stratum, quota in enumerate(quotas.values()):
         members = np.flatnonzero(stratum_M == stratum)
         rng = np.random.default_rng((seed, stratum))
         order, ranks, distances = sort_by_front(points_M2[members], rng=rng)
         picked.append((mixed_M[members[order[:quota]]], ranks[:quota], distances[:quota]))
-    indices, ranks, distances = (np.concatenate(each) for each in zip(*picked, strict=True)) if picked else _nothing()
+    indices, ranks, distances = (np.concatenate(each) for each in zip(*picked, strict=True))
     order = np.lexsort((np.arange(len(indices)), -distances, ranks)) if strata is not None else np.arange(len(indices))
     return ParetoSelection(
         indices=indices[order],
@@ -156,10 +157,6 @@ def select_pareto(
         num_mixed=len(mixed_M),
         num_unmixed=len(correctness) - len(mixed_M),
     )
-
-
-def _nothing() -> tuple[Indices, Indices, Floats]:
-    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0)
 
 
 def check_lengths(correctness: Sequence[Sequence[float]], tool_calls: Sequence[Sequence[float]]) -> None:

@@ -29,9 +29,9 @@ from tunesmith.environments.environment import Environment
 from tunesmith.environments.protocols import build_conversation
 from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.selection.rows import Row, read_rows, write_rows
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
+from tunesmith.tasks.load import Row, read_rows, write_rows
 
 Floats = NDArray[np.float64]
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -150,7 +150,6 @@ def embed_texts(texts: Sequence[str], name: str) -> Floats:
 
 
 def format_diversity(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[list[str]]:
-    """Rows of a table: measure, before, after."""
 
     def show(value: float | None) -> str:
         if value is None:

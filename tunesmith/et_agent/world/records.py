@@ -32,5 +32,4 @@ def write_record(entity: Entity) -> str:
 
 
 def state_fact(fact: Fact) -> str:
-    """A fact as a line of a record."""
     return f"{LABELS.get(fact.relation, fact.relation)} {fact.value}"
