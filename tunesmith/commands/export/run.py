@@ -1,7 +1,7 @@
 """`tunesmith export`: writes a trained model as a Hugging Face folder, a PEFT adapter or GGUF files.
 
     hf/        weights, configs, tokenizer, chat template, model card     adapter/   files of PEFT, with a model card
-    gguf/      NAME-TYPE.gguf, one per type, with a model card            DONE.json  settings, files, figures; last
+    gguf/      NAME-TYPE.gguf, one per type, Modelfile, model card        DONE.json  settings, files, figures; last
 
 Formats that cannot be written are refused before weights load. Files are written to a temporary folder, loaded back,
 compared with the source and then renamed, so the output folder is complete or absent. An export that exists is reused.
@@ -19,7 +19,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf
-from tunesmith.commands.export.model_card import Card, write_card
+from tunesmith.commands.export.gguf.modelfile import MODELFILE, build_modelfile
+from tunesmith.commands.export.model_card import Card, read_key, write_card
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import ExportSection
@@ -32,7 +33,7 @@ from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
 from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import check_free_space, new_folder, storage_errors
+from tunesmith.storage import check_free_space, new_folder, save_text, storage_errors
 
 BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 """Bytes per parameter in the hf folder."""
@@ -164,7 +165,10 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     if plan.gguf is not None:
         from tunesmith.commands.export.gguf.writer import write_gguf_files  # needs an optional package
 
-        figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
+        files = figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
+        num_ctx = find_context(plan)
+        text = build_modelfile(plan.gguf, plan.tokenizer, files=files, num_ctx=num_ctx)
+        save_text(folder / "gguf" / MODELFILE, text)
     if settings.has_verification:
         figures["checks"] = verify_formats(plan, model, folder)
     del model
@@ -172,6 +176,13 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     for name in settings.formats:
         write_card(folder / name / "README.md", card, folder_format=name)
     return figures
+
+
+def find_context(plan: ExportPlan) -> int:
+    """The context that the model was trained with, in tokens; of an unknown training, the model's number of positions."""
+    assert plan.gguf is not None
+    trained = None if plan.source.run is None else read_key(plan.source.run.settings, "model.max_model_len")
+    return int(trained or plan.gguf.architecture.fields["context_length"])
 
 
 def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
