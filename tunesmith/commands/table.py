@@ -468,6 +468,8 @@ COMMANDS: tuple[Command, ...] = (
                 key="gguf_types",
             ),
             Option("name", "Model name, for the model card and the GGUF files.", key="name"),
+            Option("push", "Upload hf, or else adapter, to the hub; private.", metavar="OWNER/NAME"),
+            Option("is_public", "Let everybody read what --push uploads.", type=bool, flag="--public"),
             replace(OVERRIDES, help="Override an export setting, e.g. --set license=mit."),
             DEBUG,
         ),

@@ -9,6 +9,7 @@ compared with the source and then renamed, so the output folder is complete or a
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf
 from tunesmith.commands.export.gguf.modelfile import MODELFILE, build_modelfile
 from tunesmith.commands.export.model_card import Card, read_key, write_card
+from tunesmith.commands.export.push import check_push, push_folder
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import ExportSection
@@ -52,6 +54,8 @@ class ExportResult(Result):
     """GGUF files by type."""
     checks: Mapping[str, Mapping[str, float]]
     """Results of the comparison with the source, by file or folder; empty without verification."""
+    pushed: str | None = None
+    """Address of the repository that it was uploaded to."""
 
     @property
     def model_path(self) -> str:
@@ -74,7 +78,7 @@ class ExportResult(Result):
                 place = str(path.relative_to(self.folder))
                 checks = ", ".join(f"{key} {value:.4g}" for key, value in self.checks.get(place, {}).items())
                 facts[place] = f"{path} ({checks or 'not verified'})"
-        return facts
+        return facts if self.pushed is None else facts | {"uploaded": self.pushed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +93,17 @@ class ExportPlan:
     gguf: GgufPlan | None
 
 
-def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
-    """Export into the new folder `out_dir`; return the report of one that already holds this export."""
+def run_export(
+    settings: ExportSection, *, out_dir: Path, push: str | None = None, is_public: bool = False
+) -> ExportResult:
+    """Export into the new folder `out_dir`; return the report of one that already holds this export.
+
+    The result is uploaded as `push` (OWNER/NAME), if given, whether it was exported now or before.
+    """
+    if push is not None:
+        check_push(settings, push, is_public=is_public)
+    elif is_public:
+        raise ConfigError("public has an effect only with push")
     root = Path(out_dir).expanduser().absolute()
     source = find_source(settings)
     workspace = Workspace(root, is_whole=True)
@@ -102,7 +115,11 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
         record = dict(inputs)
         with workspace, new_folder(root, record) as temporary:
             record["figures"] = write_formats(plan, temporary)
-    return build_report(root, record["figures"])
+    report = build_report(root, record["figures"])
+    if push is None:
+        return report
+    address = push_folder(Path(report.model_path), push, is_public=is_public)
+    return dataclasses.replace(report, pushed=address)
 
 
 def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
