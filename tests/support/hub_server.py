@@ -85,36 +85,32 @@ def serve_hub() -> Iterator[HubState]:
             body = self.read_body()
             if not self.is_allowed():
                 return
+            name = self.path.removeprefix("/api/models/")
             if self.path == "/api/validate-yaml":
-                return self.answer(200, {"errors": [], "warnings": []})
-            if self.path == "/api/repos/create":
-                return self.create(json.loads(body))
-            if self.path.endswith(".git/info/lfs/objects/batch"):
+                self.answer(200, {"errors": [], "warnings": []})
+            elif self.path == "/api/repos/create":
+                self.create(json.loads(body))
+            elif self.path.endswith(".git/info/lfs/objects/batch"):
                 given = json.loads(body)["objects"]
                 upload = [{**each, "actions": {"upload": {"href": f"{state.url}/lfs/{each['oid']}"}}} for each in given]
-                return self.answer(200, {"transfer": "basic", "objects": upload})
-            name, _, rest = self.path.removeprefix("/api/models/").partition("/preupload/")
-            if rest:
-                modes = [
-                    {
-                        "path": each["path"],
-                        "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular",
-                        "shouldIgnore": False,
-                    }
-                    for each in json.loads(body)["files"]
-                ]
-                return self.answer(200, {"files": modes})
-            name = name.removesuffix("/commit/main")
-            self.commit(name, [json.loads(line) for line in body.splitlines()])
+                self.answer(200, {"transfer": "basic", "objects": upload})
+            elif name.endswith("/preupload/main"):
+                paths = [each["path"] for each in json.loads(body)["files"]]
+                modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
+                files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+                self.answer(200, {"files": files})
+            else:
+                self.commit(name.removesuffix("/commit/main"), [json.loads(line) for line in body.splitlines()])
 
         def create(self, given: dict[str, Any]) -> None:
             name = f"{given['organization']}/{given['name']}"
             if state.read_only:
-                return self.answer(403, {"error": "no right"}, X_Error_Message="no right")
-            if name in state.is_private:
-                return self.answer(409, {"error": "exists", "url": f"{state.url}/{name}"})
-            state.is_private[name] = given.get("visibility") == "private"
-            self.answer(200, {"url": f"{state.url}/{name}", "id": name, "name": name})
+                self.answer(403, {"error": "no right"}, X_Error_Message="no right")
+            elif name in state.is_private:
+                self.answer(409, {"error": "exists", "url": f"{state.url}/{name}"})
+            else:
+                state.is_private[name] = given.get("visibility") == "private"
+                self.answer(200, {"url": f"{state.url}/{name}", "id": name, "name": name})
 
         def commit(self, name: str, lines: list[dict[str, Any]]) -> None:
             found = state.files.setdefault(name, {})

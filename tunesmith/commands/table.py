@@ -520,6 +520,19 @@ COMMANDS: tuple[Command, ...] = (
         run="tunesmith.model.prepare:prepare_model",
     ),
     Command(
+        name="model convert",
+        help="Convert a GGUF file to a Hugging Face model folder, which can be trained, and verify it.",
+        options=(
+            argument("path", "The .gguf file."),
+            Option("out_dir", "New output folder.", default=REQUIRED, flag="--out"),
+            Option("dtype", "Data type of the weights: float32 or bfloat16.", default="float32"),
+            Option("chat_template", "Jinja file, for a file without a chat template."),
+            DEBUG,
+        ),
+        run="tunesmith.commands.export.convert:convert_gguf",
+        first_line="loading libraries",
+    ),
+    Command(
         name="demo",
         help="Fine-tune a tiny model, train it by RL in a ReAct agent with a calculator, and compare: minutes on a "
         "CPU.",

@@ -72,7 +72,7 @@ def hub_errors(repository: str) -> Iterator[None]:
     """Raise a one-sentence ModelError for what the hub refuses, and for a connection that is lost."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - huggingface_hub versions use different HTTP clients
+    except Exception as error:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         owner = repository.partition("/")[0]
         reasons = {401: "the token is not valid", 403: f"the token may not write to {owner!r}"}

@@ -196,7 +196,7 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
 
 
 def find_context(plan: ExportPlan) -> int:
-    """The context that the model was trained with, in tokens; of an unknown training, the model's number of positions."""
+    """The context of the training, in tokens; if that is unknown, the model's number of positions."""
     assert plan.gguf is not None
     trained = None if plan.source.run is None else read_key(plan.source.run.settings, "model.max_model_len")
     return int(trained or plan.gguf.architecture.fields["context_length"])
