@@ -183,8 +183,8 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
         from tunesmith.commands.export.gguf.writer import write_gguf_files  # needs an optional package
 
         files = figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
-        num_ctx = find_context(plan)
-        text = build_modelfile(plan.gguf, plan.tokenizer, files=files, num_ctx=num_ctx)
+        trained = None if source.run is None else read_key(source.run.settings, "model.max_model_len")
+        text = build_modelfile(plan.gguf, plan.tokenizer, files=files, num_ctx=trained)
         save_text(folder / "gguf" / MODELFILE, text)
     if settings.has_verification:
         figures["checks"] = verify_formats(plan, model, folder)
@@ -193,13 +193,6 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     for name in settings.formats:
         write_card(folder / name / "README.md", card, folder_format=name)
     return figures
-
-
-def find_context(plan: ExportPlan) -> int:
-    """The context of the training, in tokens; if that is unknown, the model's number of positions."""
-    assert plan.gguf is not None
-    trained = None if plan.source.run is None else read_key(plan.source.run.settings, "model.max_model_len")
-    return int(trained or plan.gguf.architecture.fields["context_length"])
 
 
 def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:

@@ -30,9 +30,12 @@ PROBE_TOOL = {"type": "function", "function": {"name": "probe_tool", "descriptio
 
 
 def build_modelfile(
-    plan: GgufPlan, tokenizer: PreTrainedTokenizerBase, *, files: Mapping[str, str], num_ctx: int
+    plan: GgufPlan, tokenizer: PreTrainedTokenizerBase, *, files: Mapping[str, str], num_ctx: int | None
 ) -> str:
-    """The text of a Modelfile for the first of `files`; the others are named in comments."""
+    """The text of a Modelfile for the first of `files`; the others are named in comments.
+
+    `num_ctx`: the context of the training; if it is unknown, the model's number of positions.
+    """
     first, *others = files.values()
     ends = [plan.vocabulary.special_ids[role] for role in ("eos", "eot", "eom") if role in plan.vocabulary.special_ids]
     template = write_template(tokenizer, has_bos=plan.vocabulary.has_bos)
@@ -42,7 +45,7 @@ def build_modelfile(
         *(f"# FROM ./{name}" for name in others),
         *([] if template is None else [f'TEMPLATE """{template}"""']),
         *(f'PARAMETER stop "{plan.vocabulary.tokens[index]}"' for index in ends),
-        f"PARAMETER num_ctx {num_ctx}",
+        f"PARAMETER num_ctx {num_ctx or plan.architecture.fields['context_length']}",
     ]
     return "\n".join(lines) + "\n"
 
