@@ -231,6 +231,9 @@ class RunConfig(Section):
     """Number of steps; overrides `total_epochs`."""
     save_interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints; the last step is always saved."""
+    save_interval_s: float | None = Field(default=300.0, gt=0)
+    """Seconds after which the end of a step saves a checkpoint, counted from the one before; the next one replaces
+    it. null saves by steps only."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints kept on disk; null keeps all."""
     keep_best: KeepBestSection | None = None

@@ -47,6 +47,7 @@ MUTABLE_KEYS = (
     "total_epochs",
     "total_steps",
     "save_interval_steps",
+    "save_interval_s",
     "keep_checkpoints",
     "keep_best",
     "early_stopping",
@@ -259,7 +260,7 @@ def describe_interruption(config: RunConfig, root: Path) -> str:
     """The console line of an interrupted run: its last checkpoint and how to resume."""
     checkpoint = RunRecord(root).last_checkpoint
     if checkpoint is None:
-        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+        return "interrupted before the first step was saved; a single Ctrl-C or SIGTERM finishes and saves the step"
     name = "" if config.name is not None else f" and name={root.name}"
     return (
         f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "

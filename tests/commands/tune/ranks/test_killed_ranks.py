@@ -22,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 from test_ranks import NEEDS_ALL, folder, fork, run, start  # noqa: F401 - `folder` is a fixture
 
+from conditions import wait_until
 from killed_runs import read_metrics
 
 pytestmark = pytest.mark.timeout(1200)
@@ -134,6 +135,19 @@ def test_a_killed_rank_of_torchrun_ends_the_run_and_it_resumes(folder, forks, fi
     else:  # after the last step
         assert process.returncode == 0, output
     assert_same_run(metrics.parent, find_whole(num_ranks))
+
+
+def test_a_signal_to_the_launcher_saves_the_step_and_the_run_resumes(folder, forks, find_whole):  # noqa: F811
+    never_due = ("--set", "save_interval_steps=100")
+    process = fork(forks, folder, "signal", "--ranks", "2", *SMALL, *never_due)
+    metrics = folder / "runs/AgentScope/signal/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM and output.count("finishing and saving this step") == 1, output
+    assert "the last checkpoint is" in output and list(metrics.parent.glob("global_step_*")), output
+    run(folder, "signal", "--ranks", "2", *SMALL, "--resume", forks=forks)
+    assert_same_run(metrics.parent, find_whole(2))
 
 
 @NEEDS_ALL
