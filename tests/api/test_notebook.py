@@ -34,7 +34,7 @@ def test_an_interrupted_cell_ends_its_run_and_the_next_one_trains(config, tmp_pa
             "eval_datasets": {},
         }
     )
-    metrics = tmp_path / "runs" / "AgentScope" / "long" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "tunesmith" / "long" / "metrics.jsonl"
 
     async def run_cell(cell, *overrides):
         return tune(cell, workflow_func=ask, judge_func=judge, overrides=overrides)

@@ -101,6 +101,33 @@ class RunFolder:
         self.close()
 
 
+AGENTSCOPE_PROJECT = "AgentScope"
+"""The default of `project` in earlier versions, and in AgentScope's form of `tune`."""
+
+
+def keep_learning_rate(config: RunConfig) -> RunConfig:
+    """The config of a run that resumes: a learning rate that it leaves out is the one that the run began with."""
+    if not config.continue_from_checkpoint or config.name is None:
+        return config
+    check_project(config)
+    trainer = RunRecord(resolve_run_root(config)).settings.get("trainer")
+    rate = trainer.get("learning_rate") if isinstance(trainer, dict) else None
+    if rate is None or "learning_rate" in config.trainer.model_fields_set:
+        return config
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"learning_rate": rate})})
+
+
+def check_project(config: RunConfig) -> None:
+    """Raise if the run to resume is not in the default project, but in that of earlier versions."""
+    root = resolve_run_root(config)
+    earlier = root.parent.with_name(AGENTSCOPE_PROJECT) / root.name
+    is_default = config.project == RunConfig.model_fields["project"].default
+    if is_default and not RunPaths(root).config.is_file() and RunPaths(earlier).config.is_file():
+        raise ConfigError(
+            f"there is no run {root}, but {earlier}: to resume that one, set project={AGENTSCOPE_PROJECT}"
+        )
+
+
 def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
     """Create or reopen the folder of a run and save its config there."""
     workspace = lock_run_folder(config, now=now)

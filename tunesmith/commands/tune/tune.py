@@ -64,7 +64,7 @@ from tunesmith.rollout.signature import check_judge_function, check_workflow_bra
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, keep_learning_rate, open_run_folder
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -142,6 +142,7 @@ def run_tuning(
     """
     if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
+    config = keep_learning_rate(config)
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
