@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_from_its_checkpoint(kept):
         [each.turns for each in group.trajectories] for group in load_rollouts(folder / "rollouts/step_000001.parquet")
     ]
     refused = run("tune", "tune.yaml", "--resume", expected_status=1)
-    assert f"but {folder}: to resume that one, set project=AgentScope" in refused
+    assert f"but {folder}: to resume it, set project=AgentScope" in refused
     assert not (kept / "runs/tunesmith").exists()
     resume = ("tune", "tune.yaml", "--resume", "--set", "project=AgentScope")
     refused = run(*resume, "--set", "algorithm.group_size=4", expected_status=1)

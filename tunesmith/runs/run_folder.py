@@ -123,9 +123,7 @@ def check_project(config: RunConfig) -> None:
     earlier = root.parent.with_name(AGENTSCOPE_PROJECT) / root.name
     is_default = config.project == RunConfig.model_fields["project"].default
     if is_default and not RunPaths(root).config.is_file() and RunPaths(earlier).config.is_file():
-        raise ConfigError(
-            f"there is no run {root}, but {earlier}: to resume that one, set project={AGENTSCOPE_PROJECT}"
-        )
+        raise ConfigError(f"there is no run {root}, but {earlier}: to resume it, set project={AGENTSCOPE_PROJECT}")
 
 
 def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:

@@ -222,9 +222,9 @@ def test_a_signal_ends_a_run_with_advice_on_resuming(run, data, capsys, number):
     run(workflow_func=workflow)
     due.append(number)
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
-        longer = DatasetConfig(path=data, total_steps=2)
+        longer = DatasetConfig(path=data, total_steps=3)
         run(workflow_func=workflow, train_dataset=longer, continue_from_checkpoint=True)
-    assert re.search(r"the last checkpoint is .*global_step_1: to resume from it, .* --resume", capsys.readouterr().err)
+    assert re.search(r"the last checkpoint is .*global_step_2: to resume from it, .* --resume", capsys.readouterr().err)
 
 
 def test_a_workflow_that_hangs_ends_at_its_deadline(run):
