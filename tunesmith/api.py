@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.algorithms.advantages.group import RunOutcome
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.commands import pass_rate
 from tunesmith.commands.check.run import check
 from tunesmith.commands.doctor.diagnose import diagnose as doctor

@@ -15,8 +15,8 @@ from tunesmith.trainer.layers.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.update import PassSetup, prepare_update
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,9 @@ def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
         for seed in range(8):
             samples = build_samples(8, seed=seed)
             rows = pack_samples(samples, max_tokens_per_row=700, has_prefix_sharing=True, hidden_size=32)
-            inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=128).inputs
+            inputs = prepare_update(
+                PassSetup(model=model, norm_length=1, chunk_tokens=128), algorithm, samples, rows
+            ).inputs
             found = []
             for each in (None, graphs):
                 optimizer.clear_gradients()
@@ -81,15 +83,15 @@ def test_moved_weights_are_captured_again():
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
     for _ in range(3):
         trainer.step(build_samples(8))
-    assert trainer._graphs.num_captured
+    assert trainer._setup.graphs.num_captured
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     trainer.step(build_samples(8))
-    assert not trainer._graphs.num_captured
+    assert not trainer._setup.graphs.num_captured
     for _ in range(2):
         trainer.step(build_samples(8))
-    assert trainer._graphs.num_captured
+    assert trainer._setup.graphs.num_captured
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
@@ -100,6 +102,6 @@ def test_rows_are_not_captured_while_an_autograd_graph_is_referenced(caplog):
     kept = [parameter.clone() for parameter in model.parameters()]
     losses = [trainer.step(build_samples(8))["train/loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
-    assert not trainer._graphs.num_captured
+    assert not trainer._setup.graphs.num_captured
     assert "an output of the model with a pending backward" in caplog.text
     del kept
