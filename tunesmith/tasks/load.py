@@ -13,17 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets import (
-    Dataset,
-    DatasetDict,
-    IterableDatasetDict,
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
+from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
