@@ -297,21 +297,26 @@ class Training:
     async def run(self) -> RunEnd:
         """Run all remaining steps, from the last checkpoint or from the beginning; a signal ends the run after a
         step."""
-        with StopAfterStep() as stop:
-            return RunEnd(result=await self.run_steps(stop), signal_number=stop.signal_number)
-
-    async def run_steps(self, stop: StopAfterStep) -> TuneResult:
-        config, control, monitor, trainer = self.rank.config, self.control, self.monitor, self.parts.trainer.trainer
-        first_step = step = restore(self.folder, self.rank.policy, self.parts)
+        control, first_step = self.control, restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
         evaluations: dict[str, EvaluationResult] = {}
-        if first_step == 0 and config.evaluation.at_start:
+        if first_step == 0 and self.rank.config.evaluation.at_start:
             evaluations = await self.evaluate(0)
             control.raise_error()
+        with StopAfterStep() as stop:
+            result = await self.run_steps(first_step, evaluations, stop)
+            return RunEnd(result=result, signal_number=stop.signal_number)
+
+    async def run_steps(
+        self, first_step: int, evaluations: dict[str, EvaluationResult], stop: StopAfterStep
+    ) -> TuneResult:
+        """Run the steps after `first_step`; `evaluations` are those before it."""
+        config, control, monitor, trainer = self.rank.config, self.control, self.monitor, self.parts.trainer.trainer
+        step = first_step
         metrics: dict[str, float] = {}
         updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
-        saved_at, timed_step, is_interrupted = time.monotonic(), None, stop.signal_number is not None
+        saved_at, timed_step, is_interrupted = time.monotonic(), None, False
         while step < self.plan.total_steps and control.stop is None and not is_interrupted:
             step += 1
             result = await self.run_saved_step(step)
