@@ -295,8 +295,7 @@ class Training:
     control: RunControl
 
     async def run(self) -> RunEnd:
-        """Run all remaining steps, from the last checkpoint or from the beginning; a signal ends the run after a
-        step."""
+        """Run all remaining steps, from the last checkpoint or the beginning; a signal ends the run after a step."""
         control, first_step = self.control, restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)

@@ -95,8 +95,7 @@ class SignalHandlers:
 
 class StopAfterStep:
     """Within: the first Ctrl-C or SIGTERM is recorded in `signal_number`, for a loop that ends after its step. The next
-    one is handled as outside. Handlers that the user installed stay.
-    """
+    one is handled as outside. Handlers that the user installed stay."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
