@@ -72,6 +72,7 @@ from tunesmith.rollout.signature import check_judge_function, check_workflow_fun
 from tunesmith.runs.launch import is_ray_driver, tune_on_ray
 from tunesmith.runs.load_config import change_section, load_section
 from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.run_folder import AGENTSCOPE_PROJECT
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
@@ -204,6 +205,8 @@ def load_tune_config(
     settings: RunConfig = load_settings(
         find_command("tune"), config_path if config is None else config, overrides, values=values
     )
+    if config is None and "project" not in settings.model_fields_set:
+        return settings.model_copy(update={"project": AGENTSCOPE_PROJECT})
     return settings
 
 

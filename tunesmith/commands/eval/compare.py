@@ -38,6 +38,7 @@ from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.run_folder import AGENTSCOPE_PROJECT
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
@@ -260,7 +261,9 @@ def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Seq
     """File with one model's scores on one set until the comparison is complete; named by a hash of its inputs."""
     if out is None:
         return None
-    settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
+    settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm", "save_interval_s"})
+    if config.project == RunConfig.model_fields["project"].default:
+        settings["project"] = AGENTSCOPE_PROJECT  # the default when parts were first written
     digest = compute_digest([settings, describe_weights(config.model.path), describe_rows(tasks), name])
     return out / PARTS / f"{digest[:16]}.json"
 
