@@ -15,7 +15,7 @@ from tunesmith.config.algorithm import AlgorithmSection, check_bounds
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.cluster import ClusterSection, check_sharded_weights
 from tunesmith.config.engine.engine import EngineSection
-from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.config.environment.environment import EnvironmentSection, add_environment_tasks
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout.branching import BranchingSection, check_branching
@@ -44,7 +44,8 @@ class DatasetSection(Section):
     """A data set of tasks."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id."""
+    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id; in a
+    file whose `environment` has a name, `environment` stands for its tasks."""
     name: str | None = None
     """Configuration (subset) of a data set that has several."""
     split: str | None = "train"
@@ -245,7 +246,8 @@ class RunConfig(Section):
     to bound the number of files; 1 keeps one file per step."""
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
-    `environment`."""
+    `environment`; or the name of an environment, whose tasks, workflow and rewards the file then has unless it names
+    its own."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: Annotated[DatasetSection | None, Unused(("weight",), "there is one set to draw from")] = None
@@ -266,6 +268,11 @@ class RunConfig(Section):
     monitor: MonitorSection = MonitorSection()
     cluster: ClusterSection = ClusterSection()
     """Ranks that run and train the tasks of a step together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_environment_tasks(cls, values: Any) -> Any:
+        return add_environment_tasks(values, cls.model_fields)
 
     @model_validator(mode="after")
     def _check_names(self) -> RunConfig:

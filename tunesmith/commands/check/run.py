@@ -24,9 +24,8 @@ from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_config import change_section
-from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.load_function import load_functions, load_run_tasks
 from tunesmith.runs.policy import BuildModel, check_policy
-from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
 
 DEFAULT_WORKFLOW = "workflow"
@@ -96,7 +95,7 @@ def load_task(config: RunConfig, index: int) -> Task:
             """as a JSON object: --task '{"question": "..."}'"""
         )
     name, section = next(iter(config.training_sets.items()))
-    tasks = load_tasks(section, name=name)
+    tasks = load_run_tasks(config, section, name=name)
     if not 0 <= index < len(tasks):
         raise ConfigError(f"task {index} does not exist: {section.path} has {len(tasks)} rows, 0 to {len(tasks) - 1}")
     return tasks[index]

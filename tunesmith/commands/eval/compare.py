@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,12 +36,11 @@ from tunesmith.rollout.signature import check_judge_function, check_workflow_fun
 from tunesmith.rollout.statistics import check_failures
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.runs.actors import load_actors
-from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.load_function import load_functions, load_run_tasks
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
-from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 LABEL = re.compile(r"[^|\n]*[^|\s]")
@@ -149,7 +149,7 @@ def check_comparison(
     for label in models:
         if not LABEL.fullmatch(label):
             raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
-    load = load_tasks if suite is None else load_suite_tasks
+    load = partial(load_run_tasks, config) if suite is None else load_suite_tasks
     sets = {
         name: load(dataset, name=name)[: config.evaluation.max_tasks] for name, dataset in config.eval_datasets.items()
     }

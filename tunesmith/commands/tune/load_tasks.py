@@ -11,8 +11,7 @@ from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.commands.tune.callbacks import Callbacks
 from tunesmith.config import RunConfig, SelectorSection
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_function import load_component, name_function
-from tunesmith.tasks.load import load_tasks
+from tunesmith.runs.load_function import load_component, load_run_tasks, name_function
 from tunesmith.tasks.mixture import Mixture
 from tunesmith.tasks.selector import Selector
 from tunesmith.tasks.table import (
@@ -62,7 +61,9 @@ def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFe
     for name, section in sets.items():
         key = "train_dataset" if config.train_dataset is not None else f"train_datasets.{name}"
         load = partial(load_component, knob=f"{key}.operators")
-        tasks_of[name], counted = apply_task_operators(load_tasks(section, name=name), section.operators, load=load)
+        tasks_of[name], counted = apply_task_operators(
+            load_run_tasks(config, section, name=name), section.operators, load=load
+        )
         metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
         selectors[name] = build_set_selector(config, name, tasks_of[name], custom, knob=f"{key}.task_selector")
     tasks = [task for each in tasks_of.values() for task in each]

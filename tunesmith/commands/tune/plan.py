@@ -26,11 +26,10 @@ from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.extra_models import check_extra_models
-from tunesmith.runs.load_function import load_component, load_function
+from tunesmith.runs.load_function import load_component, load_function, load_run_tasks
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.runs.sharded_models import check_sharded_models
 from tunesmith.tasks.contamination import count_shared_tasks
-from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
 
@@ -76,7 +75,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     )
     feed, counted = build_task_feed(config, custom)
     eval_tasks = {
-        name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
+        name: load_run_tasks(config, dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
     check_trained_model(config.model, config.trainer)
