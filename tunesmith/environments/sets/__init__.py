@@ -65,10 +65,8 @@ def load_set(name: str, args: Mapping[str, Any]) -> TaskEnvironment:
     names = module.list_names()
     if member not in names and not FAMILIES[family].is_open:
         close = difflib.get_close_matches(member, names, n=1)
-        advice = f"did you mean {family}:{close[0]}? A list" if close else "a list"
-        raise ConfigError(
-            f"environment={name!r} is unknown: {advice} is printed by: tunesmith environments list {family}"
-        )
+        advice = f"did you mean {family}:{close[0]}?" if close else "it is not in the list"
+        raise ConfigError(f"environment={name!r} is unknown: {advice} (tunesmith environments list {family})")
     loaded: TaskEnvironment = module.load(member, dict(args))
     return loaded
 

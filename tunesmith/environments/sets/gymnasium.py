@@ -1,7 +1,8 @@
 """Gymnasium: four games in text, and every environment whose observations and actions a wrapper makes text.
 
 A wrapper (`args.wrapper`, as `file.py:name`) is called with the environment and returns a Gymnasium environment whose
-observations are text and whose `step` takes the model's reply. It raises `ToolInputError` for a reply that is no action.
+observations are text and whose `step` takes the model's reply. It raises `ToolInputError` for
+a reply that is no action.
 """
 
 from __future__ import annotations

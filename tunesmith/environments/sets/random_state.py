@@ -1,7 +1,7 @@
 """State of the process-wide random generators that belongs to one environment.
 
-Some packages draw from `random` and `numpy.random` themselves. Around each of their calls the environment's own state is
-installed and the former one restored, so that episodes do not depend on others of the process, nor a run on them.
+Some packages draw from `random` and `numpy.random` themselves. Around each of their calls the environment's own state
+is installed and the former one restored, so that episodes do not depend on others of the process, nor a run on them.
 """
 
 from __future__ import annotations

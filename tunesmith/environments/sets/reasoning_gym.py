@@ -60,7 +60,8 @@ def build_dataset(name: str, args: Mapping[str, Any]) -> Any:
     fields = {each.name for each in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     if unknown := sorted(set(args) - fields):
         raise ConfigError(
-            f"environment.args.{unknown[0]} is no argument of reasoning_gym:{name}; allowed: {', '.join(sorted(fields))}"
+            f"environment.args.{unknown[0]} is no argument of reasoning_gym:{name}; allowed are "
+            f"{', '.join(sorted(fields))}"
         )
     build = partial(reasoning_gym.create_dataset, name, **args)
     try:
@@ -110,7 +111,7 @@ class Question:
         try:
             with OwnRandomState(self._seed).installed():
                 score = float(self._dataset.score_answer(answer, self._row))
-        except Exception:  # scorers raise on answers that they cannot read
+        except Exception:  # noqa: BLE001 - scorers raise on answers that they cannot read
             score = 0.0
         return "", score, True
 

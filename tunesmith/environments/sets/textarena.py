@@ -20,35 +20,13 @@ from tunesmith.errors import ConfigError
 
 RAW = "-raw"
 ONE_PLAYER = frozenset(
-    [
-        "2048",
-        "Bandit",
-        "Blackjack",
-        "Countdown",
-        "Crosswords",
-        "Cryptarithm",
-        "FifteenPuzzle",
-        "FrozenLake",
-        "GuessTheNumber",
-        "LightsOut",
-        "LogicPuzzle",
-        "MarketEntryGame",
-        "Mastermind",
-        "Minesweeper",
-        "PegJump",
-        "PublicGoodsGame",
-        "QuantumTicTacToe",
-        "RushHour",
-        "Secretary",
-        "Set",
-        "Slitherlink",
-        "Sokoban",
-        "SpiteAndMalice",
-        "Sudoku",
-        "ThreeCardMonte",
-        "TowerOfHanoi",
-    ]
-)
+    {
+        "2048", "Bandit", "Blackjack", "Countdown", "Crosswords", "Cryptarithm", "FifteenPuzzle", "FrozenLake",
+        "GuessTheNumber", "LightsOut", "LogicPuzzle", "MarketEntryGame", "Mastermind", "Minesweeper", "PegJump",
+        "PublicGoodsGame", "QuantumTicTacToe", "RushHour", "Secretary", "Set", "Slitherlink", "Sokoban",
+        "SpiteAndMalice", "Sudoku", "ThreeCardMonte", "TowerOfHanoi",
+    }
+)  # fmt: skip
 """Families of games that one player can play without a network. The other ones need more players, another model, data
 of nltk, which they try to download, or files that the release lacks."""
 
