@@ -56,6 +56,7 @@ def values(tmp_path, monkeypatch, pocket_folder):
         "total_steps": 1,
         "algorithm": {"batch_size": 2, "group_size": 2},
         "engine": {"kv_cache_tokens": 4096},
+        "rollout": {"chat_model": "openai"},
         "monitor": {"has_progress": False, "trackers": []},
     }
 
@@ -120,7 +121,7 @@ def test_pass_rates_evaluations_and_pipelines_read_the_name(values, tmp_path):
     assert scores.num_runs == 3
     stages = {"eval": settings, "rates": {"kind": "pass_rate", "num_runs": 1, **run_keys(values, rated)}}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"folder": "out", "stages": stages}))
-    assert {each.name for each in run_pipeline(tmp_path / "pipeline.yaml").stages} == {"eval", "rates"}
+    assert set(run_pipeline(tmp_path / "pipeline.yaml").stages) == {"eval", "rates"}
 
 
 def build_config_path(config):
@@ -167,7 +168,7 @@ def test_what_is_wrong_is_said_before_the_model_loads(values, changes, sentence)
     values["model"]["path"] = "./no_such_model"
     config = build_config(values)
     with pytest.raises(ConfigError) as error:
-        workflow, _ = load_functions(config)
+        load_functions(config)
         load_run_tasks(config, config.eval_datasets["test"], name="test")
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
@@ -209,9 +210,7 @@ def test_a_missing_package_is_named(values, monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", None)
     monkeypatch.delitem(sys.modules, "tunesmith.environments.sets.textarena", raising=False)
     config = build_config(values | {"environment": "textarena:Sokoban-v0"})
-    with pytest.raises(
-        ConfigError, match=r"environment textarena needs the package textarena: pip install textarena==0"
-    ):
+    with pytest.raises(ConfigError, match="textarena needs the package textarena: pip install textarena==0"):
         load_functions(config)
 
 
@@ -232,12 +231,11 @@ def test_environments_are_listed_and_shown():
 def test_names_and_arguments_of_generators_are_checked(values):
     with pytest.raises(ConfigError, match="'reasoning_gym:countdwn' is unknown: did you mean reasoning_gym:countdown"):
         show_environment("reasoning_gym:countdwn")
-    with pytest.raises(
-        ConfigError, match="environment.args.max is no argument of reasoning_gym:countdown; allowed are"
-    ):
+    with pytest.raises(ConfigError, match="environment.args.max is no argument of .*; allowed are .*max_value"):
         show_environment("reasoning_gym:countdown", args={"max": 1})
     with pytest.raises(ConfigError, match="environment.args of reasoning_gym:countdown: "):
         show_environment("reasoning_gym:countdown", args={"min_numbers": 9, "max_numbers": 2})
+    values["model"]["max_model_len"] = 512
     config = build_config(values | {"environment": {"name": "reasoning_gym:countdown", "num_train": 4, "num_test": 2}})
     runs = list_trajectories(tune(config))
     assert [run.failure for run in runs] == [None] * 4

@@ -100,8 +100,7 @@ def load_functions(
 
 def find_set_knob(section: EnvironmentSection) -> str | None:
     """The first knob whose value is not its default."""
-    fields = type(section).model_fields.items()
-    return next((name for name, field in fields if getattr(section, name) != field.default), None)
+    return next((name for name in type(section).model_fields if section.is_changed(name)), None)
 
 
 def has_environment(workflow: Callable[..., Any]) -> bool:

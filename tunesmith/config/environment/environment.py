@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from tunesmith.config.section import Needs, Section, Unused
 
@@ -54,6 +54,8 @@ PLAY = "tunesmith.environments:play"
 NAMED = Needs("name")
 AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
 """Knobs of tool agents alone."""
+TASK_KNOBS = ("name", "args", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
+"""Knobs of environments with tasks."""
 
 
 class EnvironmentSection(Section):
@@ -106,6 +108,12 @@ class EnvironmentSection(Section):
         if self.name is not None:
             self.refuse_knobs(Unused(AGENT_KNOBS, f"{self.name} is no tool agent"), where="environment")
         return self
+
+    @model_serializer(mode="wrap")
+    def _write_own_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
+        others = TASK_KNOBS if self.name is None else AGENT_KNOBS
+        return {key: value for key, value in write(self).items() if key not in others}
 
     @field_validator("tools")
     @classmethod
