@@ -50,7 +50,7 @@ INNER_LAYERS = {
         {"serve", "demo", "run"},
     ],
     "et_agent": [{"world", "formats", "selection", "radar"}, {"flywheel"}],
-    "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}, {"command"}],
+    "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export"}, {"command"}],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""
 NEIGHBOURS = {"tunesmith.et_agent", "tunesmith.retrieval", "tunesmith.viewer", "tunesmith.compat"}

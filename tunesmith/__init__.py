@@ -4,6 +4,7 @@
 names are imported on first access (PEP 562), so `import tunesmith` and `tunesmith --help` do not import torch.
 """
 
+# ruff: noqa: F405  # most names of `__all__` are those of a star import
 from __future__ import annotations
 
 import importlib
@@ -12,65 +13,9 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tunesmith.api import (
-        AlgorithmConfig,
-        ChatModel,
-        CheckpointEnd,
-        DatasetConfig,
-        EvalResult,
-        EvaluationEnd,
-        ExportResult,
-        JudgeOutput,
-        JudgeType,
-        MetricTable,
-        ModelSelection,
-        OfflineResult,
-        PassRates,
-        PipelineResult,
-        PrepareResult,
-        PromptTuneConfig,
-        PromptTuneResult,
-        RunOutcome,
-        StageOutcome,
-        StepEnd,
-        Stop,
-        TaskSelectorConfig,
-        TinkerConfig,
-        TokenLosses,
-        TokenScores,
-        TuneResult,
-        TunerModelConfig,
-        WorkflowOutput,
-        WorkflowType,
-        avg_time_judge,
-        avg_token_consumption_judge,
-        check,
-        check_judge_function,
-        check_workflow_function,
-        doctor,
-        evaluate,
-        export,
-        measure_pass_rates,
-        prefer,
-        prepare,
-        prepare_model,
-        replayable,
-        run_pipeline,
-        select_model,
-        serve,
-        sft,
-        tune,
-        tune_prompt,
-    )
+    from tunesmith.api import *  # noqa: F403  # the names of its `__all__`
     from tunesmith.commands.run.config import PipelineConfig
-    from tunesmith.config import (
-        EvalConfig,
-        ExportSection,
-        PreferenceConfig,
-        PrepareSection,
-        RunConfig,
-        SftConfig,
-    )
+    from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 
 MODULES = {
     "tunesmith.types": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
@@ -83,8 +28,9 @@ MODULES = {
     "tunesmith.commands.run.config": ("PipelineConfig",),
     "tunesmith.compat.agentscope_prompt_config": ("PromptTuneConfig",),
     "tunesmith.compat.agentscope_config": (
-        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TinkerConfig", "TunerModelConfig",
+        "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TunerModelConfig",
     ),
+    "tunesmith.compat.tinker_config": ("TinkerConfig",),
     "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
 }  # fmt: skip
 """Names whose modules import neither torch nor transformers; the other names are imported with `tunesmith.api`."""

@@ -14,28 +14,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.algorithms.advantages.group import RunOutcome
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.commands import pass_rate
 from tunesmith.commands.check.run import check
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
 from tunesmith.commands.eval.compare import run_comparison
-from tunesmith.commands.eval.eval_result import EvalResult
+from tunesmith.commands.eval.comparison_table import EvalResult
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.commands.pass_rate import PassRates
 from tunesmith.commands.prepare.run import PrepareResult, run_prepare
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.plan import StageSelection
-from tunesmith.commands.run.result import PipelineResult, StageOutcome
+from tunesmith.commands.run.report import PipelineResult, StageOutcome
 from tunesmith.commands.run.run import run_pipeline as run_selected
 from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
 from tunesmith.commands.select_model.result import ModelSelection
 from tunesmith.commands.select_model.select import select_model
 from tunesmith.commands.serve.run import run_serving
 from tunesmith.commands.settings import list_paths, load_settings
-from tunesmith.commands.sft.preference import run_preference
-from tunesmith.commands.sft.train import OfflineResult, run_sft
+from tunesmith.commands.sft.train import OfflineResult, run_preference, run_sft
 from tunesmith.commands.table import find_command
 from tunesmith.commands.tune.callbacks import (
     Callbacks,
@@ -55,7 +54,6 @@ from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
     TaskSelectorConfig,
-    TinkerConfig,
     TunerModelConfig,
     collect_own_selectors,
     translate_tune_arguments,
@@ -63,23 +61,17 @@ from tunesmith.compat.agentscope_config import (
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.config import (
-    EvalConfig,
-    ExportSection,
-    PreferenceConfig,
-    PrepareSection,
-    RunConfig,
-    SftConfig,
-)
+from tunesmith.compat.tinker_config import TinkerConfig
+from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.model.prepare import prepare_model
 from tunesmith.monitor.metric_table import MetricTable
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.runs.launch import is_ray_driver, tune_on_ray
 from tunesmith.runs.load_config import change_section, load_section
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.ray_job import is_ray_driver, tune_on_ray
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
@@ -281,9 +273,9 @@ def evaluate(
 ) -> EvalResult:
     """Compare models on the held-out tasks of a run config or an evaluation config.
 
-    `suite` ("tir", for agents with tools) replaces the judge by measures under one name. `models` maps labels to model
-    folders, hub ids or run folders; by default those of the evaluation config, or the model of the run config. With the
-    folder `out` the results are written there, and a killed evaluation resumes.
+    `suite` ("tir" or "tir_paper", for agents with tools) replaces the judge by measures under one name. `models` maps
+    labels to model folders, hub ids or run folders; by default those of the evaluation config, or the model of the run
+    config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
     settings: RunConfig | EvalConfig = load_settings(find_command("eval"), config, overrides)
     if isinstance(settings, EvalConfig):

@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tunesmith.config.serve.serve import is_loopback
+from tunesmith.config.serve import is_loopback
 from tunesmith.errors import ConfigError
 
 SHUTDOWN_GRACE_S = 2

@@ -26,9 +26,9 @@ from tunesmith.config import RolloutSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.dispatcher import Dispatcher
-from tunesmith.rollout.workers.local import LocalWorker
-from tunesmith.runs.actors import load_actors
+from tunesmith.rollout.dispatcher import build_evaluator
+from tunesmith.rollout.group import build_requests
+from tunesmith.runs.policy import load_actors
 from tunesmith.types import Group, Task, WorkflowOutput
 
 GROUP_SIZE = 8
@@ -87,10 +87,11 @@ def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, 
 
     async def run() -> tuple[list[float], list[Group]]:
         seconds, groups = [], []
-        async with Dispatcher([LocalWorker(actors)]) as dispatcher:
+        async with build_evaluator(actors) as dispatcher:
             for step in range(arguments.steps):
                 started = time.perf_counter()
-                groups = await dispatcher.evaluate(tasks, size=GROUP_SIZE, seed=0, step=step, policy_version=step)
+                requests = build_requests(tasks, size=GROUP_SIZE, seed=0, step=step)
+                groups = await dispatcher.evaluate(requests, policy_version=step)
                 seconds.append(time.perf_counter() - started)
         return seconds, groups
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.chat.detokenize import Detokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection, ModelSection
 from tunesmith.engine.engine import LocalEngine
@@ -27,7 +28,7 @@ from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.request import RequestParser
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.workers.group_runner import run_groups
+from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group, JudgeOutput, Sampling, Task, WorkflowOutput
 
@@ -37,7 +38,7 @@ CALL_PARTS: dict[str, Callable[..., Any]] = {
     "build a client": InProcessClient.bind,
     "read the request": RequestParser.parse,
     "render and tokenize": Renderer.render,
-    "decode the answer": Renderer.decode,
+    "decode the answer": Detokenizer.decode,
     "engine": LocalEngine.step,
 }
 """Part of a call -> the function whose cumulative time is reported."""
@@ -78,17 +79,11 @@ def build_agents(
     )
     agent, num_agents = Agent(workflow=ask, judge=judge, timeout_s=600.0), len(tasks) * GROUP_SIZE
 
-    def run(step: int) -> list[Group]:
-        return run_lockstep(
-            run_groups(
-                build_requests(tasks, size=GROUP_SIZE, seed=0, step=step),
-                agent=agent,
-                model=service,
-                max_concurrency=num_agents,
-            )
-        )
+    async def run_groups(step: int) -> list[Group]:
+        async with GroupRunner(agent=agent, model=service, max_concurrency=num_agents) as runner:
+            return await runner.run_all(build_requests(tasks, size=GROUP_SIZE, seed=0, step=step))
 
-    return run
+    return lambda step: run_lockstep(run_groups(step))
 
 
 def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num_agents: int) -> dict[str, Any]:

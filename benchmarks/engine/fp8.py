@@ -25,9 +25,10 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
+from tunesmith.trainer.batch import index_events
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import index_events, score_logprobs
+from tunesmith.trainer.scoring_pass import score_logprobs
 
 DECODE_STEPS = 64
 CUDA = torch.device("cuda")

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerB
 from benchmarks.engine.agent_load import build_agents, compute_part_costs, load_tasks
 from benchmarks.shared.report import publish
 from tunesmith.config import EngineSection
-from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
-from tunesmith.engine.batch.input_batch import InputBatch
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_prefill_plan
 from tunesmith.engine.engine import LocalEngine
@@ -52,7 +51,7 @@ class InstantBurstHandle:
 
 
 class InstantBurstDecoder:
-    """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
+    """Has the methods of `tunesmith.engine.cuda.cuda_graphs.DecodeGraphs` that the engine calls."""
 
     def __init__(self, engine: LocalEngine, *, max_num_seqs: int, vocab_size: int) -> None:
         self._runner = engine._runner

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from tunesmith.commands.references import map_strings
-from tunesmith.commands.run.rounds import STAGE
+from tunesmith.commands.run.config import STAGE
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "et_agent" / "pocket.yaml"

@@ -28,7 +28,7 @@ import yaml
 from benchmarks.shared.report import publish
 from tunesmith.et_agent.world import generate
 from tunesmith.et_agent.world.conversations import write_conversations
-from tunesmith.retrieval.index.build import build_index
+from tunesmith.retrieval.index.search import build_index
 
 JUDGE = "tunesmith.judges.composite:squad_judge"
 EFFICIENCY = {"name": "efficiency_reward", "args": {"sigma_tool": 0.2, "sigma_length": 0.1, "format_key": "format"}}

@@ -43,10 +43,9 @@ from benchmarks.shared.training_step import (
     run_ranks,
     save_model,
 )
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts, run_step
@@ -141,7 +140,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         assert isinstance(trainer, TimedTrainer)
         roles = RankRoles(world=ranks, trainers=ranks)
-        links = connect_ranks(config, roles)
+        links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
         if ranks.is_first:
             feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
             parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)

@@ -23,16 +23,10 @@ from benchmarks.shared.questions import list_questions
 from benchmarks.shared.shapes import SHAPES, save_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.links import Links
+from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles
-from tunesmith.commands.tune.ranks import (
-    build_dispatcher,
-    build_rank_trainer,
-    build_served_worker,
-    build_thread,
-    follow,
-)
+from tunesmith.commands.tune.ranks import build_rank, follow
 from tunesmith.config import RunConfig
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
@@ -40,9 +34,8 @@ from tunesmith.loop import StepParts, run_step
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_config import build_config
-from tunesmith.runs.policy import Policy
+from tunesmith.runs.policy import Policy, load_actors
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
@@ -163,12 +156,12 @@ def build_parts(
     links: Links = NO_LINKS,
 ) -> StepParts:
     """The parts of a step on a single process, or on the first of several ranks."""
-    num_tasks, thread = config.algorithm.batch_size, build_thread(config, policy)
+    num_tasks, rank = config.algorithm.batch_size, build_rank(config, roles, policy, actors, links)
     return StepParts(
         tasks=feed,
-        dispatcher=build_dispatcher(config, feed, policy, actors, roles, links, thread, total_steps=TOTAL_STEPS),
+        dispatcher=rank.build_dispatcher(feed, total_steps=TOTAL_STEPS),
         algorithm=resolve_algorithm(config.algorithm),
-        trainer=build_rank_trainer(config, trainer, roles.trainers, links, thread),
+        trainer=rank.join_trainer(trainer),
         replay=ReplayBuffer(config.experience.replay, seed=0),
         size=BatchSize(num_groups=num_tasks, max_tasks=num_tasks),
         max_failure_rate=0.0,
@@ -179,11 +172,10 @@ async def follow_steps(
     config: RunConfig, policy: Policy, actors: Actors, trainer: Trainer | None, roles: RankRoles, links: Links
 ) -> Any:
     """What a rank other than the first runs, without a trainer if it only samples; returns the first one's result."""
-    thread, worker = build_thread(config, policy), None
+    rank, worker = build_rank(config, roles, policy, actors, links), None
     if roles.is_sampler or not (roles.samplers or config.cluster.has_sharded_weights):
-        worker = build_served_worker(config, policy, actors, roles, links, thread, sends_tokens=False)
-    follower = None if trainer is None else build_rank_trainer(config, trainer, roles.trainers, links, thread, worker)
-    return await follow(links, worker, follower, thread)
+        worker = rank.build_served_worker(sends_tokens=False)
+    return await follow(rank, worker, None if trainer is None else rank.join_trainer(trainer, worker))
 
 
 async def time_step(parts: StepParts, *, step: int, device: str) -> dict[str, float]:

@@ -80,17 +80,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     root = Path(arguments.out).absolute()
-    agent = load_agent()
     settings = DemoSettings(num_train_tasks=1, num_test_tasks=1)
     base = save_base(root, seed=arguments.seed, settings=settings)
-    demonstrators = partial(agent.build_demonstrations, share_without_tool=SHARES_WITHOUT_TOOL[arguments.task_set])
-    model = finetune(
-        base,
-        type(agent)(workflow=agent.workflow, judge=agent.judge, build_demonstrations=demonstrators),
-        root,
-        seed=arguments.seed,
-        settings=settings,
+    demonstrators = partial(
+        load_agent().build_demonstrations, share_without_tool=SHARES_WITHOUT_TOOL[arguments.task_set]
     )
+    model = finetune(base, demonstrators, root, seed=arguments.seed, settings=settings)
     save_rows(root / "tasks.jsonl", draw_graded("train", num_tasks=arguments.num_tasks, seed=arguments.seed))
     save_rows(root / "test.jsonl", draw_graded("test", num_tasks=arguments.num_held_out, seed=arguments.seed))
     (root / "run.yaml").write_text(yaml.safe_dump(build_run(root, model, num_steps=arguments.steps), sort_keys=False))

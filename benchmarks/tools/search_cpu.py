@@ -27,11 +27,9 @@ import numpy as np
 from benchmarks.tools.search import PACKAGES, TOP_N, has_package, open_flashrag, write_flashrag_index
 from tunesmith.et_agent.world import generate
 from tunesmith.retrieval import SearchIndex, build_index
-from tunesmith.retrieval.index.bm25 import find_threshold
-from tunesmith.retrieval.index.bm25s_import import import_bm25s
-from tunesmith.retrieval.index.build import BM25_FOLDER
+from tunesmith.retrieval.index.bm25 import WordSplitter, find_threshold, import_bm25s
 from tunesmith.retrieval.index.ranking import Ranking, rank
-from tunesmith.retrieval.index.words import WordSplitter
+from tunesmith.retrieval.index.search import BM25_FOLDER
 
 
 def measure_ms(search: Callable[[str], Any], queries: Sequence[str]) -> float:

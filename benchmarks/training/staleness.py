@@ -46,7 +46,7 @@ from benchmarks.shared.training_step import (
     time_step,
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
-from tunesmith.commands.demo.run import DemoAgent, DemoSettings, build_config, finetune, save_base
+from tunesmith.commands.demo.run import DemoSettings, build_config, finetune, save_base
 from tunesmith.commands.prepare.calculator_agent import build_reply, run_tool_calls
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.config import EvaluationSection, RunConfig
@@ -194,7 +194,6 @@ def run_worker(arguments: argparse.Namespace) -> None:
     """One run of `curve`: fine-tune unless the seed's model is there, train, write the curve."""
     global SLEEPS
     torch.set_num_threads(1)
-    agent = DemoAgent(workflow=solve_slowly, judge=judge_number, build_demonstrations=build_demonstrations)
     root = Path(arguments.folder)
     settings = DemoSettings(
         num_demonstrations=arguments.demonstrations, num_test_tasks=100, num_steps=arguments.steps, batch_size=16,
@@ -202,7 +201,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     if arguments.worker == "finetune":
         base = save_base(root, seed=arguments.seed, settings=settings)
-        finetuned = finetune(base, agent, root, seed=arguments.seed, settings=settings)
+        finetuned = finetune(base, build_demonstrations, root, seed=arguments.seed, settings=settings)
         (root / "finetuned").write_text(str(finetuned))
         return
     SLEEPS = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=arguments.seed)
@@ -213,7 +212,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
     config = config.model_copy(update={"rollout": rollout, "evaluation": evaluation, "name": name})
     started = time.perf_counter()
     result = run_tuning(
-        config, workflow=agent.workflow, judge=agent.judge, build_model=lambda e, o: ChatModel(e, options=o)
+        config, workflow=solve_slowly, judge=judge_number, build_model=lambda e, o: ChatModel(e, options=o)
     )
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     curve = read_curve(rows) | {"seconds": time.perf_counter() - started}

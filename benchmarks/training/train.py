@@ -37,8 +37,8 @@ from tunesmith.trainer.layers.row_graphs import RowGraphs, is_launch_bound
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, DistributionSpan, Sample
 
 WORKS = ("packed", "long", "grpo")
@@ -134,7 +134,9 @@ def run_ours(
     settings, algorithm = TrainerSection(), resolve_algorithm(AlgorithmSection())
     rows = pack(model, samples, settings)
     chunk_tokens = choose_chunk_tokens(model)
-    preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=chunk_tokens)
+    preparation = prepare_update(
+        PassSetup(model=model, norm_length=1, chunk_tokens=chunk_tokens), algorithm, samples, rows
+    )
 
     optimizer = MasterAdamW(model, settings)  # creates float32 gradients
     graphs = RowGraphs(model) if has_graphs else None

@@ -48,9 +48,8 @@ from benchmarks.shared.training_step import (
     save_model,
     time_step,
 )
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.cluster.roles import RankRoles
 from tunesmith.commands.tune.ranks import connect_ranks, lead
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -104,7 +103,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         note(f"rank {ranks.rank}: trainer ready, {read_memory(arguments)}")
         roles = RankRoles(world=ranks, trainers=ranks)
-        links = connect_ranks(config, roles)
+        links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
         try:
             if ranks.is_first:
                 feed = build_feed(list_tasks(4 * arguments.tasks))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import html
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,8 +127,54 @@ def render_trinity(section: str) -> str:
     return render_table(("Trinity-RFT", "in Tunesmith"), rows)
 
 
+def render_examples(_: str) -> str:
+    """Each example file of Trinity-RFT: the command that runs it, what it needs besides, or what is refused."""
+    from tunesmith.compat.trinity_sections import REWARDS, WORKFLOWS
+    from tunesmith.compat.trinity_yaml import translate_trinity_file
+    from tunesmith.errors import ConfigError
+
+    rows, refused = [], 0
+    for name, values in load_examples():
+        try:
+            translation = translate_trinity_file(values)
+        except ConfigError as error:
+            *_, problems = str(error).partition("\n") if "keys cannot be translated" in str(error) else (str(error),)
+            keys = ", ".join(f"`{re.split('[= ]', each.removeprefix('- '))[0]}`" for each in problems.splitlines())
+            rows.append((name, "", f"refused: {keys}"))
+            refused += 1
+            continue
+        given = {kind: translation.values.get(kind) for kind in ("workflow", "judge")}
+        functions = [f"`{spec.partition(':')[2]}`" for spec in given.values() if spec is not None]
+        known = [each for each in functions if each.strip("`") in (*WORKFLOWS, *REWARDS)]
+        missing = "" if given["workflow"] or translation.command != "tune" else "needs `--workflow`"
+        if len(known) < len(functions):
+            missing = ", ".join(filter(None, (missing, "needs `--judge`")))
+        what = "; ".join(filter(None, (f"built in: {', '.join(known)}" if known else "", missing)))
+        rows.append(
+            (name, f"`tunesmith {translation.command}`", f"{what or 'as it is'}; {len(translation.notes)} notes")
+        )
+    accepted = f"{len(rows) - refused} of {len(rows)} files are accepted."
+    return f"{accepted}\n\n{render_table(('example', 'command', 'in Tunesmith'), rows)}"
+
+
+def load_examples() -> list[tuple[str, dict[str, Any]]]:
+    """Name and nested values of each summary in `tests/compat/trinity_examples.jsonl`."""
+    examples = []
+    for line in (ROOT / "tests" / "compat" / "trinity_examples.jsonl").read_text(encoding="utf-8").splitlines():
+        summary = json.loads(line)
+        values: dict[str, Any] = {}
+        for key, value in summary["keys"].items():
+            *parents, last = key.split(".")
+            section = values
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[last] = value
+        examples.append((summary["file"], values))
+    return examples
+
+
 TRANSLATED = {
-    "refuse_mode": "only `both`, `colocate`",
+    "read_mode": "`both`, `colocate`; the others are noted with the command for them, `serve` is refused",
     "read_algorithm": "`algorithm.algorithm_type`: the three keys together name the algorithm",
     "read_warmup_ratio": "`trainer.warmup_ratio`",
     "read_save_interval": "`save_interval_steps`; 0 is refused, because a run needs checkpoints to be resumed",
@@ -143,11 +190,14 @@ TRANSLATED = {
     "read_sample_strategy_args": "`algorithm.expert.ratio`",
     "read_correction": "`algorithm.correction`",
     "read_lora_configs": "`model.lora`",
-    "read_tinker": "refused: training is local",
+    "read_tinker": "`model.lora`: an adapter, trained in this process",
+    "read_trainer_config": "verl's options: those of memory have no effect; `trainer.has_gradient_checkpointing`, "
+    "`algorithm.critic.learning_rate`",
     "read_train_batch_size": "`trainer.num_minibatches`",
     "read_taskset": "`train_dataset`; `repeat_times` is `algorithm.group_size`, `rollout_args` are keys of `model`",
     "read_tasksets": "`train_dataset`, or several in `train_datasets`",
     "read_eval_tasksets": "`eval_datasets`",
+    "read_task_pipeline": "`train_dataset.operators`, if all have a counterpart; others are refused by name",
     "read_replay": "`experience.replay`, if `reuse_cooldown_time` is set",
     "read_auxiliary_buffers": "`algorithm.expert`, of `mix` and `mix_chord`",
     "read_operators": "`experience.operators`",
@@ -183,4 +233,5 @@ TABLES: dict[str, Callable[..., str]] = {
     "algorithms": render_algorithms,
     "api": render_api,
     "trinity": render_trinity,
+    "trinity-examples": render_examples,
 }

@@ -17,7 +17,7 @@ from tunesmith.environments import Environment, Transcript
 from tunesmith.et_agent.world import World
 from tunesmith.et_agent.world.config import build_config
 from tunesmith.et_agent.world.expert import ExpertPlan, iter_plans
-from tunesmith.retrieval.index.build import build_index
+from tunesmith.retrieval.index.search import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
 

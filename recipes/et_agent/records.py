@@ -21,7 +21,7 @@ from tunesmith.et_agent.world.expert import ExpertPlan, build_plan
 from tunesmith.et_agent.world.questions import QuestionWriter
 from tunesmith.et_agent.world.records import build_record, state_fact, write_result
 from tunesmith.et_agent.world.region import Entity, Region
-from tunesmith.retrieval.index.build import build_index
+from tunesmith.retrieval.index.search import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
 

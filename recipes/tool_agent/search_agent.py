@@ -23,7 +23,7 @@ from tunesmith.et_agent.world.records import build_record, state_fact, write_res
 from tunesmith.et_agent.world.region import Region
 from tunesmith.et_agent.world.schema import RELATIONS
 from tunesmith.et_agent.world.world import build_row
-from tunesmith.retrieval.index.build import build_index
+from tunesmith.retrieval.index.search import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
 

@@ -13,8 +13,7 @@ from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.kl import compute_kl
-from tunesmith.algorithms.losses.clipped import TokenScores
-from tunesmith.algorithms.scores import BatchScores
+from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.algorithms.token_selection import find_top_entropy_tokens
 from tunesmith.config import AlgorithmSection
 
@@ -107,9 +106,9 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
     logps = data["logps"].clone().requires_grad_()
     rows = torch.arange(len(LENGTHS))[:, None].expand(mask.shape)[mask].numpy()
     advantages = data["advantages"][:, None].expand(mask.shape)[mask]
-    scores = BatchScores(
+    scores = TokenInputs(
         old_logprobs_E=data["old"][mask].numpy(), advantages_E=advantages.numpy(), sequence_E=rows,
-        group_Q=np.arange(len(LENGTHS)), is_expert_Q=np.zeros(len(LENGTHS), dtype=bool),
+        group_E=rows, sampler_logprobs_E=data["old"][mask].numpy(), proximal_logprobs_E=data["old"][mask].numpy(),
         logprobs_E=data["logps"][mask].numpy(), entropies_E=data["entropies"][mask].numpy(),
     )  # fmt: skip
     terms = algorithm.compute_terms(scores)
@@ -123,16 +122,11 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
             is_selected_N=None if selected is None else torch.from_numpy(selected.astype(np.float64)),
         )
     ).losses_N
-    correction, _ = compute_correction_weights(
-        scores,
-        scores.old_logprobs_E,
-        algorithm.correction,
-        advantages_E=terms.advantages_E,
-        proximal_logprobs_E=scores.old_logprobs_E,
-        is_weighted=False,
-    )
+    correction, _ = compute_correction_weights(terms, algorithm.correction, is_weighted=False)
     kept, _ = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
-    losses = losses * torch.from_numpy(terms.weights_E * correction * kept)
+    if terms.correction_E is not None:
+        correction = terms.correction_E * correction
+    losses = losses * torch.from_numpy(correction * kept)
     if section.kl_coef:
         losses = losses + section.kl_coef * compute_kl(
             logps[mask], data["reference"][mask], estimator=section.kl_estimator, sampler_logprobs_N=data["old"][mask]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tunesmith.algorithms.aggregation import compute_token_weights
-from tunesmith.algorithms.losses.clipped import TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
+from tunesmith.algorithms.scores import TokenScores
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -40,16 +42,16 @@ def test_vespo_weights_whole_sequences():
     high, low = np.exp(0.5), np.exp(-0.5)
     gain, same, loss = high**2 * np.exp(3 * (1 - high)), low**2 * np.exp(3 * (1 - low)), low**3 * np.exp(2 * (1 - low))
     terms = compute_vespo_terms(scores)
-    np.testing.assert_allclose(terms.weights_E, [gain, gain, same, loss])
+    np.testing.assert_allclose(terms.correction_E, [gain, gain, same, loss])
     assert loss < same and terms.metrics == {"train/vespo_weight": pytest.approx((2 * gain + same + loss) / 4)}
     args = {"exponent_pos": 1.0, "decay_pos": 2.0, "exponent_neg": 3.0, "decay_neg": 1.0}
     expected = [high * np.exp(2 * (1 - high))] * 2 + [low * np.exp(2 * (1 - low)), low**3 * np.exp(1 - low)]
-    np.testing.assert_allclose(compute_vespo_terms(scores, **args).weights_E, expected)
+    np.testing.assert_allclose(compute_vespo_terms(scores, **args).correction_E, expected)
 
 
 def test_vespo_weights_are_one_on_policy_and_vanish_far_from_it():
     far = build_scores([[1], [-1], [1], [-1], [1]], logprobs=[[0.0], [0.0], [50.0], [50.0], [-50.0]])
-    np.testing.assert_allclose(compute_vespo_terms(far).weights_E, [1, 1, 0, 0, 0], atol=1e-15)
+    np.testing.assert_allclose(compute_vespo_terms(far).correction_E, [1, 1, 0, 0, 0], atol=1e-15)
 
 
 def test_topr_truncates_ratios_of_negative_tokens():
@@ -58,20 +60,20 @@ def test_topr_truncates_ratios_of_negative_tokens():
         logprobs=[[-3, -3], [-1.5, -2.0], [-0.5], [-2]],
     )  # fmt: skip
     expected = [1, 1, np.exp(-1.5), np.exp(-1.5), 1, np.exp(-1)]
-    np.testing.assert_allclose(compute_topr_terms(scores).weights_E, expected)
-    by_token = compute_topr_terms(scores, ratio_level="token").weights_E
+    np.testing.assert_allclose(compute_topr_terms(scores).correction_E, expected)
+    by_token = compute_topr_terms(scores, ratio_level="token").correction_E
     np.testing.assert_allclose(by_token, [1, 1, np.exp(-0.5), np.exp(-1), 1, np.exp(-1)])
-    np.testing.assert_allclose(compute_topr_terms(scores, advantage_threshold=-0.5).weights_E[-1], 1)
+    np.testing.assert_allclose(compute_topr_terms(scores, advantage_threshold=-0.5).correction_E[-1], 1)
 
 
 def test_m2po_masks_the_largest_log_ratios():
     """A clip could stop the first three tokens only: d^2 = .01, .04, .25; the mean of two is .025."""
     scores = build_scores([[1, 1, 1], [-1], [1]], logprobs=[[0.1, 0.2, 0.5], [0.9], [-0.9]])
     terms = compute_m2po_terms(scores)
-    np.testing.assert_array_equal(terms.weights_E, [1, 1, 0, 1, 1])
+    np.testing.assert_array_equal(terms.correction_E, [1, 1, 0, 1, 1])
     assert terms.metrics["train/m2po_masked_frac"] == pytest.approx(0.2)
-    assert compute_m2po_terms(scores, second_moment_cap=1.0).weights_E.all()
-    assert compute_m2po_terms(build_scores([], logprobs=[])).weights_E.size == 0
+    assert compute_m2po_terms(scores, second_moment_cap=1.0).correction_E.all()
+    assert compute_m2po_terms(build_scores([], logprobs=[])).correction_E.size == 0
 
 
 def test_rloo_subtracts_the_kl_from_the_reward():
@@ -97,12 +99,7 @@ def correct(*, is_weighted: bool = True, experts=None, **section) -> tuple[np.nd
     )
     sampler_E = np.concatenate([np.asarray(row) for row in SAMPLER])
     return compute_correction_weights(
-        scores,
-        sampler_E,
-        CorrectionSection(**section),
-        advantages_E=scores.advantages_E,
-        proximal_logprobs_E=scores.old_logprobs_E,
-        is_weighted=is_weighted,
+        replace(scores, sampler_logprobs_E=sampler_E), CorrectionSection(**section), is_weighted=is_weighted
     )
 
 
@@ -146,11 +143,12 @@ def mask_negative(advantages: list[list[float]], *, delta: float = 0.1, **sectio
     old, logprobs = [[-1.0, -1.0], [-1.0]], [[-1.5, -1.5], [-1.0]]
     scores = build_scores([[1, 1], [1]], old=old, logprobs=logprobs)
     weights, _ = compute_correction_weights(
-        scores,
-        scores.old_logprobs_E,
+        replace(
+            scores,
+            advantages_E=np.concatenate([np.asarray(row, dtype=np.float64) for row in advantages]),
+            proximal_logprobs_E=np.asarray([-1.0, 1.0, -1.0]),
+        ),
         CorrectionSection(importance="none", negative_sequence_delta=delta, **section),
-        advantages_E=np.concatenate([np.asarray(row, dtype=np.float64) for row in advantages]),
-        proximal_logprobs_E=np.asarray([-1.0, 1.0, -1.0]),
         is_weighted=False,
     )
     return weights.tolist()
@@ -175,12 +173,9 @@ def test_both_masks_apply_together():
 def test_bounds_and_cap_include_their_limits():
     """Ratios of exactly 1 are within limits of 1 and not counted as truncated by a cap of 1."""
     scores = build_scores([[1, 1]], old=[[-1, -2]])
-    arguments = {"advantages_E": scores.advantages_E, "proximal_logprobs_E": scores.old_logprobs_E}
 
     def compute(*, is_weighted: bool, **section):
-        return compute_correction_weights(
-            scores, scores.old_logprobs_E, CorrectionSection(**section), is_weighted=is_weighted, **arguments
-        )
+        return compute_correction_weights(scores, CorrectionSection(**section), is_weighted=is_weighted)
 
     for low, high in ((1.0, 2.0), (0.5, 1.0)):
         mask = MaskSection(level="token", low=low, high=high)
@@ -212,12 +207,7 @@ def test_untruncated_sequence_weights_are_unbiased():
             scores = build_scores([[1, 1]], old=[np.log(policy[[first, second]])])
             section = CorrectionSection(importance="sequence", cap=1e9)
             weights, _ = compute_correction_weights(
-                scores,
-                np.log(sampler[[first, second]]),
-                section,
-                advantages_E=scores.advantages_E,
-                proximal_logprobs_E=scores.old_logprobs_E,
-                is_weighted=True,
+                replace(scores, sampler_logprobs_E=np.log(sampler[[first, second]])), section, is_weighted=True
             )
             total += sampler[first] * sampler[second] * weights[0] * values[first, second]
     assert total == pytest.approx(policy @ values @ policy)

@@ -39,20 +39,20 @@ def test_clip_cov_masks_tokens_within_the_bounds():
     scores = build_scores(ADVANTAGES, logprobs=LOGPROBS)
     args = {"covariance_low": 2.0, "covariance_high": 4.0}
     terms = compute_clip_cov_terms(scores, fraction=0.4, **args)
-    assert terms.weights_E.tolist() == [0, 1, 1, 0, 1]
+    assert terms.correction_E.tolist() == [0, 1, 1, 0, 1]
     assert terms.metrics["train/clip_cov_frac"] == pytest.approx(0.4)
-    assert compute_clip_cov_terms(scores, fraction=1.0, **args).weights_E.tolist() == [0, 1, 1, 0, 1]
+    assert compute_clip_cov_terms(scores, fraction=1.0, **args).correction_E.tolist() == [0, 1, 1, 0, 1]
     masked = {
         tuple(
             compute_clip_cov_terms(
                 build_scores(ADVANTAGES, logprobs=LOGPROBS, step=step), fraction=0.2, **args
-            ).weights_E
+            ).correction_E
         )
         for step in range(20)
     }
     assert masked == {(0, 1, 1, 1, 1), (1, 1, 1, 0, 1)}
-    assert compute_clip_cov_terms(scores, fraction=0.19, **args).weights_E.all()
-    assert compute_clip_cov_terms(scores, fraction=1.0, covariance_low=4.1, covariance_high=9.0).weights_E.all()
+    assert compute_clip_cov_terms(scores, fraction=0.19, **args).correction_E.all()
+    assert compute_clip_cov_terms(scores, fraction=1.0, covariance_low=4.1, covariance_high=9.0).correction_E.all()
 
 
 def test_the_draw_of_clip_cov_is_a_function_of_seed_and_step():
@@ -62,7 +62,7 @@ def test_the_draw_of_clip_cov_is_a_function_of_seed_and_step():
     def draw(step: int, seed: int) -> list[int]:
         scores = build_scores(advantages, logprobs=logprobs, step=step)
         terms = compute_clip_cov_terms(scores, fraction=0.1, covariance_low=0.1, covariance_high=2.0, seed=seed)
-        return np.flatnonzero(terms.weights_E == 0).tolist()
+        return np.flatnonzero(terms.correction_E == 0).tolist()
 
     assert len(draw(3, 0)) == 50
     assert draw(3, 0) == draw(3, 0)
@@ -78,7 +78,7 @@ def test_clip_cov_refuses_bounds_in_the_wrong_order():
 def test_kl_cov_selects_the_highest_covariances(fraction, selected):
     terms = compute_kl_cov_terms(build_scores(ADVANTAGES, logprobs=LOGPROBS), fraction=fraction)
     assert np.flatnonzero(terms.is_selected_E).tolist() == selected
-    assert terms.weights_E.all()
+    assert terms.correction_E is None
 
 
 def test_kl_cov_selects_the_earlier_of_equal_covariances():
@@ -125,6 +125,8 @@ def test_all_tokens_are_kept_without_a_fraction():
 
 def test_selections_of_no_tokens_are_empty():
     empty = build_scores([], logprobs=[], entropies=[])
-    for compute in (compute_clip_cov_terms, compute_kl_cov_terms, compute_gmpo_terms, compute_vespo_terms):
-        assert compute(empty).weights_E.size == 0
+    for compute in (compute_clip_cov_terms, compute_vespo_terms):
+        assert compute(empty).correction_E.size == 0
+    for compute in (compute_kl_cov_terms, compute_gmpo_terms):
+        assert compute(empty).is_selected_E.size == 0
     assert find_top_entropy_tokens(empty, fraction=0.2)[0].size == 0

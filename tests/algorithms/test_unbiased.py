@@ -15,10 +15,11 @@ from tunesmith.algorithms.advantages.group import (
     compute_dr_grpo_advantages,
     compute_maxrl_advantages,
     compute_multi_step_grpo_advantages,
+    compute_pass_at_k_advantages,
 )
-from tunesmith.algorithms.advantages.pass_at_k import compute_pass_at_k_advantages
-from tunesmith.algorithms.losses.clipped import TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
 from tunesmith.algorithms.losses.reinforce import compute_importance_sampling_losses, compute_reinforce_losses
+from tunesmith.algorithms.scores import TokenScores
 
 SEQUENCES = list(itertools.product(range(3), repeat=2))
 REWARDS = [0.1 * first * second - 0.5 * (first == second) + 0.3 * second for first, second in SEQUENCES]

@@ -10,9 +10,9 @@ import pytest
 from tunesmith import DatasetConfig, JudgeOutput, TaskSelectorConfig, TunerModelConfig, WorkflowOutput, select_model
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.sft.conversation_rows import load_conversation_rows
-from tunesmith.commands.tune.plan import build_plan, check_evaluation
 from tunesmith.config import ConversationDataSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.runs.load_config import load_config
 from tunesmith.runs.load_function import load_functions
 
 
@@ -61,18 +61,18 @@ def test_auxiliary_models_that_no_function_takes_are_refused():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"evaluation": {"num_samples": 4}}, "evaluation.num_samples=4 has no effect without held-out tasks"),
-        ({"evaluation": {"max_tasks": 2}}, "evaluation.max_tasks=2 has no effect without held-out tasks"),
-        ({"callbacks": {"on_evaluation": "a:b"}}, "callbacks.on_evaluation=a:b has no effect without held-out tasks"),
+        ({"evaluation": {"num_samples": 4}}, "evaluation.num_samples=4 has no effect without eval_datasets"),
+        ({"evaluation": {"max_tasks": 2}}, "evaluation.max_tasks=2 has no effect without eval_datasets"),
+        ({"callbacks": {"on_evaluation": "a:b"}}, "callbacks.on_evaluation=a:b has no effect without eval_datasets"),
     ],
 )
 def test_knobs_of_evaluations_without_held_out_tasks_are_refused(data, values, message):
     with pytest.raises(ConfigError, match=message):
-        build_plan(build_config(train_dataset={"path": data}, **values))
+        load_config(None, values={"model": {"path": "m"}, "train_dataset": {"path": data}, **values})
 
 
 def test_when_to_evaluate_may_be_given_without_held_out_tasks():
-    check_evaluation(build_config(evaluation={"at_start": True, "interval_steps": 5}))
+    assert build_config(evaluation={"at_start": True, "interval_steps": 5}).evaluation.at_start
 
 
 @pytest.mark.parametrize(

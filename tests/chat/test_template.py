@@ -12,8 +12,7 @@ from fakes import build_chat_tokenizer
 from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
 from tunesmith.chat.template import ChatTemplate
-from tunesmith.chat.template_analysis import is_rendered_from_neighbors
-from tunesmith.chat.template_rendering import JinjaTemplate
+from tunesmith.chat.template_rendering import JinjaTemplate, is_rendered_from_neighbors
 
 TEMPLATES = (CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING)
 RESULT = {"role": "tool", "tool_call_id": "call1", "content": "\u20ac <1>"}

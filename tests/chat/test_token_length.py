@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from chat_templates import CHATML
 from fakes import build_chat_tokenizer
-from tunesmith.chat.token_length import find_longest_token
+from tunesmith.chat.renderer import find_longest_token
 from tunesmith.model.pocket import build_pocket_tokenizer
 
 

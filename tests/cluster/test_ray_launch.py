@@ -9,10 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from tunesmith.cluster import ray_launch
-from tunesmith.cluster.ray_console import ConsoleReader, add_line, copied_console
-from tunesmith.cluster.ray_launch import choose_variables, describe_failure, import_ray
-from tunesmith.cluster.ray_nodes import NodeReport, check_nodes, choose_gpus
-from tunesmith.cluster.ray_worker import FinalError
+from tunesmith.cluster.ray_launch import (
+    NodeReport,
+    check_nodes,
+    choose_gpus,
+    choose_variables,
+    describe_failure,
+    import_ray,
+)
+from tunesmith.cluster.ray_worker import ConsoleReader, FinalError, add_line, copied_console
 from tunesmith.config import ClusterSection
 from tunesmith.errors import ConfigError, DataError, RankError, StorageError
 

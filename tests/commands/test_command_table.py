@@ -17,7 +17,6 @@ from tunesmith.runs.load_config import describe_options
 
 REFERENCES = (
     "run",
-    "show",
     "config",
     "load",
     "plan",
@@ -46,8 +45,6 @@ def test_the_options_of_a_command_are_arguments_of_its_function(command: Command
     arguments -= SHARED if command.config else {"debug", "as_json"}
     settings = [object()] if command.config else []
     inspect.signature(import_named(str(command.run))).bind(*settings, **dict.fromkeys(arguments))
-    if command.show is not None:
-        inspect.signature(import_named(command.show)).bind(*settings, object())
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each.config], ids=lambda command: command.name)

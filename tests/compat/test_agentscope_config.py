@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
-    TinkerConfig,
     TunerModelConfig,
     translate_tune_arguments,
 )
+from tunesmith.compat.tinker_config import TinkerConfig
 from tunesmith.config import (
     AlgorithmSection,
     DatasetSection,

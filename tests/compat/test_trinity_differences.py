@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.losses.expert_mixture import compute_mu
-from tunesmith.algorithms.scores import BatchScores
+from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.compat.trinity_differences import DIFFERENT_DEFAULTS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.runs.load_config import build_config
@@ -83,12 +82,11 @@ def test_topr_uses_token_level_ratios():
     section, _ = translate_algorithm("topr", policy_loss_fn_args={"advantage_threshold": 0.5})
     algorithm = resolve_algorithm(section)
     log_ratio = np.array([-1.0, 0.5, -0.2])
-    scores = BatchScores(
+    scores = TokenInputs(
         old_logprobs_E=np.full(3, -2.0), logprobs_E=np.full(3, -2.0) + log_ratio, advantages_E=np.full(3, 0.4),
-        sequence_E=np.zeros(3, dtype=int),
-        group_Q=np.zeros(1, dtype=int), is_expert_Q=np.zeros(1, dtype=bool),
+        sequence_E=np.zeros(3, dtype=int), group_E=np.zeros(3, dtype=int),
     )  # fmt: skip
-    assert algorithm.compute_terms(scores).weights_E == pytest.approx(np.minimum(np.exp(log_ratio), 1.0))
+    assert algorithm.compute_terms(scores).correction_E == pytest.approx(np.minimum(np.exp(log_ratio), 1.0))
 
 
 @pytest.mark.parametrize(("args", "gamma"), [({}, 1.0), ({"gamma": 0.9}, 0.9), ({"omega": 0.5}, 1.0)])

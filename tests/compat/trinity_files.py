@@ -21,7 +21,15 @@ def merge(one, other):
 
 def translate(*pairs):
     """The run config translated from a file with these keys."""
+    return build_config(translate_keys(*pairs).values)
+
+
+def read_notes(*pairs):
+    return translate_keys(*pairs).notes
+
+
+def translate_keys(*pairs):
     values = {"buffer": {}, "model": {"model_path": "m"}}
     for key, value in pairs:
         values = merge(values, nest(key, value))
-    return build_config(translate_trinity_file(values).values)
+    return translate_trinity_file(values)

@@ -21,7 +21,7 @@ from tunesmith.config import (
 )
 from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import find_section, load_config
+from tunesmith.runs.load_config import describe_options, find_section, load_config
 
 
 def iter_sections(section: type[Section] = Section):
@@ -111,7 +111,7 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
         (
             SftConfig,
             {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "evaluation_interval_steps": 5},
-            "evaluation_interval_steps=5 has no effect without held-out rows",
+            "evaluation_interval_steps=5 has no effect without eval_dataset .*held-out rows.*: set eval_dataset or",
         ),
     ],
 )
@@ -127,6 +127,29 @@ def test_a_condition_names_the_knob_its_value_and_the_way_out():
     assert message in str(raised.value)
 
 
+def test_a_condition_may_be_met_in_one_of_several_ways():
+    values = {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "early_stopping": {}}
+    with pytest.raises(ValidationError, match="set eval_dataset or eval_fraction above 0, or leave out early_stopping"):
+        SftConfig.model_validate(values)
+    for held_out in ({"eval_dataset": {"path": "e"}}, {"eval_fraction": 0.1}):
+        assert SftConfig.model_validate(values | held_out).early_stopping is not None
+    never = values | {"eval_fraction": 0.1, "evaluation_interval_steps": 0}
+    with pytest.raises(ValidationError, match="early_stopping has no effect with evaluation_interval_steps=0"):
+        SftConfig.model_validate(never)
+
+
+def test_a_knob_of_a_section_may_need_one_of_another_section():
+    values = {"model": {"path": "m"}, "evaluation": {"num_samples": 4}}
+    message = r"evaluation.num_samples=4 has no effect without eval_datasets \(there are no held-out tasks\)"
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(values)
+    assert RunConfig.model_validate(values | {"eval_datasets": {"t": {"path": "d"}}}).evaluation.num_samples == 4
+    needs = {option.key: option.needs for option in describe_options(RunConfig)}
+    assert needs["evaluation.num_samples"] == needs["callbacks.on_evaluation"] == "eval_datasets"
+    assert needs["evaluation.interval_steps"] == ""
+    assert "algorithm.correction.importance=token|sequence|none" in needs["algorithm.correction.cap"]
+
+
 def test_a_knob_that_is_null_or_at_its_default_needs_nothing():
     assert CriticSection(clip_range=None).clip_range is None
     assert TrainerSection(min_lr_ratio=0.0).schedule == "constant"
@@ -140,13 +163,13 @@ def test_conditions_name_knobs_of_their_section(section):
                 assert condition.knob.split(".")[0] in set(section.model_fields) - {name}
             if isinstance(condition, Unused):
                 held, _ = find_section(field.annotation)
-                assert set(condition.knobs) <= set(held.model_fields)
+                assert {path.split(".")[0] for path in condition.knobs} <= set(held.model_fields)
 
 
 @pytest.mark.parametrize(("bound", "value"), [("cap", 3.0), ("floor", 0.5)])
 def test_bounds_of_importance_weights_are_accepted_where_rollouts_are_off_policy(bound, value):
     values = {"model": {"path": "m"}, "algorithm": {"correction": {bound: value}}}
-    with pytest.raises(ValidationError, match=f"{bound}={value} has no effect"):
+    with pytest.raises(ValidationError, match=f"{bound}={value:g} has no effect with experience.replay.num_groups=0"):
         RunConfig.model_validate(values)
     off_policy = {"engine": {"weight_format": "fp8"}}, {"experience": {"replay": {"num_groups": 2}}}
     for changes in (*off_policy, {"serve": {"mode": "online"}}):

@@ -32,13 +32,14 @@ from tunesmith.runs.load_config import build_section, resolve
 SNIPPETS = [snippet for page in PAGES for snippet in find_snippets(page)]
 LANGUAGES = {"python", "yaml", "json", "jsonl", "bash", "text", ""}
 REQUIRED: dict[str, dict[str, Any]] = {
-    "tune": {"model": {"path": "model"}},
+    "tune": {"model": {"path": "model"}, "eval_datasets": {"test": {"path": "data"}}},
     "sft": {"model": {"path": "model", "lora": {}}, "train_dataset": {"path": "data"}},
     "prefer": {"model": {"path": "model"}, "train_dataset": {"path": "data"}},
     "prepare": {"data": {"path": "data"}},
     "eval": {"models": {"a": "model"}, "eval_datasets": {"test": {"path": "data"}}},
     "export": {"path": "model"},
     "run": {},
+    "pass_rate": {"model": {"path": "model"}},
 }
 """Required keys of each file, which an excerpt may leave out."""
 

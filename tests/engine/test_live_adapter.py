@@ -11,7 +11,7 @@ from torch import nn
 from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
 from tunesmith.config import LoraSection
-from tunesmith.engine.cpu.onednn_linear import MIN_WEIGHTS, OneDnnLinears
+from tunesmith.engine.cpu.layers import MIN_WEIGHTS, OneDnnLinears
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model

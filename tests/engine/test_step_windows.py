@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from conditions import until
-from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.engine.event_loop.step_windows import WINDOW_STEPS, open_windows
+from tunesmith.engine.event_loop.clock import WINDOW_STEPS, open_windows, run_lockstep
 
 
 class CountingEngine:

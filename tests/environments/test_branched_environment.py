@@ -21,7 +21,7 @@ from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.workers.group_runner import run_groups
+from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.tools.tool import Tool
 from tunesmith.types import Sampling, Task
 
@@ -57,13 +57,14 @@ async def run_group(tools, *, protocol="tags", write=write_tags, mark="<result>"
     num_system = 0
     engine = FakeEngine(TOKENIZER, script)
     branching = Branching(section=BranchingSection(base_probability=0.8, initial_rollouts=2), vocab_size=400)
-    (group,) = await run_groups(
-        build_requests([TASK], size=8, seed=3, step=1, has_branches=True),
+    runner = GroupRunner(
         agent=Agent(workflow=partial(tool_agent, environment=environment), judge=judge, timeout_s=30),
         model=ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=1000)),
         max_concurrency=8,
         branching=branching,
     )
+    async with runner:
+        (group,) = await runner.run_all(build_requests([TASK], size=8, seed=3, step=1, has_branches=True))
     return group, engine, branching.stats.compute()
 
 

@@ -13,7 +13,7 @@ from search_corpora import needs_bm25
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment
-from tunesmith.environments.format import find_format_error
+from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.world.config import WorldConfig
 from tunesmith.et_agent.world.conversations import write_conversations

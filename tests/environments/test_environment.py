@@ -11,7 +11,7 @@ from agents import TOKENIZER, ScriptedModel, build_search
 
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
-from tunesmith.environments.format import find_format_error
+from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.experience.samples import build_samples
 from tunesmith.tools.tool import tool

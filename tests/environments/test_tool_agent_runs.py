@@ -140,7 +140,10 @@ def test_an_opening_that_would_be_ignored_is_refused(values):
     ("section", "sentence"),
     [
         ("searching", "'searching' is neither a built-in tool"),
-        ({"tool": "calculator", "is_session": True}, "is_session is a setting of the tool python"),
+        (
+            {"tool": "calculator", "is_session": True},
+            "is_session=true has no effect with tool=calculator: set tool=python",
+        ),
     ],
 )
 def test_malformed_sections_are_refused(values, section, sentence):

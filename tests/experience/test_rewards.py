@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.rewards import (
+from tunesmith.experience.reward_operators import (
     ToolOutcome,
     compute_arpo_reward,
     compute_efficiency_rewards,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.samples import add_experts, build_samples, chain_turns
+from tunesmith.experience.samples import build_samples, chain_turns
 from tunesmith.types import Distribution, DistributionSpan, Group, Sample, Task, Trajectory, Turn
 
 TASK = Task(task_id="t/0", index=0, row={})
@@ -171,13 +171,3 @@ def test_branches_are_summed_over_all_runs():
         "rollout/num_samples": 5,
         "rollout/num_branches": 2,
     }
-
-
-def test_demonstration_indices_follow_those_of_the_step():
-    own, _ = build_samples([build_group([build_turn([1], [2])] * 1), build_group([build_turn([3], [4])])], [[1], [1]])
-    experts, _ = build_samples([build_group([build_turn([5], [6])]), build_group([build_turn([7], [8])])], [[1], [1]])
-    joined = add_experts(own, experts)
-    assert [sample.token_ids for sample in joined] == [(1, 2), (3, 4), (5, 6), (7, 8)]
-    assert [sample.group_index for sample in joined] == [0, 1, 2, 3]
-    assert [sample.trajectory_index for sample in joined] == [0, 1, 2, 3]
-    assert [sample.group_index for sample in add_experts([], experts)] == [0, 1]

@@ -7,8 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from tunesmith.experience.samples import build_samples
-from tunesmith.experience.tree_credit import share_credit
+from tunesmith.experience.samples import build_samples, share_credit
 from tunesmith.experience.trie import build_trie
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 

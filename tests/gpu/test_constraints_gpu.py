@@ -18,9 +18,9 @@ from tunesmith.experience.samples import build_samples
 from tunesmith.grammar.grammars import build_json_grammar
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.trainer.batch import attach_token_masks
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import scatter_to_samples, score_tokens
-from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.types import Completion, Distribution, Group, Sampling, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.gpu

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -108,7 +109,8 @@ def test_attention_kernels_equal_a_dense_softmax(
     from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
     from tunesmith.engine.core.span import Span
     from tunesmith.engine.cuda.attention_plans import build_prefill_plan
-    from tunesmith.engine.cuda.kernels.paged_decode import run_paged_decode
+    from tunesmith.engine.cuda.decode_work import DecodeWork, Divider
+    from tunesmith.engine.cuda.kernels.paged_decode import list_items, run_paged_decode
     from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens, run_paged_prefill
 
     torch.manual_seed(0)
@@ -174,12 +176,20 @@ def test_attention_kernels_equal_a_dense_softmax(
 
     compare(*run(first, prefill), spans)
     table = torch.tensor(blocks, dtype=torch.int32, device=device)
-    positions = torch.tensor(stops, device=device)
+    divider = Divider(block_size=16, num_kv_heads=kv_heads, num_heads=heads, head_size=size, num_sms=132, window=window)
+    division = divider.divide(table.cpu().numpy(), np.array(stops), num_steps=1)
+    division_7S = np.zeros((7, 4), dtype=np.int32)
+    division.fill(division_7S)
+    work = DecodeWork.allocate(
+        divider, division.kind, torch.tensor(stops, device=device), torch.from_numpy(division_7S).to(device)
+    )
+    list_items(work)
 
     def decode(query, key, value, prologue):
         return run_paged_decode(
-            query, key, value, cache.keys[0], cache.values[0], table, positions, 0.1, window, softcap, prologue
-        )
+            query, key, value, cache.keys[0], cache.values[0], table, work.positions_R, work.items_2WF,
+            work.parts_2R2, 0.1, window, softcap, prologue,
+        )  # fmt: skip
 
     next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, blocks, strict=True))]
     compare(*run(4, decode), next_spans)
@@ -212,6 +222,25 @@ def test_contexts_split_over_programs_give_the_same_tokens():
             expected = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).max(-1)
         assert list(completion.sampled_ids) == expected.indices.tolist()
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected.values.cpu(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["graphs", "compiled"])
+def test_shared_prompts_that_are_read_once_give_the_same_tokens_and_logprobs(mode):
+    """A system prompt of all, longer prompts of two groups, and replies that end at different times."""
+    model = build_model("qwen3")
+    system, groups = [7 * n % 90 + 1 for n in range(530)], [[5 * n % 80 + g for n in range(550)] for g in (2, 9)]
+    prompts = [[*system, *groups[n % 2], n + 1] for n in range(10)] + [[*system, 3], [4, 5]]
+    samplings = [Sampling(max_tokens=20 + 9 * n, seed=n) for n in range(len(prompts))]
+
+    def run(cuda_decode):
+        section = EngineSection(kv_cache_tokens=16384, cuda_decode=cuda_decode)
+        return generate(LocalEngine(model, None, section, max_model_len=1300), prompts, samplings)
+
+    shared, repeated, alone = run(mode), run(mode), run("eager")
+    assert [c.sampled_ids for c in shared] == [c.sampled_ids for c in repeated] == [c.sampled_ids for c in alone]
+    assert [c.logprobs for c in shared] == [c.logprobs for c in repeated]
+    for ours, theirs in zip(shared, alone, strict=True):
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

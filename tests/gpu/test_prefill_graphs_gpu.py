@@ -52,7 +52,7 @@ def run_conversations(model: Any, lengths: list[int], **settings: Any) -> list[l
 def test_prefills_as_graphs_sample_the_same_tokens(
     name: str, mode: str, max_batched_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tunesmith.engine.cuda.prefill_graphs import PrefillGraphs
+    from tunesmith.engine.cuda.forward_graphs import PrefillGraphs
 
     model, lengths = build_model(name), [1, 2, 15, 16, 17, 33, 64, 100, 257, 400]
     settings = {"cuda_decode": mode, "max_batched_tokens": max_batched_tokens}
@@ -74,7 +74,7 @@ def test_prefills_as_graphs_sample_the_same_tokens(
 
 
 def test_larger_models_have_graphs_of_fewer_tokens() -> None:
-    from tunesmith.engine.cuda.prefill_graphs import CAPTURE_TOKENS, find_max_tokens
+    from tunesmith.engine.cuda.forward_graphs import CAPTURE_TOKENS, find_max_tokens
 
     limits = [find_max_tokens(int(size)) for size in (1e6, 0.6e9, 1.5e9, 7e9, 32e9, 1e12)]
     assert limits == [4096, 4096, 2048, 512, 96, CAPTURE_TOKENS[0]]

@@ -15,8 +15,8 @@ from tunesmith.trainer.layers.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.update import PassSetup, prepare_update
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,9 @@ def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
         for seed in range(8):
             samples = build_samples(8, seed=seed)
             rows = pack_samples(samples, max_tokens_per_row=700, has_prefix_sharing=True, hidden_size=32)
-            inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=128).inputs
+            inputs = prepare_update(
+                PassSetup(model=model, norm_length=1, chunk_tokens=128), algorithm, samples, rows
+            ).inputs
             found = []
             for each in (None, graphs):
                 optimizer.clear_gradients()

@@ -23,11 +23,12 @@ from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import prepare_update, score_tokens
+from tunesmith.trainer.scoring_pass import score_tokens
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan, build_mask
 from tunesmith.trainer.tree_attention.tile_schedule import choose_tile
+from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +160,9 @@ def compute_gradient(
     rows = pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
     algorithm = resolve_algorithm(AlgorithmSection())
     optimizer = MasterAdamW(model, TrainerSection())
-    preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=chunk_tokens)
+    preparation = prepare_update(
+        PassSetup(model=model, norm_length=1, chunk_tokens=chunk_tokens), algorithm, samples, rows
+    )
     with compiled_layers(model) if is_compiled else nullcontext():
         run_loss_pass(
             model, samples, rows, algorithm, preparation.inputs,
@@ -257,7 +260,7 @@ def test_a_batch_and_its_update_never_synchronize_with_the_device():
     model, samples = build_trainable("qwen3", dtype=torch.bfloat16).cuda(), build_samples(8)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
     rows = pack_samples(samples, max_tokens_per_row=1000, has_prefix_sharing=True, hidden_size=32)
-    inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=100).inputs
+    inputs = prepare_update(PassSetup(model=model, norm_length=1, chunk_tokens=100), algorithm, samples, rows).inputs
 
     def run() -> None:
         run_loss_pass(model, samples, rows, algorithm, inputs, chunk_tokens=100, is_compiled=True)

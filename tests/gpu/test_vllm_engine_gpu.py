@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tunesmith.config import EngineSection
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.vllm.engine import VllmEngine
-from tunesmith.engine.vllm.installation import find_version
+from tunesmith.engine.vllm.support import find_version
 from tunesmith.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_version() is None, reason="needs the package vllm")]

@@ -10,7 +10,7 @@ import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tunesmith.errors import ConfigError
-from tunesmith.grammar import llguidance_import
+from tunesmith.grammar import terms
 from tunesmith.grammar.grammars import (
     CallTexts,
     add_calls,
@@ -176,7 +176,7 @@ def test_a_rejected_token_and_a_missing_package_are_named(monkeypatch: pytest.Mo
         GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_ids=[]).open('start: "a"')
     with pytest.raises(ConfigError, match="fast tokenizer"):
         GrammarCompiler(None, vocab_size=VOCAB_SIZE, eos_ids=[1]).open('start: "a"')
-    monkeypatch.setattr(llguidance_import, "find_spec", lambda _: None)
+    monkeypatch.setattr(terms, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'tunesmith\[grammar\]'"):
         build_regex_grammar("a")
 

@@ -21,7 +21,6 @@ from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
     check_lengths,
@@ -35,6 +34,7 @@ from tunesmith.model.load import (
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import find_model
+from tunesmith.model.torch_modes import set_num_threads
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tunesmith.monitor.learning_curve import draw_curve
+from tunesmith.monitor.metric_table import draw_curve
 from tunesmith.monitor.metrics_log import MetricsLog
 
 RECORDS = [

@@ -16,7 +16,7 @@ from tunesmith.config import MonitorSection
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.monitor.run_id import load_run_id
+from tunesmith.monitor.tracker import load_run_id
 from tunesmith.monitor.trackers import EXTRAS, check_trackers
 from tunesmith.storage import RunPaths
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from transformers import AutoTokenizer
 
 from chat_servers import ChatServer, build_completion
+from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.metrics_file import load_metrics
 
 pytest.importorskip("agentscope", reason="needs AgentScope, which the extra `agentscope` installs")
@@ -55,6 +57,29 @@ result = tune(
     train_dataset=DatasetConfig(path="DATASET", split="train", total_steps=1),
     model=TunerModelConfig(model_path="POCKET", max_model_len=256, max_tokens=8),
     algorithm=AlgorithmConfig(algorithm_type="multi_step_grpo", group_size=2, batch_size=2, learning_rate=1e-6),
+)
+"""
+GAME = """
+from agentscope.pipeline import MsgHub
+from agentscope.tuner import tune, Algorithm, Dataset, JudgeOutput, TunerChatModel, WorkflowOutput
+
+async def workflow(task, model):
+    players = [build_agent(f"You are player {name}.", model) for name in ("A", "B")]
+    async with MsgHub(players):
+        await players[0].reply(Msg("host", task["question"], "user"))
+        return WorkflowOutput(response=await players[1].reply(Msg("host", "Your turn.", "user")))
+
+async def judge(task, response):
+    from trinity.common.rewards.math_reward import MathBoxedRewardFn
+    scores = MathBoxedRewardFn()(response=response.get_text_content(), truth=task["answer"])
+    return JudgeOutput(reward=sum(scores.values()), metrics=scores)
+
+result = tune(
+    workflow_func=workflow,
+    judge_func=judge,
+    train_dataset=Dataset(path="DATASET", split="train", total_steps=1),
+    model=TunerChatModel(model_path="POCKET", max_model_len=256, max_tokens=8),
+    algorithm=Algorithm(group_size=2, batch_size=2),
 )
 """
 SELECT = """
@@ -132,6 +157,7 @@ def folder(tmp_path, monkeypatch):
 def run_program(text, folder, *, url="", pocket=""):
     """Run a program after replacing the name of AgentScope's module in its imports."""
     text = (COMMON + text).replace("from agentscope.tuner", "from tunesmith.compat.agentscope")
+    text = text.replace("trinity.common.rewards.math_reward", "tunesmith.compat.trinity_rewards")
     text = text.replace("BASE_URL", url).replace("POCKET", pocket).replace("DATASET", str(folder))
     (folder / "program.py").write_text(text)
     return runpy.run_path(str(folder / "program.py"))
@@ -141,6 +167,18 @@ def test_a_program_of_tune_trains(folder, pocket_folder):
     result = run_program(TUNE, folder, pocket=pocket_folder)["result"]
     (record,) = load_metrics(result.run_folder / "metrics.jsonl")
     assert record["rollout/num_failed"] == 0.0 and record["rollout/length/mean"] > 0
+
+
+def test_a_game_of_two_agents_records_the_calls_of_each(folder, pocket_folder):
+    result = run_program(GAME, folder, pocket=pocket_folder)["result"]
+    groups = load_rollouts(result.run_folder / "rollouts" / "step_000001.parquet")
+    trajectories = [each for group in groups for each in group.trajectories]
+    assert len(trajectories) == 4 and all(each.reward == 0.0 and each.failure is None for each in trajectories)
+    assert {tuple(each.metrics) for each in trajectories} >= {("accuracy", "format_score")}
+    tokenizer = AutoTokenizer.from_pretrained(pocket_folder)
+    for each in trajectories:
+        prompts = [tokenizer.decode(turn.prompt_ids) for turn in each.turns]
+        assert [("player A" in text, "player B" in text) for text in prompts] == [(True, False), (False, True)]
 
 
 def test_a_program_of_select_model_selects(folder, server):

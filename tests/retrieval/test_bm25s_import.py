@@ -19,7 +19,7 @@ def test_importing_bm25s_does_not_import_jax(tmp_path: Path) -> None:
     (tmp_path / "jax" / "lax.py").write_text("def top_k(values, k): return values, values\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from tunesmith.retrieval.index.bm25s_import import import_bm25s\n"
+        "from tunesmith.retrieval.index.bm25 import import_bm25s\n"
         "import_bm25s()\n"
         "assert 'jax' not in sys.modules\n"
         "import jax\n"

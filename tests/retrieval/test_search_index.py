@@ -244,9 +244,9 @@ def test_a_killed_build_leaves_no_index(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     program = textwrap.dedent("""
         import os, signal
-        from tunesmith.retrieval.index import build
-        build.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        build.build_index("corpus.jsonl", "index")
+        from tunesmith.retrieval.index import search
+        search.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        search.build_index("corpus.jsonl", "index")
     """)
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)
     assert ended.returncode == -signal.SIGKILL

@@ -16,7 +16,7 @@ import pytest
 
 from search_corpora import PASSAGES, build_small_index, needs_bm25
 from tunesmith.retrieval import SearchIndex, ServerSettings
-from tunesmith.retrieval.server.app import build_app
+from tunesmith.retrieval.server import build_app
 
 pytestmark = needs_bm25
 

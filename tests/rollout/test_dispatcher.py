@@ -20,6 +20,7 @@ from tunesmith.errors import RolloutError
 from tunesmith.experience.staleness import compute_staleness
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.watchdog import EventLoopWatchdog
@@ -35,7 +36,7 @@ def build_dispatcher(workflow, *, max_staleness: int, max_concurrency: int = 6, 
     tasks = [Task(task_id=f"t/{i}", index=i, row={"number": i}) for i in range(NUM_TASKS)]
     feed = TaskFeed(tasks, build_sequential([[0.0]] * NUM_TASKS, seed=0))
     agent = Agent(workflow=workflow, timeout_s=60, cancel_grace_s=1)
-    actors = Actors(engine=engine, service=service, agent=agent, max_concurrency=max_concurrency)
+    actors = Actors(engine=engine, model=service, service=service, agent=agent, max_concurrency=max_concurrency)
     worker = LocalWorker(actors, max_staleness=max_staleness)
     return Dispatcher([worker], feed, build_plan(max_staleness, **options)), engine, feed
 
@@ -177,13 +178,18 @@ def test_rollouts_in_flight_stay_within_the_concurrency_limit():
     assert (running, most) == (0, 3)
 
 
+def start_evaluation(dispatcher, tasks) -> asyncio.Future:
+    requests = build_requests(tasks, size=1, seed=1)
+    return asyncio.ensure_future(dispatcher.evaluate(requests, policy_version=1))
+
+
 def test_groups_in_flight_wait_while_others_are_evaluated():
     async def run() -> None:
         dispatcher, engine, feed = build_dispatcher(talk, max_staleness=1)
         rng = random.Random(0)
         await take(dispatcher, engine, rng, step=1)
         in_flight = set(engine.waiting)
-        evaluating = asyncio.ensure_future(dispatcher.evaluate(feed.tasks[:3], size=1, seed=1, policy_version=1))
+        evaluating = start_evaluation(dispatcher, feed.tasks[:3])
         while not evaluating.done():
             await asyncio.sleep(0)
             engine.waiting = [each for each in engine.waiting if each not in in_flight] if not engine.is_paused else []
@@ -203,7 +209,7 @@ def test_an_evaluation_has_permits_while_groups_in_flight_keep_theirs():
     async def run() -> None:
         dispatcher, engine, feed = build_dispatcher(talk, max_staleness=1, max_concurrency=2)
         await take(dispatcher, engine, random.Random(0), step=1)
-        evaluating = asyncio.ensure_future(dispatcher.evaluate(feed.tasks[:2], size=1, seed=1, policy_version=1))
+        evaluating = start_evaluation(dispatcher, feed.tasks[:2])
         while not evaluating.done():
             await asyncio.sleep(0)
             engine.sample_one(random.Random(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tunesmith.config import RunConfig
-from tunesmith.runs.actors import load_actors
+from tunesmith.runs.policy import load_actors
 
 
 @pytest.mark.parametrize("has_rollouts", [True, False])

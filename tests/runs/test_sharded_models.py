@@ -10,9 +10,9 @@ from tiny_models import build_tiny
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, ModelSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.engine.vllm.distant_engine import DistantEngine
+from tunesmith.engine.vllm.engine import DistantEngine
 from tunesmith.errors import ConfigError, EngineError, ModelError
-from tunesmith.runs.sharded_models import check_sharded_models
+from tunesmith.runs.extra_models import check_sharded_models
 from tunesmith.trainer.sharding import sharded_model
 from tunesmith.types import Engine, Sampling
 

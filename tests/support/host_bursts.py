@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from engines import build_engine
-from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
-from tunesmith.engine.batch.input_batch import InputBatch
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBatch
 from tunesmith.engine.batch.kv_cache import PagedAttentionPlan
 from tunesmith.engine.batch.sampler import sample_tokens
 from tunesmith.engine.core.span import BlockRun, Span, extend_runs
@@ -40,7 +39,7 @@ class HostBurstHandle:
 
 
 class HostBurstDecoder:
-    """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
+    """Has the methods of `tunesmith.engine.cuda.cuda_graphs.DecodeGraphs` that the engine calls."""
 
     def __init__(self, runner: ModelRunner, *, max_num_seqs: int, max_model_len: int) -> None:
         cache = runner.cache
@@ -147,7 +146,7 @@ def _find_runs(span: Span) -> Span:
 def build_burst_engine(model: str = "llama", *, max_model_len: int = 128, **settings: object) -> LocalEngine:
     """An engine that decodes in bursts."""
     engine = build_engine(model, max_model_len=max_model_len, **settings)
-    engine._runner._onednn_linears = None
+    engine._runner._cpu_layers = None
     engine._runner.has_graphs = True
     engine._runner._burst_decoder = HostBurstDecoder(
         engine._runner, max_num_seqs=engine._settings.max_num_seqs, max_model_len=max_model_len

@@ -1,4 +1,4 @@
-"""`BatchScores` of an update from one list per sequence."""
+"""`TokenInputs` of an update from one list per sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tunesmith.algorithms.scores import BatchScores
+from tunesmith.algorithms.scores import TokenInputs
 
 Rows = Sequence[Sequence[float]]
 
@@ -19,18 +19,20 @@ def build_scores(
     experts: Sequence[bool] | None = None,
     step: int = 0,
     **scored: Rows,
-) -> BatchScores:
-    """One row per sequence; old logprobs default to 0, and each sequence is its own group."""
+) -> TokenInputs:
+    """One row per sequence; old logprobs, which are the sampler's, default to 0, and each sequence is its own group."""
     lengths = [len(row) for row in advantages]
-    return BatchScores(
-        old_logprobs_E=flatten(old if old is not None else [[0.0] * length for length in lengths]),
-        advantages_E=flatten(advantages),
-        sequence_E=np.repeat(np.arange(len(lengths)), lengths),
-        group_Q=np.asarray(range(len(lengths)) if groups is None else groups, dtype=np.int64),
-        is_expert_Q=np.asarray([False] * len(lengths) if experts is None else experts, dtype=bool),
-        step=step,
+    columns = {
+        "old_logprobs_E": flatten(old if old is not None else [[0.0] * length for length in lengths]),
+        "advantages_E": flatten(advantages),
+        "sequence_E": np.repeat(np.arange(len(lengths)), lengths),
+        "group_E": np.repeat(np.asarray(range(len(lengths)) if groups is None else groups, dtype=np.int64), lengths),
         **{f"{name}_E": flatten(rows) for name, rows in scored.items()},
-    )
+    }
+    if experts is not None:
+        columns["is_expert_E"] = np.repeat(np.asarray(experts, dtype=bool), lengths)
+    own = {f"{name}_logprobs_E": columns["old_logprobs_E"] for name in ("sampler", "proximal")}
+    return TokenInputs(**(own | columns), step=step)
 
 
 def flatten(rows: Rows) -> np.ndarray:

@@ -22,8 +22,9 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update, score_logprobs
+from tunesmith.trainer.scoring_pass import ScoringModels, score_logprobs
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
 LORA = LoraSection(r=3, alpha=6.0, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -102,7 +103,9 @@ def test_loss_and_gradient_equal_peft_and_transformers():
     expected = get_adapter(theirs.get_base_model())
 
     rows = pack_samples(samples, max_tokens_per_row=40, has_prefix_sharing=True, hidden_size=32)
-    preparation = prepare_update(ours, samples, rows, resolve_algorithm(SFT), norm_length=64, chunk_tokens=16)
+    preparation = prepare_update(
+        PassSetup(model=ours, norm_length=64, chunk_tokens=16), resolve_algorithm(SFT), samples, rows
+    )
     totals = run_loss_pass(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
     assert totals["train/loss"].value.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in get_adapter(ours).items()}
@@ -210,7 +213,10 @@ def test_reference_of_an_adapter_equals_its_base_bit_for_bit():
     algorithm = resolve_algorithm(KL)
     rows = pack_samples(samples, max_tokens_per_row=60, has_prefix_sharing=True, hidden_size=32)
     preparation = prepare_update(
-        model, samples, rows, algorithm, norm_length=64, chunk_tokens=16, scoring_models=ScoringModels(reference=model)
+        PassSetup(model=model, norm_length=64, chunk_tokens=16, scoring_models=ScoringModels(reference=model)),
+        algorithm,
+        samples,
+        rows,
     )
     base = score_logprobs(build_trainable(dtype=torch.float32), samples, rows, chunk_tokens=16)
     assert (preparation.inputs.reference_logprobs_E == base).all()

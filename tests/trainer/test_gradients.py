@@ -20,7 +20,8 @@ from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels
+from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
 NORM_LENGTH = 40
@@ -119,9 +120,16 @@ def run_ours(
     rows = pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
     algorithm = resolve_algorithm(section)
     prepared = prepare_update(
-        model, samples, rows, algorithm,
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference),
-    )  # fmt: skip
+        PassSetup(
+            model=model,
+            norm_length=NORM_LENGTH,
+            chunk_tokens=chunk_tokens,
+            scoring_models=ScoringModels(reference=reference),
+        ),
+        algorithm,
+        samples,
+        rows,
+    )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return totals["train/loss"].value.item(), take_gradient(model)
 

@@ -11,8 +11,8 @@ from test_trainer import build_trainer, score
 
 from trainable_models import build_trainable
 from tunesmith.errors import TrainingError
-from tunesmith.trainer.host_work import FREEZE_CALL, FULL_INTERVAL, HostWork
 from tunesmith.trainer.sharding.collective_times import CollectiveTimes
+from tunesmith.trainer.trainer import FREEZE_CALL, FULL_INTERVAL, HostWork
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tunesmith.config import TrainerSection
-from tunesmith.trainer.lr_schedule import compute_learning_rate
+from tunesmith.trainer.optimizer import compute_learning_rate
 
 
 def trace(num_steps: int, **settings) -> list[float]:

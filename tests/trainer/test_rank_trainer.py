@@ -19,7 +19,7 @@ from tunesmith.experience.batch import Batch, BatchSize
 from tunesmith.experience.finished_group import FinishedGroup, build_reference
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.experience.samples import build_samples
-from tunesmith.trainer.rank_trainer import RankTrainer, StepGroups
+from tunesmith.trainer.rank_trainer import RankTrainer, StepGroups, split_experts
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 GRPO = resolve_algorithm(AlgorithmSection(algorithm_type="grpo"))
@@ -177,3 +177,25 @@ def test_groups_whose_references_were_sent_train_as_those_that_were_sent_whole(n
     expected, _ = build_samples(whole, advantages)
     found = sorted((each for part in results[False][0] for each in part), key=lambda each: each.trajectory_index)
     assert found == expected
+
+
+def test_demonstrations_follow_the_groups_of_the_step():
+    """Two groups of three rollouts; the third demonstration is trained by the first rank again."""
+    experts, _ = build_samples(
+        [
+            replace(build_group(TASKS[index]), trajectories=build_group(TASKS[index]).trajectories[:1])
+            for index in (2, 3, 4)
+        ],
+        [[1.0]] * 3,
+    )
+    groups = StepGroups(
+        batch=Batch(size=BatchSize(num_groups=2, max_tasks=2)),
+        finished=[],
+        replayed=[build_group(TASKS[0]), build_group(TASKS[1])],
+        advantages=[],
+        experts=experts,
+    )
+    parts = [[(each.group_index, each.trajectory_index) for each in part] for part in split_experts(groups, 2)]
+    assert parts == [[(2, 6), (4, 8)], [(3, 7)]]
+    (whole,) = split_experts(groups, 1)
+    assert [each.token_ids for each in whole] == [each.token_ids for each in experts]

@@ -14,19 +14,17 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
+from tunesmith.trainer.batch import index_events
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.policy_versions import has_older_tokens
 from tunesmith.trainer.scoring_pass import (
-    ProximalScores,
     ScoringModels,
-    build_scores,
-    index_events,
-    prepare_update,
     run_scoring_passes,
     scatter_to_samples,
     score_logprobs,
+    score_tokens,
 )
+from tunesmith.trainer.update import PassSetup, StepScores, build_inputs, has_older_tokens, prepare_update
 from tunesmith.types import Sample
 
 PACKINGS = [
@@ -41,7 +39,7 @@ def score_values(rows) -> np.ndarray:
     return np.concatenate([np.sin(3.0 * row.sample_E + row.time_E) for row in rows])
 
 
-def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=None):
+def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=StepScores()):
     """Loss and gradient of one update, and the prepared update."""
     algorithm = resolve_algorithm(section)
     rows = pack_samples(samples, hidden_size=32, **packing)
@@ -49,9 +47,13 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=N
         reference=build_trainable(seed=1), teacher=build_trainable(seed=2), score_values=score_values
     )
     prepared = prepare_update(
-        model, samples, rows, algorithm,
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models, proximal=proximal, step=3,
-    )  # fmt: skip
+        PassSetup(model=model, norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models),
+        algorithm,
+        samples,
+        rows,
+        scores=proximal,
+        step=3,
+    )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return (totals["train/loss"].value.item(), take_gradient(model)), prepared
 
@@ -78,7 +80,7 @@ def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
     for packing in PACKINGS:
         found, again = run(model, samples, section, packing=packing, chunk_tokens=3)
         assert_same(found, expected, tolerance=1e-9)
-        assert again.metrics == pytest.approx(prepared.metrics, rel=1e-9)
+        assert again.inputs.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +134,10 @@ def test_gspo_weights_tokens_by_the_sequence_ratio():
     np.testing.assert_allclose(prepared.inputs.sequence_log_ratios_E, expected, rtol=1e-9)
 
 
-def score_proximal(model, samples) -> ProximalScores:
+def score_proximal(model, samples) -> StepScores:
     rows = pack_samples(samples, hidden_size=32, **EXACT)
     logprobs_R = score_logprobs(model, samples, rows, chunk_tokens=1000)
-    return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=True)
+    return StepScores(columns={"proximal_logprobs_E": scatter_to_samples(logprobs_R, samples, rows)}, is_weighted=True)
 
 
 def test_corrected_loss_has_proximal_ratio_and_truncated_weights():
@@ -145,13 +147,13 @@ def test_corrected_loss_has_proximal_ratio_and_truncated_weights():
     section = AlgorithmSection(correction=CorrectionSection(cap=1.05))
     (loss, _), prepared = run(model, samples, section, proximal=proximal)
     terms, num_capped = [], 0
-    for sample, logprobs in zip(samples, proximal.logprobs, strict=True):
+    for sample, logprobs in zip(samples, proximal.columns["proximal_logprobs_E"], strict=True):
         for time in np.flatnonzero(sample.is_sampled):
             weight = np.exp(logprobs[time] - sample.logprobs[time])
             terms.append(-sample.advantages[time] * min(weight, 1.05))
             num_capped += weight > 1.05
     assert loss == pytest.approx(np.mean(terms), rel=1e-9)
-    assert prepared.metrics["correction/truncated_frac"] == pytest.approx(num_capped / len(terms))
+    assert prepared.inputs.metrics["correction/truncated_frac"] == pytest.approx(num_capped / len(terms))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -162,7 +164,7 @@ def test_masks_do_not_depend_on_packing(level):
     mask = MaskSection(level=level, low=0.95, high=1.05)
     section = AlgorithmSection(correction=CorrectionSection(importance="none", mask=mask))
     expected, prepared = run(model, samples, section, proximal=replace(proximal, is_weighted=False))
-    assert 0 < prepared.metrics["correction/masked_frac"] < 1
+    assert 0 < prepared.inputs.metrics["correction/masked_frac"] < 1
     kept = prepared.inputs.correction_E
     assert set(kept) == {0.0, 1.0}
     for packing in PACKINGS:
@@ -197,15 +199,18 @@ def test_tokens_of_the_newest_version_are_marked():
 
     def count_newest(newest_version):
         inputs = prepare_update(
-            model, [*old, *new], rows, algorithm,
-            norm_length=1, chunk_tokens=100, newest_version=newest_version,
-        ).inputs  # fmt: skip
+            PassSetup(model=model, norm_length=1, chunk_tokens=100),
+            algorithm,
+            [*old, *new],
+            rows,
+            newest_version=newest_version,
+        ).inputs
         return inputs.is_newest_E.sum()
 
     assert count_newest(None) == count_newest(4) == sum(sum(s.is_sampled) for s in new)
     assert count_newest(5) == 0
-    assert has_older_tokens([*old, *new], None) and has_older_tokens(new, 5)
-    assert not has_older_tokens(new, 4) and not has_older_tokens(new, None)
+    assert has_older_tokens([*old, *new], 4) and has_older_tokens(new, 5)
+    assert not has_older_tokens(new, 4)
     assert not has_older_tokens([replace(s, is_expert=True) for s in old] + new, 4)
 
 
@@ -224,25 +229,26 @@ def test_events_are_ordered_by_trajectory_sample_and_time(packing):
         np.testing.assert_array_equal(events.scatter(values_E), np.concatenate([getattr(row, field) for row in rows]))
 
 
-def test_each_score_goes_to_its_own_field_in_the_order_of_the_events():
-    samples = list(reversed(build_samples()))
+def test_each_score_goes_to_its_own_column_in_the_order_of_the_events():
+    model, samples = build_trainable(), list(reversed(build_samples()))
     rows = pack_samples(samples, hidden_size=32, **PACKINGS[0])
     events = index_events(samples, rows)
-    fields = {
-        "logprobs": "logprobs_E",
-        "entropies": "entropies_E",
-        "reference": "reference_logprobs_E",
-        "teacher": "teacher_logprobs_E",
-        "values": "values_E",
+    models = {"reference": build_trainable(seed=1), "teacher": build_trainable(seed=2)}
+    setup = PassSetup(model=model, chunk_tokens=100, scoring_models=ScoringModels(**models, score_values=score_values))
+    logprobs_R, entropies_R = score_tokens(model, samples, rows, chunk_tokens=100)
+    expected = {
+        "logprobs": ("logprobs_E", logprobs_R),
+        "entropies": ("entropies_E", entropies_R),
+        "reference": ("reference_logprobs_E", score_logprobs(models["reference"], samples, rows, chunk_tokens=100)),
+        "teacher": ("teacher_logprobs_E", score_logprobs(models["teacher"], samples, rows, chunk_tokens=100)),
+        "values": ("values_E", score_values(rows)),
     }
-    position_R = np.concatenate([100.0 * row.sample_E + row.time_E for row in rows])
-    position_E = 100.0 * events.sample_E + events.time_E
-    old_E = np.zeros(len(position_E))
-    for number, (need, field) in enumerate(fields.items()):
-        scores = build_scores(samples, events, old_E, {need: position_R + 1e5 * number}, step=2)
-        np.testing.assert_array_equal(getattr(scores, field), position_E + 1e5 * number)
-        assert all(getattr(scores, other) is None for other in fields.values() if other != field)
-        assert scores.step == 2
+    columns = {column for column, _ in expected.values()}
+    for need, (column, scores_R) in expected.items():
+        tokens = build_inputs(setup, frozenset({need}), samples, rows, events, StepScores(), step=2)
+        np.testing.assert_array_equal(getattr(tokens, column), scores_R[events.event_E])
+        assert tokens.list_columns().keys() & columns == {column}
+        assert tokens.step == 2
 
 
 @pytest.mark.parametrize("packing", [EXACT, *PACKINGS])
@@ -252,7 +258,7 @@ def test_the_critic_gets_values_and_returns_in_the_order_of_the_rows(packing):
     section = AlgorithmSection(algorithm_type="ppo", terms_args={"gamma": 0.9})
     _, prepared = run(model, samples, section, packing=packing)
     rows = pack_samples(samples, hidden_size=32, **packing)
-    np.testing.assert_array_equal(prepared.values_R, score_values(rows))
+    np.testing.assert_array_equal(prepared.inputs.values_E, score_values(rows))
     times: dict[int, list[tuple[int, int]]] = {}
     for index, sample in sorted(enumerate(samples), key=lambda each: each[1].trajectory_index):
         times.setdefault(sample.trajectory_index, []).extend((index, t) for t in np.flatnonzero(sample.is_sampled))
@@ -262,7 +268,7 @@ def test_the_critic_gets_values_and_returns_in_the_order_of_the_rows(packing):
         for step, place in enumerate(reversed(places)):
             return_of[place] = samples[last_sample].advantages[last_time] * 0.9**step
     places = [place for row in rows for place in zip(row.sample_E.tolist(), row.time_E.tolist(), strict=True)]
-    np.testing.assert_allclose(prepared.returns_R, [return_of[place] for place in places], rtol=1e-9)
+    np.testing.assert_allclose(prepared.inputs.returns_E, [return_of[place] for place in places], rtol=1e-9)
 
 
 def test_only_the_reference_is_scored_without_its_adapter():

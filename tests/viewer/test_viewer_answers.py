@@ -11,10 +11,9 @@ import call_templates as families
 from chat_templates import LLAMA3, QWEN25
 from tunesmith.types import Task, Trajectory
 from tunesmith.viewer.answers.conversation import build_conversations
-from tunesmith.viewer.answers.steps import build_tokens
+from tunesmith.viewer.answers.steps import build_tokens, build_trie
 from tunesmith.viewer.answers.table import Answers, UnknownAnswerError
 from tunesmith.viewer.answers.tasks import diff_texts
-from tunesmith.viewer.answers.trie import build_trie
 from tunesmith.viewer.reading.run import StoredRollout, open_runs
 
 
@@ -241,7 +240,7 @@ def test_numbers_that_json_does_not_have_are_null(answers):
 )  # fmt: skip
 def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, template, reply):
     from tunesmith.viewer.answers.conversation import drop_controls, iter_tool_names, parse_reply
-    from tunesmith.viewer.reading.reply_format import find_reply_format
+    from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     reply_format = find_reply_format(tmp_path, {"model": {"tool_call_parser": "auto"}})
@@ -252,7 +251,7 @@ def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, templat
 
 
 def test_the_configs_parser_is_preferred_to_the_templates(tmp_path):
-    from tunesmith.viewer.reading.reply_format import find_reply_format
+    from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "chat_template.jinja").write_text("[THINK] [/THINK] [TOOL_CALLS]")
     auto = find_reply_format(tmp_path, {})

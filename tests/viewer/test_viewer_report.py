@@ -15,9 +15,9 @@ from viewer_runs import HOSTILE, write_run
 
 from tunesmith.cli import app
 from tunesmith.errors import StorageError
+from tunesmith.viewer.command import Wanted, clean, print_step
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
-from tunesmith.viewer.show import Wanted, clean, print_step
 
 
 def read_report(path):

@@ -7,17 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
-from tunesmith.algorithms.advantages.pass_at_k import DEFAULT_K, compute_pass_at_k_advantages
+from tunesmith.algorithms.advantages.group import DEFAULT_K, Advantages, RunOutcome, compute_pass_at_k_advantages
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
-from tunesmith.algorithms.loss_contract import check_own_loss
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
+from tunesmith.algorithms.loss_contract import build_random_scores, check_own_loss
 from tunesmith.algorithms.own_functions import CheckedAdvantages, OwnFunctions, replace_functions
-from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
+from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, TokenScores, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
@@ -39,7 +34,7 @@ class Algorithm:
     entropy_coef: float
     top_entropy_fraction: float
     """Share of the tokens of an update, those of highest entropy, that have a policy loss."""
-    compute_terms: Callable[[BatchScores], TokenTerms]
+    compute_terms: Callable[[TokenInputs], TokenInputs]
     needs: frozenset[Need]
     kl_adaptive: AdaptiveKlSection | None
     correction: CorrectionSection
@@ -59,6 +54,28 @@ class Algorithm:
     def is_supervised(self) -> bool:
         """Whether it trains on given completions: their tokens have no sampler logprobs and no advantages."""
         return self.compute_advantages is None
+
+    @property
+    def can_weigh_in_loss_pass(self) -> bool:
+        """Whether importance weights depend on the token alone, and no logprobs are needed before the loss pass."""
+        correction = self.correction
+        return (
+            self.keeps_advantages
+            and correction.importance != "sequence"
+            and correction.mask is None
+            and "logprobs" not in self.needs
+        )
+
+    @property
+    def has_own_inputs(self) -> bool:
+        """Whether the inputs of a fresh token depend on it alone, but for the counts that the loss is divided by."""
+        correction = self.correction
+        return (
+            self.keeps_advantages
+            and correction.mask is None
+            and correction.negative_sequence_delta is None
+            and self.top_entropy_fraction == 1
+        )
 
     def find_sequence_knob(self) -> str | None:
         """What combines the tokens of whole rollouts: the algorithm's terms, or the knob of a mean or a product."""
@@ -91,8 +108,7 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         raise ConfigError(f"unknown algorithm_type {name!r}: {suggest_name(name, list(ALGORITHMS))}")
     entry = replace_functions(ALGORITHMS[name], section, own)
     loss_args = {**entry.loss_args, **section.loss_args}
-    terms_args = {**entry.terms_args, **section.terms_args}
-    needs = entry.needs | entry.find_needs({**section.advantage_args, **terms_args, **loss_args})
+    needs = entry.needs | entry.find_needs({**section.advantage_args, **section.terms_args, **loss_args})
     if section.kl_coef > 0:
         needs |= {"reference"}
     if section.correction.negative_sequence_delta is not None:
@@ -103,7 +119,7 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         name=name,
         compute_advantages=_bind_advantages(section, entry),
         compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}"),
-        compute_terms=bind_arguments(entry.compute_terms, terms_args, where=f"terms_args of {name!r}"),
+        compute_terms=bind_arguments(entry.compute_terms, section.terms_args, where=f"terms_args of {name!r}"),
         needs=needs,
         aggregation=section.loss_aggregation or entry.aggregation,
         kl_coef=section.kl_coef,
@@ -120,10 +136,19 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         trains_zero_advantages=_trains_zero_advantages(section, entry),
     )
     _check_section(section, algorithm)
+    # on few values, which raises ConfigError for arguments that do not fit together before a run starts
+    if algorithm.compute_advantages is not None:
+        algorithm.compute_advantages([])
     if section.loss is None:
-        _check_arguments(algorithm)
+        algorithm.compute_losses(build_random_scores(algorithm.compute_terms, algorithm.needs))
     else:
-        _check_own_loss(section, algorithm)
+        check_own_loss(
+            algorithm.compute_losses,
+            knob=f"algorithm.loss={section.loss!r}",
+            algorithm_type=name,
+            compute_terms=algorithm.compute_terms,
+            needs=needs,
+        )
     return algorithm
 
 
@@ -152,50 +177,6 @@ def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) ->
     )
     drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
     return entry.drops_equal_rewards and has_other_gradient and not drops_by_threshold
-
-
-def _check_own_loss(section: AlgorithmSection, algorithm: Algorithm) -> None:
-    """As `_check_arguments`, with the contract of the user's loss function."""
-    if algorithm.compute_advantages is not None:
-        algorithm.compute_advantages([])
-    check_own_loss(
-        algorithm.compute_losses,
-        knob=f"algorithm.loss={section.loss!r}",
-        algorithm_type=algorithm.name,
-        compute_terms=algorithm.compute_terms,
-        needs=algorithm.needs,
-    )
-
-
-def _check_arguments(algorithm: Algorithm) -> None:
-    """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
-    if algorithm.compute_advantages is not None:
-        algorithm.compute_advantages([])
-    no_tokens = np.zeros(0)
-    algorithm.compute_terms(
-        BatchScores(
-            old_logprobs_E=no_tokens,
-            advantages_E=no_tokens,
-            sequence_E=np.zeros(0, dtype=np.int64),
-            group_Q=np.zeros(0, dtype=np.int64),
-            is_expert_Q=np.zeros(0, dtype=bool),
-            logprobs_E=no_tokens,
-            reference_logprobs_E=no_tokens,
-            teacher_logprobs_E=no_tokens,
-            values_E=no_tokens,
-        )
-    )
-    empty = torch.zeros(0)
-    algorithm.compute_losses(
-        TokenScores(
-            logprobs_N=empty,
-            old_logprobs_N=empty,
-            advantages_N=empty,
-            sequence_log_ratios_N=empty,
-            constants_N=empty,
-            is_selected_N=empty,
-        )
-    )
 
 
 def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
@@ -312,7 +293,7 @@ def describe_algorithms() -> str:
         if entry.compute_advantages is not None:
             lines.append(f"    advantage_args: {_describe_arguments(entry.compute_advantages, {})}")
         if entry.compute_terms is not keep_advantages:
-            lines.append(f"    terms_args: {_describe_arguments(entry.compute_terms, entry.terms_args)}")
+            lines.append(f"    terms_args: {_describe_arguments(entry.compute_terms, {})}")
         lines.append(f"    loss_args: {_describe_arguments(entry.compute_losses, entry.loss_args)}")
     return "\n".join(lines)
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
-from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms
+from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, TokenScores
 from tunesmith.errors import ConfigError
 from tunesmith.user_lines import find_error_line
 
@@ -48,7 +47,7 @@ def check_own_loss(
     *,
     knob: str,
     algorithm_type: str,
-    compute_terms: Callable[[BatchScores], TokenTerms],
+    compute_terms: Callable[[TokenInputs], TokenInputs],
     needs: Set[Need],
 ) -> None:
     """Raise ConfigError, naming the knob, if the loss function breaks its contract."""
@@ -66,35 +65,31 @@ def check_own_loss(
     _check_differences(compute_losses, scores, gradient_N, knob=knob)
 
 
-def build_random_scores(compute_terms: Callable[[BatchScores], TokenTerms], needs: Set[Need]) -> TokenScores:
+def build_random_scores(compute_terms: Callable[[TokenInputs], TokenInputs], needs: Set[Need]) -> TokenScores:
     """Random scores in float64, with the optional inputs that the terms of the algorithm compute."""
     rng, num_tokens = np.random.default_rng(0), NUM_SEQUENCES * SEQUENCE_LENGTH
-    is_expert_Q = np.zeros(NUM_SEQUENCES, dtype=bool)
-    is_expert_Q[-1] = "experts" in needs
+    sequence_E = np.repeat(np.arange(NUM_SEQUENCES), SEQUENCE_LENGTH)
     logprobs_E = -rng.uniform(0.05, 4.0, num_tokens)
-    optional: dict[str, Any] = {
-        each.name: -rng.uniform(0.05, 4.0, num_tokens)
-        for each in fields(BatchScores)
-        if each.default is None and each.name != "logprobs_E"
+    scored: dict[str, Any] = {
+        f"{name}_E": -rng.uniform(0.05, 4.0, num_tokens)
+        for name in ("entropies", "reference_logprobs", "teacher_logprobs", "values")
     }
-    batch = BatchScores(
+    tokens = TokenInputs(
         old_logprobs_E=logprobs_E + rng.normal(0.0, 0.4, num_tokens),
         advantages_E=np.repeat(rng.normal(0.0, 1.0, NUM_SEQUENCES), SEQUENCE_LENGTH),
-        sequence_E=np.repeat(np.arange(NUM_SEQUENCES), SEQUENCE_LENGTH),
-        group_Q=np.arange(NUM_SEQUENCES) // 2,
-        is_expert_Q=is_expert_Q,
+        sequence_E=sequence_E,
+        group_E=sequence_E // 2,
+        is_expert_E=sequence_E == NUM_SEQUENCES - 1 if "experts" in needs else None,
         logprobs_E=logprobs_E if "logprobs" in needs else None,
-        **optional,
+        **scored,
     )
-    terms = compute_terms(batch)
-    known: dict[str, Any] = {"logprobs": logprobs_E, "old_logprobs": batch.old_logprobs_E}
-    if "experts" in needs:
-        known["is_expert"] = is_expert_Q[batch.sequence_E].astype(np.float64)
-    arrays = {
-        each.name: known.get(each.name.removesuffix("_N"), getattr(terms, f"{each.name.removesuffix('_N')}_E", None))
-        for each in fields(TokenScores)
+    columns = compute_terms(tokens).list_columns() | {"logprobs_E": logprobs_E}
+    names = [each.name for each in fields(TokenScores)]
+    tensors: dict[str, Any] = {
+        name: torch.tensor(columns[column], dtype=torch.float64)
+        for name in names
+        if (column := name.removesuffix("_N") + "_E") in columns
     }
-    tensors: dict[str, Any] = {name: None if array is None else torch.tensor(array) for name, array in arrays.items()}
     return _with_gradient(TokenScores(**tensors))
 
 

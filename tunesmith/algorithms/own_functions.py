@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
+from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, spread_scored
 from tunesmith.algorithms.table import AlgorithmEntry
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
@@ -113,7 +113,7 @@ class CheckedAdvantages:
             self._check_invariance(given, found)
             self._num_checked = min(len(given), 2)
         rows = iter(found)
-        return [_spread(group, next(rows) if kept else []) for group, kept in zip(groups, scored, strict=True)]
+        return [spread_scored(group, next(rows) if kept else []) for group, kept in zip(groups, scored, strict=True)]
 
     def _compute(self, groups: Outcomes) -> Advantages:
         try:
@@ -161,12 +161,6 @@ class CheckedAdvantages:
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._knob} {message}")
-
-
-def _spread(group: Sequence[RunOutcome], values: Sequence[RunAdvantage]) -> list[RunAdvantage]:
-    """The values of the scored rollouts, None for the others."""
-    remaining = iter(values)
-    return [None if run.reward is None else next(remaining) for run in group]
 
 
 def _is_list(value: Any) -> bool:

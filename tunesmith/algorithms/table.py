@@ -11,72 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.algorithms.advantages.baselines import (
-    compute_asymre_advantages,
-    compute_opmd_advantages,
-    compute_opo_advantages,
-    compute_raft_advantages,
-    compute_rec_advantages,
-    compute_reinforce_advantages,
-    compute_rloo_advantages,
-)
-from tunesmith.algorithms.advantages.distillation import compute_distillation_terms, compute_jsd_terms
-from tunesmith.algorithms.advantages.gigpo import compute_gigpo_advantages
-from tunesmith.algorithms.advantages.group import (
-    Advantages,
-    compute_batch_normalized_advantages,
-    compute_bnpo_advantages,
-    compute_dr_grpo_advantages,
-    compute_grpo_advantages,
-    compute_maxrl_advantages,
-    compute_multi_step_grpo_advantages,
-)
-from tunesmith.algorithms.advantages.multi_reward import compute_gdpo_advantages
-from tunesmith.algorithms.advantages.pass_at_k import compute_pass_at_k_advantages
-from tunesmith.algorithms.advantages.returns import compute_ppo_terms, compute_reinforce_plus_plus_terms
-from tunesmith.algorithms.advantages.single_run import compute_remax_advantages, keep_rewards
+from tunesmith.algorithms import sequence_terms, token_selection
+from tunesmith.algorithms.advantages import baselines, distillation, gigpo, group, multi_reward, returns
+from tunesmith.algorithms.advantages.group import Advantages
 from tunesmith.algorithms.aggregation import Aggregation
-from tunesmith.algorithms.losses.bounded_ratio import (
-    compute_cispo_losses,
-    compute_gmpo_losses,
-    compute_gspo_losses,
-    compute_sapo_losses,
-    compute_sppo_losses,
+from tunesmith.algorithms.losses import (
+    bounded_ratio,
+    clipped,
+    divergence,
+    entropy_balanced,
+    expert_mixture,
+    preference,
+    reference_free,
+    reinforce,
 )
-from tunesmith.algorithms.losses.clipped import (
-    TokenLosses,
-    compute_ppo_clip_losses,
-    compute_sft_is_losses,
-    compute_sft_losses,
-    compute_sft_phi_losses,
-)
-from tunesmith.algorithms.losses.divergence import compute_dppo_kl_losses, compute_dppo_tv_losses
-from tunesmith.algorithms.losses.entropy_balanced import compute_aepo_losses, compute_aepo_terms
-from tunesmith.algorithms.losses.expert_mixture import (
-    compute_chord_losses,
-    compute_chord_terms,
-    compute_mix_losses,
-    compute_mix_terms,
-)
-from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
-from tunesmith.algorithms.losses.reference_free import compute_orpo_terms, compute_simpo_terms
-from tunesmith.algorithms.losses.reinforce import (
-    compute_importance_sampling_losses,
-    compute_kl_cov_losses,
-    compute_opmd_losses,
-    compute_rec_losses,
-    compute_reinforce_losses,
-)
-from tunesmith.algorithms.scores import Need, TokenTerms, keep_advantages
-from tunesmith.algorithms.sequence_terms import (
-    compute_gmpo_terms,
-    compute_m2po_terms,
-    compute_rloo_terms,
-    compute_sequence_ratio_terms,
-    compute_topr_terms,
-    compute_vespo_terms,
-)
-from tunesmith.algorithms.token_selection import compute_clip_cov_terms, compute_kl_cov_terms
+from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, keep_advantages
 
 
 def find_reward_kl_needs(args: Mapping[str, Any]) -> frozenset[Need]:
@@ -94,16 +43,14 @@ def find_rec_needs(args: Mapping[str, Any]) -> frozenset[Need]:
 class AlgorithmEntry:
     """One algorithm of the table."""
 
-    compute_advantages: Callable[..., Advantages] | None
+    compute_advantages: Callable[..., Advantages] | None = group.compute_grpo_advantages
     """None for algorithms that train on given completions, without rewards."""
-    compute_losses: Callable[..., TokenLosses]
+    compute_losses: Callable[..., TokenLosses] = clipped.compute_ppo_clip_losses
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the algorithm that differ from those of the loss function."""
     aggregation: Aggregation = "token-mean"
-    compute_terms: Callable[..., TokenTerms] = keep_advantages
+    compute_terms: Callable[..., TokenInputs] = keep_advantages
     """Function of all tokens of an update, run between advantages and losses."""
-    terms_args: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the algorithm that differ from those of `compute_terms`."""
     needs: frozenset[Need] = frozenset()
     """Inputs required besides rewards."""
     find_needs: Callable[[Mapping[str, Any]], frozenset[Need]] = find_reward_kl_needs
@@ -126,103 +73,77 @@ class AlgorithmEntry:
 
 
 ALGORITHMS: dict[str, AlgorithmEntry] = {
-    "grpo": AlgorithmEntry(compute_advantages=compute_grpo_advantages, compute_losses=compute_ppo_clip_losses),
-    "multi_step_grpo": AlgorithmEntry(
-        compute_advantages=compute_multi_step_grpo_advantages, compute_losses=compute_ppo_clip_losses
-    ),
+    "grpo": AlgorithmEntry(),
+    "multi_step_grpo": AlgorithmEntry(compute_advantages=group.compute_multi_step_grpo_advantages),
     "dr_grpo": AlgorithmEntry(
-        compute_advantages=compute_dr_grpo_advantages,
-        compute_losses=compute_ppo_clip_losses,
-        aggregation="seq-mean-token-sum-norm",
+        compute_advantages=group.compute_dr_grpo_advantages, aggregation="seq-mean-token-sum-norm"
     ),
-    "dapo": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_losses=compute_ppo_clip_losses,
-        loss_args={"clip_range_high": 0.28},
-    ),
-    "bnpo": AlgorithmEntry(compute_advantages=compute_bnpo_advantages, compute_losses=compute_ppo_clip_losses),
-    "maxrl": AlgorithmEntry(
-        compute_advantages=compute_maxrl_advantages,
-        compute_losses=compute_ppo_clip_losses,
-        aggregation="seq-mean-token-sum",
-    ),
-    "pass_at_k": AlgorithmEntry(
-        compute_advantages=compute_pass_at_k_advantages, compute_losses=compute_ppo_clip_losses
-    ),
-    "gdpo": AlgorithmEntry(
-        compute_advantages=compute_gdpo_advantages,
-        compute_losses=compute_ppo_clip_losses,
-        needs=frozenset({"reward_parts"}),
-    ),
+    "dapo": AlgorithmEntry(loss_args={"clip_range_high": 0.28}),
+    "bnpo": AlgorithmEntry(compute_advantages=group.compute_bnpo_advantages),
+    "maxrl": AlgorithmEntry(compute_advantages=group.compute_maxrl_advantages, aggregation="seq-mean-token-sum"),
+    "pass_at_k": AlgorithmEntry(compute_advantages=group.compute_pass_at_k_advantages),
+    "gdpo": AlgorithmEntry(compute_advantages=multi_reward.compute_gdpo_advantages, needs=frozenset({"reward_parts"})),
     "gigpo": AlgorithmEntry(
-        compute_advantages=compute_gigpo_advantages,
-        compute_losses=compute_ppo_clip_losses,
-        is_group_relative=False,
-        reads_tokens=True,
+        compute_advantages=gigpo.compute_gigpo_advantages, is_group_relative=False, reads_tokens=True
     ),
     "rloo": AlgorithmEntry(
-        compute_advantages=compute_rloo_advantages,
-        compute_terms=compute_rloo_terms,
-        compute_losses=compute_ppo_clip_losses,
+        compute_advantages=baselines.compute_rloo_advantages,
+        compute_terms=sequence_terms.compute_rloo_terms,
         aggregation="seq-mean-token-sum",
         needs_sequences=True,
     ),
     "reinforce": AlgorithmEntry(
-        compute_advantages=compute_reinforce_advantages,
-        compute_losses=compute_reinforce_losses,
+        compute_advantages=baselines.compute_reinforce_advantages,
+        compute_losses=reinforce.compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "opo": AlgorithmEntry(
-        compute_advantages=compute_opo_advantages,
-        compute_losses=compute_reinforce_losses,
+        compute_advantages=baselines.compute_opo_advantages,
+        compute_losses=reinforce.compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
         needs_current_weights=True,
         reads_tokens=True,
     ),
-    "cispo": AlgorithmEntry(compute_advantages=compute_grpo_advantages, compute_losses=compute_cispo_losses),
+    "cispo": AlgorithmEntry(compute_losses=bounded_ratio.compute_cispo_losses),
     "gspo": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_sequence_ratio_terms,
-        compute_losses=compute_gspo_losses,
+        compute_terms=sequence_terms.compute_sequence_ratio_terms,
+        compute_losses=bounded_ratio.compute_gspo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
         needs_sequences=True,
     ),
-    "sapo": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_losses=compute_sapo_losses,
-        aggregation="seq-mean-token-mean",
+    "sapo": AlgorithmEntry(compute_losses=bounded_ratio.compute_sapo_losses, aggregation="seq-mean-token-mean"),
+    "sppo": AlgorithmEntry(
+        compute_advantages=baselines.compute_opmd_advantages, compute_losses=bounded_ratio.compute_sppo_losses
     ),
-    "sppo": AlgorithmEntry(compute_advantages=compute_opmd_advantages, compute_losses=compute_sppo_losses),
     "importance_sampling": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_losses=compute_importance_sampling_losses,
-        is_on_policy=False,
+        compute_losses=reinforce.compute_importance_sampling_losses, is_on_policy=False
     ),
     "m2po": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_m2po_terms,
-        compute_losses=compute_importance_sampling_losses,
+        compute_terms=sequence_terms.compute_m2po_terms,
+        compute_losses=reinforce.compute_importance_sampling_losses,
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
     ),
     "opmd": AlgorithmEntry(
-        compute_advantages=compute_opmd_advantages, compute_losses=compute_opmd_losses, is_on_policy=False
+        compute_advantages=baselines.compute_opmd_advantages,
+        compute_losses=reinforce.compute_opmd_losses,
+        is_on_policy=False,
     ),
     "asymre": AlgorithmEntry(
-        compute_advantages=compute_asymre_advantages,
-        compute_losses=compute_opmd_losses,
+        compute_advantages=baselines.compute_asymre_advantages,
+        compute_losses=reinforce.compute_opmd_losses,
         loss_args={"tau": 0.0},
         is_on_policy=False,
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "topr": AlgorithmEntry(
-        compute_advantages=compute_reinforce_advantages,
-        compute_terms=compute_topr_terms,
-        compute_losses=compute_reinforce_losses,
+        compute_advantages=baselines.compute_reinforce_advantages,
+        compute_terms=sequence_terms.compute_topr_terms,
+        compute_losses=reinforce.compute_reinforce_losses,
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
@@ -231,166 +152,149 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         needs_sequences=True,
     ),
     "rec": AlgorithmEntry(
-        compute_advantages=compute_rec_advantages,
-        compute_terms=compute_sequence_ratio_terms,
-        compute_losses=compute_rec_losses,
+        compute_advantages=baselines.compute_rec_advantages,
+        compute_terms=sequence_terms.compute_sequence_ratio_terms,
+        compute_losses=reinforce.compute_rec_losses,
         find_needs=find_rec_needs,
         is_on_policy=False,
         reads_tokens=True,
         needs_sequences=True,
     ),
     "raft": AlgorithmEntry(
-        compute_advantages=compute_raft_advantages,
-        compute_losses=compute_sft_losses,
+        compute_advantages=baselines.compute_raft_advantages,
+        compute_losses=clipped.compute_sft_losses,
         is_on_policy=False,
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "ppo": AlgorithmEntry(
-        compute_advantages=keep_rewards,
-        compute_terms=compute_ppo_terms,
-        compute_losses=compute_ppo_clip_losses,
+        compute_advantages=baselines.keep_rewards,
+        compute_terms=returns.compute_ppo_terms,
         needs=frozenset({"values"}),
         is_group_relative=False,
         drops_equal_rewards=False,
         needs_sequences=True,
     ),
     "reinforceplusplus": AlgorithmEntry(
-        compute_advantages=keep_rewards,
-        compute_terms=compute_reinforce_plus_plus_terms,
-        compute_losses=compute_ppo_clip_losses,
+        compute_advantages=baselines.keep_rewards,
+        compute_terms=returns.compute_reinforce_plus_plus_terms,
         is_group_relative=False,
         drops_equal_rewards=False,
         needs_sequences=True,
     ),
-    "reinforceplusplus_baseline": AlgorithmEntry(
-        compute_advantages=compute_batch_normalized_advantages, compute_losses=compute_ppo_clip_losses
-    ),
+    "reinforceplusplus_baseline": AlgorithmEntry(compute_advantages=group.compute_batch_normalized_advantages),
     "remax": AlgorithmEntry(
-        compute_advantages=compute_remax_advantages,
-        compute_losses=compute_ppo_clip_losses,
+        compute_advantages=baselines.compute_remax_advantages,
         needs=frozenset({"baselines"}),
         needs_current_weights=True,
         is_group_relative=False,
     ),
     "on_policy_distill": AlgorithmEntry(
-        compute_advantages=keep_rewards,
-        compute_terms=compute_distillation_terms,
-        compute_losses=compute_ppo_clip_losses,
+        compute_advantages=baselines.keep_rewards,
+        compute_terms=distillation.compute_distillation_terms,
         needs=frozenset({"teacher"}),
         needs_current_weights=True,
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "jsd": AlgorithmEntry(
-        compute_advantages=keep_rewards,
-        compute_terms=compute_jsd_terms,
-        compute_losses=compute_ppo_clip_losses,
+        compute_advantages=baselines.keep_rewards,
+        compute_terms=distillation.compute_jsd_terms,
         needs=frozenset({"teacher"}),
         needs_current_weights=True,
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "dppo_tv": AlgorithmEntry(
-        compute_advantages=compute_dr_grpo_advantages,
-        compute_losses=compute_dppo_tv_losses,
+        compute_advantages=group.compute_dr_grpo_advantages,
+        compute_losses=divergence.compute_dppo_tv_losses,
         aggregation="seq-mean-token-sum-norm",
         is_on_policy=False,
     ),
     "dppo_kl": AlgorithmEntry(
-        compute_advantages=compute_dr_grpo_advantages,
-        compute_losses=compute_dppo_kl_losses,
+        compute_advantages=group.compute_dr_grpo_advantages,
+        compute_losses=divergence.compute_dppo_kl_losses,
         aggregation="seq-mean-token-sum-norm",
         is_on_policy=False,
     ),
     "gmpo": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_gmpo_terms,
-        compute_losses=compute_gmpo_losses,
+        compute_terms=sequence_terms.compute_gmpo_terms,
+        compute_losses=bounded_ratio.compute_gmpo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
         needs_sequences=True,
     ),
     "luspo": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_sequence_ratio_terms,
-        compute_losses=compute_gspo_losses,
+        compute_terms=sequence_terms.compute_sequence_ratio_terms,
+        compute_losses=bounded_ratio.compute_gspo_losses,
         loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
         needs_sequences=True,
     ),
     "vespo": AlgorithmEntry(
-        compute_advantages=compute_dr_grpo_advantages,
-        compute_terms=compute_vespo_terms,
-        compute_losses=compute_reinforce_losses,
+        compute_advantages=group.compute_dr_grpo_advantages,
+        compute_terms=sequence_terms.compute_vespo_terms,
+        compute_losses=reinforce.compute_reinforce_losses,
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
         is_on_policy=False,
         needs_sequences=True,
     ),
-    "clip_cov": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_clip_cov_terms,
-        compute_losses=compute_ppo_clip_losses,
-        needs=frozenset({"logprobs"}),
-    ),
+    "clip_cov": AlgorithmEntry(compute_terms=token_selection.compute_clip_cov_terms, needs=frozenset({"logprobs"})),
     "kl_cov": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_kl_cov_terms,
-        compute_losses=compute_kl_cov_losses,
+        compute_terms=token_selection.compute_kl_cov_terms,
+        compute_losses=reinforce.compute_kl_cov_losses,
         needs=frozenset({"logprobs"}),
     ),
     "aepo": AlgorithmEntry(
-        compute_advantages=compute_multi_step_grpo_advantages,
-        compute_terms=compute_aepo_terms,
-        compute_losses=compute_aepo_losses,
+        compute_advantages=group.compute_multi_step_grpo_advantages,
+        compute_terms=entropy_balanced.compute_aepo_terms,
+        compute_losses=entropy_balanced.compute_aepo_losses,
         needs=frozenset({"entropies"}),
     ),
     "mix": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_mix_terms,
-        compute_losses=compute_mix_losses,
+        compute_terms=expert_mixture.compute_mix_terms,
+        compute_losses=expert_mixture.compute_mix_losses,
         needs=frozenset({"experts"}),
     ),
     "mix_chord": AlgorithmEntry(
-        compute_advantages=compute_grpo_advantages,
-        compute_terms=compute_chord_terms,
-        compute_losses=compute_chord_losses,
+        compute_terms=expert_mixture.compute_chord_terms,
+        compute_losses=expert_mixture.compute_chord_losses,
         needs=frozenset({"experts"}),
     ),
-    "sft": AlgorithmEntry(compute_advantages=None, compute_losses=compute_sft_losses),
-    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=compute_sft_is_losses),
-    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=compute_sft_phi_losses),
+    "sft": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_losses),
+    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_is_losses),
+    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_phi_losses),
     "dpo": AlgorithmEntry(
         compute_advantages=None,
-        compute_terms=compute_dpo_terms,
-        compute_losses=compute_preference_losses,
+        compute_terms=preference.compute_dpo_terms,
+        compute_losses=preference.compute_preference_losses,
         needs=frozenset({"logprobs", "reference"}),
         aggregation="sum",
         needs_sequences=True,
     ),
     "kto": AlgorithmEntry(
         compute_advantages=None,
-        compute_terms=compute_kto_terms,
-        compute_losses=compute_preference_losses,
+        compute_terms=preference.compute_kto_terms,
+        compute_losses=preference.compute_preference_losses,
         needs=frozenset({"logprobs", "reference"}),
         aggregation="sum",
         needs_sequences=True,
     ),
     "orpo": AlgorithmEntry(
         compute_advantages=None,
-        compute_terms=compute_orpo_terms,
-        compute_losses=compute_preference_losses,
+        compute_terms=reference_free.compute_orpo_terms,
+        compute_losses=preference.compute_preference_losses,
         needs=frozenset({"logprobs"}),
         aggregation="sum",
         needs_sequences=True,
     ),
     "simpo": AlgorithmEntry(
         compute_advantages=None,
-        compute_terms=compute_simpo_terms,
-        compute_losses=compute_preference_losses,
+        compute_terms=reference_free.compute_simpo_terms,
+        compute_losses=preference.compute_preference_losses,
         needs=frozenset({"logprobs"}),
         aggregation="sum",
         needs_sequences=True,

@@ -41,13 +41,9 @@ class RenderedCall:
     """Text from the end of the last string argument to the token that ends the turn."""
     example: str
     """A call with placeholders for the name and the arguments, to describe the format."""
-    is_text: bool
-    """The template reads arguments as JSON text, not as an object."""
 
 
-def find_rendered_call(
-    text: str, call_format: CallFormat, *, turn_ends: re.Pattern[str], is_text: bool
-) -> RenderedCall | None:
+def find_rendered_call(text: str, call_format: CallFormat, *, turn_ends: re.Pattern[str]) -> RenderedCall | None:
     """How the rendered call is written, if it is in this format; else None.
 
     `text` may start with the header of the reply and continues after it; `turn_ends` are the special tokens that are
@@ -77,7 +73,6 @@ def find_rendered_call(
         argument=_find_argument_texts(text[position + arguments.start() : end], text[after:reply_end], call_format),
         tail=text[after:reply_end],
         example=f"{text[start:position]}{NAME_EXAMPLE}{middle}{ARGUMENTS_EXAMPLE}{text[arguments_end:reply_end]}",
-        is_text=is_text,
     )
 
 

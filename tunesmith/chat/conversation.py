@@ -32,7 +32,7 @@ class Conversation:
     num_characters: int = 0
     """Characters of content and reasoning in all messages."""
     digest: int = 0
-    """Of the match keys."""
+    """A digest of the match keys."""
     reply_digests: tuple[tuple[int, int], ...] = ()
     """For each assistant message: the number of messages up to it, and the digest of their keys."""
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import decoders
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ class Detokenizer:
         self._hidden_ids = frozenset(hidden_ids)
         self._bytes_of = build_byte_table(self._backend, hidden_ids=self._hidden_ids)
         self._last: tuple[Sequence[int], str] = ((), "")
-        """Ids and text of the last reply, which is decoded to be parsed and again to be recorded."""
+        """Ids and text of the last reply: it is decoded to be parsed, and again to be recorded."""
 
     def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
         """Text of the ids without special tokens and `extra_hidden_ids`."""
@@ -58,7 +59,7 @@ class Detokenizer:
         return text
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is a raw byte of a byte-fallback vocabulary, which decodes together with its neighbors."""
+        """Whether the token is a raw byte of a byte-fallback vocabulary; it decodes together with its neighbors."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
 
@@ -77,15 +78,8 @@ class ByteTable(dict[int, bytes]):
         return text
 
 
-def _list_byte_characters() -> dict[str, int]:
-    """Character -> byte in the alphabet of byte-level BPE (Radford et al., 2019): printable Latin-1 characters stand
-    for themselves, other bytes for the characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-BYTE_OF_CHARACTER = _list_byte_characters()
+BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
+"""The alphabet of byte-level BPE (Radford et al., 2019)."""
 BYTE_CHARACTERS = frozenset(BYTE_OF_CHARACTER)
 
 

@@ -61,3 +61,22 @@ def memoize(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], R
         return wrapper
 
     return decorate
+
+
+def memoize_value(*, max_entries: int, max_length: int) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
+    """As `memoize`, for a pure function of one value in JSON's types; other values are not cached."""
+
+    def decorate(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+        # computed from a copy: the caller may change its own value later, and the result may share parts of it
+        @memoize(max_entries=max_entries, max_length=max_length)
+        def compute(cache_key: bytes) -> Result:
+            return function(load_cache_key(cache_key))
+
+        @functools.wraps(function)
+        def wrapper(value: Any) -> Result:
+            cache_key = build_cache_key(value)
+            return function(value) if cache_key is None else compute(cache_key)
+
+        return wrapper
+
+    return decorate

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
+from tunesmith.chat.memo import memoize, memoize_value
 
 ROLES = {
     "system": "system",
@@ -171,18 +171,9 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
     return ToolCall(call_id=_get_text(call, "id", where), name=function["name"], arguments=arguments)
 
 
+@memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
 def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     """Parse the `tools` of a request into the form templates render; `strict` is dropped and not rendered."""
-    cache_key = build_cache_key(raw)
-    return _parse_tools(raw) if cache_key is None else _parse_tools_cached(cache_key)
-
-
-@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _parse_tools_cached(cache_key: bytes) -> tuple[dict[str, Any], ...]:
-    return _parse_tools(load_cache_key(cache_key))
-
-
-def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list):

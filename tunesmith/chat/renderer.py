@@ -12,31 +12,30 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunesmith.chat.call_probe import SENTINEL, RenderedCall
-from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
-from tunesmith.chat.memo import memoize
-from tunesmith.chat.messages import Message, ToolCall
+from tunesmith.chat.call_probe import SENTINEL
+from tunesmith.chat.detokenize import Detokenizer
+from tunesmith.chat.memo import memoize, memoize_value
+from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
 from tunesmith.chat.parsers import (
     HARMONY,
     HERMES,
     REASONING_TAGS,
     THINK,
-    CallFormat,
     HarmonyParser,
     IncrementalParser,
-    ReasoningTags,
     ReplyParser,
     find_reasoning_parser,
 )
 from tunesmith.chat.special_tokens import ESCAPE, encode_text
 from tunesmith.chat.template import ChatTemplate
-from tunesmith.chat.token_length import find_longest_token
 from tunesmith.types import Sampling
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class Renderer:
         """`auto` chooses the parsers for the formats that the tokenizer's chat template writes."""
         if reasoning_parser == "auto":
             reasoning_parser = find_reasoning_parser(str(tokenizer.chat_template or ""))
-        self._tags = REASONING_TAGS.get(reasoning_parser, THINK)
+        self.reasoning_tags = REASONING_TAGS.get(reasoning_parser, THINK)
         self._tokenizer = tokenizer
         self._tool_call_parser = tool_call_parser
         self._template = ChatTemplate(
@@ -93,26 +92,28 @@ class Renderer:
             split_special_tokens=split_special_tokens,
             extra_markup=HARMONY.markup
             if reasoning_parser == HARMONY.name
-            else (self._tags.opening, self._tags.closing),
+            else (self.reasoning_tags.opening, self.reasoning_tags.closing),
         )
-        self._call_format = self._template.call_format
-        self.is_harmony = reasoning_parser == HARMONY.name or self._call_format is HARMONY
+        self.call_format = self._template.call_format
+        """The format in which the model writes tool calls; None if they are not parsed."""
+        self.rendered_call = self._template.rendered_call
+        """How the template writes a tool call."""
+        self.uses_variable = self._template.uses_variable
+        self.is_harmony = reasoning_parser == HARMONY.name or self.call_format is HARMONY
         self._special_tokens = self._template.special_tokens
         self._has_warned = False
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self.has_tool_calls = self._call_format is not None
+        self.has_tool_calls = self.call_format is not None
         self.has_reasoning = reasoning_parser in REASONING_TAGS and not self.is_harmony
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.hidden_ids)
+        self.decode = self._detokenizer.decode
+        self.build_incremental_detokenizer = self._detokenizer.build_incremental
         self._backend = _find_backend(tokenizer)
         self.is_thread_safe = self._backend is not None
         """Whether several threads may tokenize at the same time."""
         self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
         self._encode_delta = memoize(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
         self._cached_is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._decode_ends_in_think)
-
-    def uses_variable(self, variable: str) -> bool:
-        """Whether the chat template refers to a variable."""
-        return self._template.uses_variable(variable)
 
     def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
         """Prompt ids of a conversation, rendered with the chat template.
@@ -173,60 +174,45 @@ class Renderer:
         With `has_grammar` the arguments follow from a grammar, and the prefix contains none of them. If the prompt ends
         in an open <think>, the prefix closes it first.
         """
-        call = self._template.rendered_call
+        call = self.rendered_call
         text = call.start
         if name is not None:
             escaped = name if self._special_tokens is None else self._special_tokens.escape(name)
             text += json.dumps(escaped, ensure_ascii=False)[1:-1] + (call.separator if has_grammar else call.middle)
         if self.is_reasoning_open(prompt_ids):
-            text = f"\n{self._tags.closing}\n\n{text}"
+            text = f"\n{self.reasoning_tags.closing}\n\n{text}"
         return self._unescape(text), self.encode(text)
 
     def build_parser(
         self,
         prompt_ids: Sequence[int],
         *,
-        new_call_id: Callable[[], str],
         has_tools: bool,
         has_reasoning: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
-        is_single_call: bool = False,
-        stop: Sequence[str] = (),
-        keeps_stop: bool = False,
-        prefix: str = "",
+        **frame: Any,
     ) -> IncrementalParser:
         """A parser for the reply to a prompt; without `has_tools`, nothing is parsed as a tool call, and without
         `has_reasoning` reasoning is content.
 
-        `tools`: those of the request; some formats need their schemas to tell text from numbers. The reasoning of
-        harmony is a channel of its own, which stays reasoning.
+        `tools`: those of the request; some formats need their schemas to tell text from numbers. `frame`: arguments of
+        `IncrementalParser`. The reasoning of harmony is a channel of its own, so it stays reasoning.
         """
         if self.is_harmony:
-            return HarmonyParser(
-                new_call_id=new_call_id,
-                has_tool_calls=self._call_format is HARMONY and has_tools,
-                is_single_call=is_single_call,
-                stop=stop,
-                keeps_stop=keeps_stop,
-                prefix=prefix,
-            )
+            return HarmonyParser(has_tool_calls=self.call_format is HARMONY and has_tools, **frame)
         return ReplyParser(
-            new_call_id=new_call_id,
             has_reasoning=self.has_reasoning and has_reasoning,
             is_reasoning_open=has_reasoning and self.is_reasoning_open(prompt_ids),
             has_tool_calls=self.has_tool_calls and has_tools,
-            is_single_call=is_single_call,
-            stop=stop,
-            keeps_stop=keeps_stop,
-            prefix=prefix,
-            reasoning_tags=self._tags,
-            call_format=self._call_format or HERMES,
+            reasoning_tags=self.reasoning_tags,
+            call_format=self.call_format or HERMES,
             tools=tools,
+            **frame,
         )
 
     def limit_to_one_call(self, sampling: Sampling) -> Sampling:
         """Sampling parameters that stop after one tool call, if the format has a tag that ends a call."""
-        close = None if self._call_format is None else self._call_format.close
+        close = None if self.call_format is None else self.call_format.close
         if close is None:
             return sampling
         token_id = self._template.special_ids.get(close)
@@ -234,38 +220,16 @@ class Renderer:
             return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, token_id))
         return replace(sampling, stop=(*sampling.stop, close))
 
-    def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
-        """Text of sampled ids, without special tokens."""
-        return self._detokenizer.decode(ids, extra_hidden_ids=extra_hidden_ids)
-
     def decode_text(self, ids: Sequence[int], *, has_reasoning: bool) -> str:
         """Text of sampled ids after their reasoning, markup included; empty if an id is a special token."""
         text = self._detokenizer.decode_text(ids) or ""
-        return text.partition(self._tags.closing)[2] if has_reasoning else text
-
-    def build_incremental_detokenizer(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
-        """A detokenizer that decodes ids one at a time to the same text as `decode`."""
-        return self._detokenizer.build_incremental(extra_hidden_ids=extra_hidden_ids)
+        return text.partition(self.reasoning_tags.closing)[2] if has_reasoning else text
 
     def format_token(self, token_id: int) -> str:
         """Text of one token, special or not."""
         text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-    @property
-    def call_format(self) -> CallFormat | None:
-        """The format in which the model writes tool calls; None if they are not parsed."""
-        return self._call_format
-
-    @property
-    def rendered_call(self) -> RenderedCall:
-        """How the template writes a tool call."""
-        return self._template.rendered_call
-
-    @property
-    def reasoning_tags(self) -> ReasoningTags:
-        return self._tags
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
@@ -276,14 +240,14 @@ class Renderer:
         """Whether the model decides to reason: the template has a switch, and the prompt does not close <think>."""
         if not (self.has_reasoning and self.uses_variable("enable_thinking")):
             return False
-        return not self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(self._tags.closing)
+        return not self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(self.reasoning_tags.closing)
 
     def is_reasoning_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends in an open reasoning tag, so that the reply starts with reasoning."""
         return self.has_reasoning and self._cached_is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))
 
     def _decode_ends_in_think(self, tail_ids: tuple[int, ...]) -> bool:
-        return self.decode(tail_ids).rstrip().endswith(self._tags.opening)
+        return self.decode(tail_ids).rstrip().endswith(self.reasoning_tags.opening)
 
     def _render_text(self, prompt: Prompt) -> str:
         self._warn_once(prompt)
@@ -391,3 +355,55 @@ def _is_rendered(message: Message, text: str) -> bool:
     """Whether the message's content is in the text, verbatim or as JSON; templates may move, merge or drop messages."""
     content = message.content.strip()
     return message.role == "assistant" or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+MAX_COMPOSED = 4
+"""Most characters that Unicode normalization (NFC, NFKC) composes into one."""
+CHARACTERS_OF_ONE = {
+    "NFC": MAX_COMPOSED, "NFKC": MAX_COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "Replace": 1, "Sequence": 1,
+    "ByteLevel": 1, "Digits": 1, "Split": 1, "Metaspace": 1, "Punctuation": 1,
+}  # fmt: skip
+"""Normalizers and pre-tokenizers that drop no text -> how many characters they may merge into one."""
+BYTES_AS_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def find_longest_token(tokenizer: Tokenizer) -> int | None:
+    """Upper bound on the characters of a text that become one token; None if there is no known bound."""
+    parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
+    steps = [step for part in parts for step in _iter_steps(json.loads(part.__getstate__()))]
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps) and vocabulary.keys() >= set(
+        ByteLevel.alphabet()
+    )
+    has_bytes = getattr(tokenizer.model, "byte_fallback", False) and vocabulary.keys() >= BYTES_AS_TOKENS
+    is_complete = type(tokenizer.model).__name__ == "BPE" and (is_byte_level or has_bytes)
+    if not is_complete or not all(map(_drops_nothing, steps)):
+        return None
+    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    return max(map(len, vocabulary)) * max((CHARACTERS_OF_ONE[step["type"]] for step in steps), default=1)
+
+
+def _iter_steps(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield step
+    for nested in step.get("normalizers") or step.get("pretokenizers") or ():
+        yield from _iter_steps(nested)
+
+
+def _drops_nothing(step: dict[str, Any]) -> bool:
+    if step["type"] not in CHARACTERS_OF_ONE or step.get("behavior") == "Removed":
+        return False
+    if step["type"] != "Replace":
+        return True
+    replaced = step["pattern"].get("String")
+    return replaced is not None and len(step["content"]) >= len(replaced)
+
+
+def describe_scope(prompt: Prompt) -> str:
+    """The tools and template variables of a prompt as text: only a call with the same ones extends a recorded turn."""
+    return _dump_scope([list(prompt.tools), list(prompt.variables)])
+
+
+@memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _dump_scope(tools_and_variables: list[Any]) -> str:
+    return json.dumps(tools_and_variables, sort_keys=True, default=str)

@@ -27,7 +27,7 @@ FIRST_CODE_POINT = 0x100000
 NUM_PREFIX_CHARACTERS = 2
 """Length of the prefixes used as a fast filter: messages without any of them contain no special token."""
 LONG_CHARACTERS = 32768
-"""`encode` blocks other threads; longer texts, which take 20 ms and more, go through the batch call, which does not."""
+"""`encode` blocks other threads, 20 ms and more for longer texts; these go through the batch call, which does not."""
 
 Unescape = Callable[[re.Match[str]], str]
 

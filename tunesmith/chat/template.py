@@ -58,7 +58,6 @@ FALLBACK_CALL = RenderedCall(
     argument=None,
     tail=f"}}\n{CALL_CLOSE}",
     example=HERMES_EXAMPLE,
-    is_text=False,
 )
 """How `template_fallback` writes calls."""
 
@@ -289,7 +288,7 @@ class ChatTemplate:
                 return calls, None
             for call_format in formats if calls is not None else ():
                 turn_ends = self._build_turn_pattern(call_format)
-                found = find_rendered_call(calls or "", call_format, turn_ends=turn_ends, is_text=is_text)
+                found = find_rendered_call(calls or "", call_format, turn_ends=turn_ends)
                 if found is not None:
                     return calls, found
             rendered = rendered or calls

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
+from tunesmith.chat.memo import memoize, memoize_value
 from tunesmith.chat.messages import (
     MAX_ARGUMENTS_CHARACTERS,
     MAX_TOOL_LIST_BYTES,
@@ -46,20 +46,14 @@ def describe_tools_in_system(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, example: str = HERMES_EXAMPLE
 ) -> list[Message]:
     """Describe tools in the system message, for templates without tools; `example`: how the model writes a call."""
-    listed = [example, *tools]
-    cache_key = build_cache_key(listed)
-    prompt = _describe_tools(listed) if cache_key is None else _describe_tools_cached(cache_key)
+    prompt = _describe_tools([example, *tools])
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
         return [first, *messages[1:]]
     return [Message(role="system", content=prompt), *messages]
 
 
-@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _describe_tools_cached(cache_key: bytes) -> str:
-    return _describe_tools(load_cache_key(cache_key))
-
-
+@memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
 def _describe_tools(example_and_tools: Sequence[Any]) -> str:
     example, *tools = example_and_tools
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)

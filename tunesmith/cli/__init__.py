@@ -111,14 +111,14 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
         files.announce(
             command.name, settings, command.first_line.format(config=path, settings=settings, plan=plan, **arguments)
         )
-    if command.has_ranks and files.is_launcher(settings):
+    if command.has_ranks and files.is_launcher(settings.cluster):
         import_named("tunesmith.runs.launch:launch_tuning")(
             settings, path, changes, has_gpus=gpus is not None, is_debug=is_debug, command=command.name
         )
         return
     result = import_named(str(command.run))(settings, **arguments)
     if not command.has_ranks or files.is_first_rank():
-        show_result(result if command.show is None else import_named(command.show)(settings, result))
+        show_result(result)
 
 
 def show_result(result: Any) -> None:

@@ -2,7 +2,7 @@
 
 Messages are frozen dataclasses. They are received by coroutines, so agents and engines of the receiving rank go on.
 Each end sends `Alive` at intervals while its event loop runs: a rank whose rollouts take hours is alive, one whose loop
-hangs is not. A rank accepts messages only from ranks that know a secret of the run, which is broadcast in the process
+hangs is not. A rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process
 group.
 """
 
@@ -132,6 +132,9 @@ class Links:
         return self.by_rank[0]
 
 
+NO_LINKS = Links(by_rank={})
+
+
 def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Links:
     """Connect the first rank with each of the peers; all ranks call this."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -141,7 +144,7 @@ def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Li
         address: tuple[int, bytes] = ranks.broadcast_object()
         port, secret = address
         if ranks.rank not in peers:
-            return Links(by_rank={})
+            return NO_LINKS
         connected = socket.create_connection((host, port), timeout=timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.sendall(secret + HEADER.pack(ranks.rank))
@@ -159,11 +162,13 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
     links: dict[int, Link] = {}
     is_local = host in ("localhost", "127.0.0.1")
     with socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=ranks.world_size) as server:
+        # The socket listens before its port is broadcast: peers connect at once, and the others go on without waiting.
         server.settimeout(timeout_s)
         ranks.broadcast_object((server.getsockname()[1], secret))
         while len(links) < len(peers):
             connected, _ = server.accept()
             greeting = receive_greeting(connected, timeout_s=min(timeout_s, GREETING_TIMEOUT_S))
+            # any program on the network may connect; without the secret it takes no rank's place
             is_whole = len(greeting) == SECRET_BYTES + HEADER.size
             if not (is_whole and secrets.compare_digest(greeting[:SECRET_BYTES], secret)):
                 connected.close()

@@ -1,4 +1,4 @@
-"""What a rank leaves for its launcher when it fails, in the file that torchrun reads; a rank ends with its launcher."""
+"""The error that a failed rank leaves for its launcher, in torchrun's file; and the end of a rank with its launcher."""
 
 from __future__ import annotations
 

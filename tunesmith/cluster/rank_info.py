@@ -1,9 +1,9 @@
-"""Which rank this process is, from the environment that torchrun or Ray sets; torch is not needed."""
+"""Which rank this process is, and the network of ranks on one host; from the environment, without torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
 from dataclasses import dataclass
 
 from tunesmith.errors import ConfigError
@@ -31,8 +31,9 @@ class RankInfo:
         return self.rank == 0
 
 
-def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
+def find_rank_info() -> RankInfo:
     """The place of this process; a single process if the variables are not set."""
+    environment = os.environ
     if "WORLD_SIZE" not in environment:
         return RankInfo()
     missing = [name for name in VARIABLES if not environment.get(name, "").isdigit()]
@@ -53,11 +54,23 @@ def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo:
     )
 
 
-def shows_console(environment: Mapping[str, str] = os.environ) -> bool:
+def shows_console() -> bool:
     """Whether this process prints lines that every rank would print: it is the first rank, or the only process."""
-    return "WORLD_SIZE" not in environment or environment.get("RANK", "0") == "0"
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def is_ray_worker() -> bool:
     """Whether this process is a rank that Ray has started."""
     return RAY_WORKER in os.environ
+
+
+def use_loopback() -> None:
+    """Let gloo use the loopback interface, all that ranks of one host need, unless the user chose another."""
+    if (loopback := find_loopback()) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def find_loopback() -> str | None:
+    """Name of the loopback interface, None if it has an uncommon one."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)

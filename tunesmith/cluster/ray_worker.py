@@ -1,24 +1,27 @@
-"""What a worker of Ray Train runs: it takes its place among the ranks, then does the work of the launcher.
+"""The program of a worker of Ray Train: it takes its place among the ranks, then does the work of the launcher.
 
 The launcher's function arrives pickled, and is read after the environment is set, because libraries read their
 variables when they are imported. Torch is not needed here.
+
+The launcher shows the console of the first rank through a file that both hosts see. Ray's own forwarding shows all
+actors, with prefixes; it is off in a cluster that the launcher joins, and their logs stay in Ray's folder.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from tunesmith.cluster.loopback import use_loopback
-from tunesmith.cluster.rank_info import RAY_WORKER
-from tunesmith.cluster.ray_console import copied_console
+from tunesmith.cluster.rank_info import RAY_WORKER, use_loopback
 from tunesmith.errors import LOST_DEVICE_ADVICE, RankError, TunesmithError
 
 CAUSE_FIRST_S = 1.0
@@ -27,7 +30,7 @@ CAUSE_FIRST_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayJob:
-    """What every worker receives."""
+    """The work and the surroundings that every worker receives."""
 
     work: bytes
     """The pickled function; it takes whether the run was restarted."""
@@ -119,13 +122,73 @@ def meet(job: RayJob) -> Meeting:
 
     meeting = None
     if os.environ["RANK"] == "0":
+        # a file, since no process of an earlier attempt is left when Ray starts the workers again
         started = Path(job.shared_folder) / "started"
         is_restart = started.exists()
         started.touch()
         address = ray.util.get_node_ip_address()
+        # Ray broadcasts the address, because torch's process group does not exist yet: ranks meet to make it.
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         meeting = Meeting(address=address, port=port, is_restart=is_restart)
     found: Meeting = broadcast_from_rank_zero(meeting)
     return found
+
+
+FILE = "console.log"
+
+
+class CopiedStream(io.TextIOBase):
+    """Writes to a stream and to a file."""
+
+    def __init__(self, stream: TextIO, copy: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._copy = copy
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        self._copy.flush()
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextmanager
+def copied_console(folder: Path) -> Iterator[None]:
+    """Copy what this process prints to the file of the console."""
+    streams = sys.stdout, sys.stderr
+    with (folder / FILE).open("a", encoding="utf-8") as file:
+        sys.stdout, sys.stderr = (CopiedStream(stream, file) for stream in streams)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+
+
+def add_line(folder: Path, line: str) -> None:
+    """Write a line to the console from another process."""
+    with (folder / FILE).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+class ConsoleReader:
+    """Shows what was written to the file since the last call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._offset = 0
+
+    def show(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            found = file.read()
+        whole = found[: found.rfind(b"\n") + 1]  # a part of a line, or of a character, waits for the rest
+        if whole:
+            self._offset += len(whole)
+            sys.stderr.write(whole.decode("utf-8", errors="replace"))
+            sys.stderr.flush()

@@ -19,12 +19,10 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
 from tunesmith.model.source.fingerprint import describe_weights
-from tunesmith.rollout.dispatcher import Dispatcher
-from tunesmith.rollout.statistics import check_failures
-from tunesmith.rollout.workers.local import LocalWorker
-from tunesmith.runs.actors import load_actors
+from tunesmith.rollout.dispatcher import build_evaluator
+from tunesmith.rollout.group import build_requests
 from tunesmith.runs.load_function import load_functions, load_run_tasks
-from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import Journal, load_json_lines, save_text
@@ -91,11 +89,13 @@ def measure_pass_rates(
         policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
         async def measure() -> None:
-            async with Dispatcher([LocalWorker(actors)]) as dispatcher:
+            async with build_evaluator(actors) as dispatcher:
                 for start in range(num_done, len(tasks), batch_size):
                     part = tasks[start : start + batch_size]
-                    groups = await dispatcher.evaluate(part, size=num_runs, seed=config.seed, step=start)
-                    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
+                    groups = await dispatcher.evaluate(
+                        build_requests(part, size=num_runs, seed=config.seed, step=start),
+                        max_failure_rate=config.rollout.max_failure_rate,
+                    )
                     records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
                     # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
                     journal.append([[start + offset, *each] for offset, each in enumerate(records)])
@@ -165,10 +165,6 @@ def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: 
     ]
     save_text(out, "".join(f"{row}\n" for row in rows))
     return PassRates(path=out, num_rows=len(rows), num_unscored=len(tasks) - len(rows))
-
-
-def format_result(_: RunConfig, result: PassRates) -> str:
-    return f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout"
 
 
 def run_stage(config: PassRateConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:

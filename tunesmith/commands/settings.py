@@ -9,44 +9,47 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunesmith.cluster.rank_errors import is_launched
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.table import Command, import_named, list_config_classes
-from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
+from tunesmith.compat.trinity_yaml import is_trinity_file, load_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
+    ClusterSection,
     ConversationDataSection,
-    DatasetSection,
     EvalConfig,
-    ExpertSection,
     ModelSection,
+    PreferenceConfig,
     RunConfig,
     Section,
-    SourceSection,
+    SftConfig,
 )
-from tunesmith.config.environment.environment import BUILT_IN_TOOLS
+from tunesmith.config.environment import BUILT_IN_TOOLS
+from tunesmith.config.section import DataSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
+    AnySection,
     change_section,
     config_schema,
     describe_options,
     dump_config,
-    load_config,
     load_section,
-    load_values,
+    load_yaml,
 )
 from tunesmith.runs.load_function import check_function
 from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
 PathLike = str | Path
+SERVER_MODEL = re.compile(r"(?P<base_url>https?://.+?/v\d+)/(?P<model>.+)")
 
 
 def load_settings(
@@ -74,17 +77,36 @@ def load_run_file(
     path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
-    if path is not None and is_trinity_file(trinity_values := load_values(path)):
-        translation = translate_trinity_file(trinity_values)
-        for note in translation.notes:
-            logger.warning("%s: %s", path, note)
-        return load_config(None, overrides, values=values, base=translation.values)
-    return load_config(path, overrides, values=values)
+    return load_translated(RunConfig, path, overrides, values=values)
+
+
+def load_translated(
+    kind: type[AnySection],
+    path: PathLike | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+) -> AnySection:
+    """Read a file of a command, or a Trinity-RFT file for it."""
+    if path is None or not is_trinity_file(load_yaml(Path(path))):
+        return load_section(kind, path, overrides, values=values)
+    translation, own = load_trinity_file(Path(path), overrides)
+    if kind is not TRANSLATED[translation.command]:
+        raise ConfigError(f"{path} is a file for `tunesmith {translation.command}`: its algorithm trains on other data")
+    for note in translation.notes:
+        logger.warning("%s: %s", path, note)
+    return load_section(kind, None, own, values=values, base=translation.values)
+
+
+TRANSLATED: dict[str, type[Section]] = {"tune": RunConfig, "sft": SftConfig, "prefer": PreferenceConfig}
+"""Command of a translated file -> its config."""
+load_sft_file = partial(load_translated, SftConfig)
+load_preference_file = partial(load_translated, PreferenceConfig)
 
 
 def load_eval_file(path: PathLike, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
     """Read a run file, or an evaluation file with `models`."""
-    if "models" in load_values(str(path)):
+    if "models" in load_yaml(Path(path)):
         return load_section(EvalConfig, path, overrides)
     return load_run_file(path, overrides)
 
@@ -111,7 +133,8 @@ def describe(
         return format_options(find_config_class(stage))
     if algorithms:
         return str(import_named("tunesmith.algorithms.algorithm:describe_algorithms")())
-    load = load_run_file if stage == "tune" else partial(load_section, find_config_class(stage))
+    kind = find_config_class(stage)
+    load = partial(load_translated if kind in TRANSLATED.values() else load_section, kind)
     return dump_config(load(config, overrides)).removesuffix("\n")
 
 
@@ -138,11 +161,11 @@ def is_first_rank() -> bool:
     return find_rank_info().is_first
 
 
-def is_launcher(config: RunConfig) -> bool:
+def is_launcher(cluster: ClusterSection) -> bool:
     """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
-    if config.cluster.launcher != "torchrun":
+    if cluster.launcher != "torchrun":
         return False
-    return find_rank_info().world_size == 1 and (config.cluster.num_workers or 1) > 1
+    return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
 
 
 def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:
@@ -164,6 +187,29 @@ def collect_models(given: list[str]) -> dict[str, str]:
             raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path
     return models
+
+
+def parse_server_url(text: str) -> dict[str, str]:
+    """Split `http://localhost:8000/v1/my-model` into base URL and model name."""
+    found = SERVER_MODEL.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--paraphrase {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
+        )
+    return found.groupdict()
+
+
+def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parse `NAME=MODEL`, or MODEL alone, whose last part in lower case with underscores for dashes is the name."""
+    named: dict[str, dict[str, str]] = {}
+    for each in models:
+        name, equals, path = each.partition("=")
+        if not equals:
+            name, path = PurePosixPath(each).name.lower().replace("-", "_"), each
+        if name in named:
+            raise ConfigError(f"--pass-rate names two models {name!r}; give each column its own name with NAME=MODEL")
+        named[name] = {"path": path}
+    return named
 
 
 def read_task(text: str) -> int | dict[str, Any]:
@@ -197,7 +243,7 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
                 find_model(section.path, section.base_path)
             case AuxiliaryModelSection(base_url=None):
                 find_model(section.path)
-            case DatasetSection() | SourceSection() | ExpertSection():
+            case DataSection():
                 check_data_path(section.path)
             case ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
@@ -214,7 +260,7 @@ def list_paths(config: RunConfig) -> list[str]:
         match section:
             case ModelSection():
                 paths += [path for path in (section.path, section.base_path) if path is not None]
-            case AuxiliaryModelSection(base_url=None) | DatasetSection() | SourceSection() | ExpertSection():
+            case AuxiliaryModelSection(base_url=None) | DataSection():
                 paths.append(section.path)
     return paths + [spec.rpartition(":")[0] for _, spec in list_function_knobs(config) if ".py:" in spec]
 

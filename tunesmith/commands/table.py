@@ -70,10 +70,8 @@ class Command:
     """In the order of the help text. `config` is the settings' file, `overrides`, `debug`, `gpus`, `ranks` and
     `as_json` mean the same for every command; options with a key change the settings, others are given to `run`."""
     run: str | None = None
-    """The work: called with the settings, if there are any, and the options that were given; None for stages that are
-    not on the command line."""
-    show: str | None = None
-    """Returns the printed text from the settings and the result; by default it is the result itself."""
+    """The work: called with the settings, if there are any, and the options that were given; its result is printed as
+    Python prints it. None for stages that are not on the command line."""
     config: str | None = None
     """Class of the settings; its knobs are listed by `tunesmith config --options`."""
     takes: tuple[str, ...] = ()
@@ -175,7 +173,6 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:tune",
-        show="tunesmith.commands.tune.stage:format_result",
         config="tunesmith.config:RunConfig",
         load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
@@ -202,7 +199,6 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:serve",
-        show="tunesmith.commands.tune.stage:format_result",
         config="tunesmith.config:RunConfig",
         load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
@@ -218,8 +214,8 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:sft",
-        show="tunesmith.commands.sft.train:format_result",
         config="tunesmith.config:SftConfig",
+        load="tunesmith.commands.settings:load_sft_file",
         first_line=LOADING,
         kind="sft",
         stage_config="tunesmith.config:SftStage",
@@ -240,12 +236,12 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:prefer",
-        show="tunesmith.commands.sft.train:format_result",
         config="tunesmith.config:PreferenceConfig",
+        load="tunesmith.commands.settings:load_preference_file",
         first_line=LOADING,
         kind="prefer",
         stage_config="tunesmith.config:PreferStage",
-        stage="tunesmith.commands.sft.preference:run_stage",
+        stage="tunesmith.commands.sft.train:run_prefer_stage",
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
@@ -267,7 +263,7 @@ COMMANDS: tuple[Command, ...] = (
                 "Add paraphrased questions written by this model.",
                 metavar="BASE_URL/MODEL",
                 key="paraphrase",
-                read="tunesmith.commands.prepare.flags:parse_server_url",
+                read="tunesmith.commands.settings:parse_server_url",
             ),
             Option(
                 "pass_rate",
@@ -275,7 +271,7 @@ COMMANDS: tuple[Command, ...] = (
                 type=list,
                 metavar="[NAME=]MODEL",
                 key="pass_rate.models",
-                read="tunesmith.commands.prepare.flags:parse_model_names",
+                read="tunesmith.commands.settings:parse_model_names",
             ),
             Option("samples", "Rollouts per question for pass rates.", type=int, key="pass_rate.num_samples"),
             Option("max_rows", "Read only the first N rows, for a quick test.", type=int, key="max_rows"),
@@ -283,7 +279,6 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:prepare",
-        show="tunesmith.commands.prepare.run:format_summary",
         config="tunesmith.config:PrepareSection",
         first_line="loading libraries and {settings.data.path}",
         kind="prepare",
@@ -314,7 +309,6 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:measure_pass_rates",
-        show="tunesmith.commands.pass_rate:format_result",
         config="tunesmith.config:PassRateConfig",
         takes=("tunesmith.config:RunConfig",),
         load="tunesmith.commands.settings:load_run_file",
@@ -354,7 +348,7 @@ COMMANDS: tuple[Command, ...] = (
             OVERRIDES,
             Option("out", "Folder for comparison.json (with every rollout) and comparison.md."),
             Option("has_plot", "Also draw comparison.png; needs the extra `plot`.", type=bool, flag="--plot"),
-            Option("suite", "Measures instead of a judge: tir, for agents with tools."),
+            Option("suite", "Measures instead of a judge, for agents with tools: tir, or tir_paper."),
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:evaluate",
@@ -365,8 +359,8 @@ COMMANDS: tuple[Command, ...] = (
         finds_models=False,
         kind="eval",
         stage_config="tunesmith.config:EvalStage",
-        stage="tunesmith.commands.eval.stage:run_stage",
-        check="tunesmith.commands.eval.stage:check_stage",
+        stage="tunesmith.commands.eval.compare:run_stage",
+        check="tunesmith.commands.eval.compare:check_stage",
         output="comparison.json",
         figures="tunesmith.et_agent.radar:describe_behavior",
         report="tunesmith.et_agent.radar:format_section",
@@ -486,7 +480,6 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.api:export",
-        show="tunesmith.commands.export.run:format_result",
         config="tunesmith.config:ExportSection",
         first_line="loading libraries and {settings.path}",
         kind="export",
@@ -621,8 +614,8 @@ COMMANDS: tuple[Command, ...] = (
         name="function",
         kind="function",
         stage_config="tunesmith.config:FunctionStage",
-        stage="tunesmith.commands.run.function:run_stage",
-        check="tunesmith.commands.run.function:check_stage",
+        stage="tunesmith.commands.run.run:run_function",
+        check="tunesmith.commands.run.run:check_function",
     ),
 )
 GROUPS = {

@@ -7,17 +7,15 @@ some fields silently (temperature, top_p, enable_thinking).
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tunesmith.compat.tinker_config import TinkerConfig, translate_adapter
 from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
-
-logger = logging.getLogger(__name__)
 
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
@@ -75,23 +73,6 @@ class DatasetConfig(BaseModel):
         return rows
 
 
-class TinkerConfig(BaseModel):
-    """A LoRA adapter, with the fields that AgentScope passes to the Tinker service; it is trained in this process."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    rank: int = Field(default=16, ge=1)
-    seed: int | None = None
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-    base_url: str | None = None
-
-    def get_config(self) -> dict[str, Any]:
-        """The fields, by name."""
-        return self.model_dump()
-
-
 class TunerModelConfig(BaseModel):
     """The trained model or an auxiliary model, and its sampling parameters."""
 
@@ -141,9 +122,6 @@ class AlgorithmConfig(BaseModel):
     eval_interval_steps: int = 100
 
 
-MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
-
-
 def translate_model(model: TunerModelConfig) -> dict[str, Any]:
     """Fields of our `model` section; fields that the caller did not set are omitted."""
     for key in ("base_url", "api_key_env"):
@@ -154,20 +132,6 @@ def translate_model(model: TunerModelConfig) -> dict[str, Any]:
             )
     section = translate_model_fields(model)
     return section if model.tinker_config is None else section | {"lora": translate_adapter(model.tinker_config)}
-
-
-def translate_adapter(adapter: TinkerConfig) -> dict[str, Any]:
-    """Fields of our `model.lora` section. The head is not adapted, whatever `train_unembed` says."""
-    key = "model.tinker_config"
-    if adapter.base_url is not None:
-        raise ConfigError(f"{key}.base_url={adapter.base_url!r} is not supported: the adapter trains in this process")
-    if not (adapter.train_attn or adapter.train_mlp):
-        raise ConfigError(f"{key} must have train_attn or train_mlp: the head alone cannot be adapted")
-    if adapter.train_unembed and "train_unembed" in adapter.model_fields_set:
-        logger.warning("%s.train_unembed has no effect: an adapter does not change the head", key)
-    layers: Any = "all-linear" if adapter.train_attn else MLP_LAYERS
-    section = {"r": adapter.rank, "target_modules": layers if adapter.train_mlp else "attention"}
-    return section if adapter.seed is None else section | {"seed": adapter.seed}
 
 
 def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, Any]:

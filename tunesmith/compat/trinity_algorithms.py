@@ -46,6 +46,13 @@ PARTS: dict[str, tuple[str | None, str]] = {
     "dpo": (None, "dpo"),
 }
 """Our algorithm -> Trinity-RFT's advantage function and policy loss of it."""
+ADVANTAGES = "tunesmith.algorithms.advantages.group"
+GROUP_ADVANTAGES = {
+    "grpo": f"{ADVANTAGES}:compute_grpo_advantages",
+    "step_wise_grpo": f"{ADVANTAGES}:compute_multi_step_grpo_advantages",
+}
+"""Advantage functions that may take the place of another algorithm's."""
+REPLACED_ADVANTAGES = ("grpo", "rec")
 REFUSED_TYPES = {
     "grpo_verl": "in Trinity-RFT its advantage function and its trainer are incompatible; nearest is grpo",
     "cpt": "training on plain text is not implemented; nearest is sft, on conversations",
@@ -94,6 +101,8 @@ def find_algorithm(draft: Draft) -> str:
     if advantage == named:
         advantage = own_advantage
     matching = [name for name, parts in PARTS.items() if parts == (advantage, loss)]
+    if not matching and advantage in GROUP_ADVANTAGES:
+        matching = [name for name, parts in PARTS.items() if parts[1] == loss and parts[0] in REPLACED_ADVANTAGES]
     if not matching:
         raise ConfigError(
             f"algorithm.policy_loss_fn={loss!r} with algorithm.advantage_fn={advantage!r} is not supported: no "
@@ -104,8 +113,16 @@ def find_algorithm(draft: Draft) -> str:
 
 def read_algorithm(draft: Draft, key: str, value: Any) -> None:
     """Rule for the three keys that together name the algorithm."""
-    if value is not None:
-        draft.set("algorithm.algorithm_type", find_algorithm(draft), source=key)
+    if value is None:
+        return
+    if key.endswith("advantage_fn") and value in REFUSED_ADVANTAGES:
+        raise ConfigError(f"{key}={value!r} is not supported: {REFUSED_ADVANTAGES[value]}")
+    name = find_algorithm(draft)
+    draft.set("algorithm.algorithm_type", name, source=key)
+    named = draft.find("algorithm.algorithm_type", name)
+    advantage = draft.find("algorithm.advantage_fn", PARTS[named][0] if named in PARTS else None)
+    if name in PARTS and advantage in GROUP_ADVANTAGES and advantage != PARTS[name][0]:
+        draft.set("algorithm.advantage", GROUP_ADVANTAGES[advantage], source=key)
 
 
 def read_advantage_args(draft: Draft, key: str, value: Any) -> None:

@@ -6,6 +6,7 @@ Several hosts are a run under Ray, one host is one under torchrun.
 from __future__ import annotations
 
 from tunesmith.compat.trinity_draft import Draft
+from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 
 KEYS = (
@@ -24,6 +25,12 @@ def resolve_cluster(draft: Draft) -> None:
     num_hosts, num_ranks = max(draft.find("cluster.node_num", 1), 1), count_ranks(draft)
     if draft.find(TENSOR_PARALLEL_SIZE, 1) > 1:
         num_ranks = split_model(draft)
+    batch_size = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+    if num_ranks > batch_size:
+        draft.notes.append(
+            f"buffer.batch_size={batch_size}: a task runs on one GPU, so {batch_size} of {num_ranks} GPUs are used"
+        )
+        num_ranks = batch_size
     if num_ranks > 1:
         draft.set("cluster.num_workers", num_ranks, source="cluster.gpu_per_node")
     if num_hosts > 1:
@@ -63,9 +70,9 @@ def split_model(draft: Draft) -> int:
     """
     size, num_engines = int(draft.find(TENSOR_PARALLEL_SIZE)), draft.find(ENGINES, 1)
     if num_engines != 1:
-        raise ConfigError(
-            f"{ENGINES}={num_engines} with {TENSOR_PARALLEL_SIZE}={size} is not supported: one engine samples from a "
-            "model that is split over GPUs; set engine_num=1"
+        draft.notes.append(
+            f"{ENGINES}={num_engines} with {TENSOR_PARALLEL_SIZE}={size}: one vLLM engine over {size} GPUs samples; a "
+            f"model that fits one GPU is faster with {TENSOR_PARALLEL_SIZE}=1"
         )
     num_gpus = draft.find("cluster.gpu_per_node")
     if num_gpus and num_gpus < size:
@@ -85,6 +92,8 @@ def split_model(draft: Draft) -> int:
 def note_engines(draft: Draft, num_ranks: int) -> None:
     """Engines of their own GPUs do not exist: every rank samples."""
     num_engines = draft.find(ENGINES, 1)
+    if draft.find(TENSOR_PARALLEL_SIZE, 1) > 1:
+        return
     if num_engines > num_ranks:
         raise ConfigError(
             f"{ENGINES}={num_engines} is not supported on {num_ranks} GPUs: each GPU has one engine, which shares its "

@@ -1,13 +1,14 @@
 """The translation state of a Trinity-RFT file, and the kinds of rules for its keys.
 
 A key is moved to a key of ours, accepted without effect, or refused with the reason and the nearest alternative. No key
-is dropped silently: a key without a rule is an error.
+is dropped silently: a key without a rule is an error. Refusals are collected, so that one answer has all of a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tunesmith.arguments import suggest_name
@@ -27,6 +28,16 @@ class Draft:
     """Nested values of our run file."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the user about settings that have another effect than in Trinity-RFT."""
+    problems: list[str] = field(default_factory=list)
+    """Refusals, in the order of the file; each starts with the key."""
+
+    def attempt(self, apply: Callable[[], None]) -> None:
+        """Apply a rule; its refusal is collected once, whichever of several keys is refused for the same reason."""
+        try:
+            apply()
+        except ConfigError as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
 
     def find(self, key: str, default: Any = None) -> Any:
         """The file's value at a dotted key."""
@@ -96,12 +107,17 @@ def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *,
     for name, value in values.items():
         key, whole = f"{prefix}{name}", f"{parent}{prefix}{name}"
         if key in rules:
-            rules[key](draft, whole, value)
+            draft.attempt(partial(rules[key], draft, whole, value))
         elif any(known.startswith(f"{key}.") for known in rules):
             if value is not None:
-                _walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=f"{key}.")
+                draft.attempt(partial(_walk_section, draft, rules, value, whole=whole, parent=parent, prefix=f"{key}."))
         else:
-            raise ConfigError(f"{whole} is not a known key: {suggest_name(str(name), list_names(rules, prefix))}")
+            hint = suggest_name(str(name), list_names(rules, prefix))
+            draft.problems.append(f"{whole} is not a known key: {hint}")
+
+
+def _walk_section(draft: Draft, rules: Mapping[str, Rule], value: Any, *, whole: str, parent: str, prefix: str) -> None:
+    _walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=prefix)
 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:

@@ -21,6 +21,20 @@ from tunesmith.config import AlgorithmSection, ReplaySection
 from tunesmith.errors import ConfigError
 
 ADAPTER = "agentscope_workflow_adapter_v1"
+FUNCTIONS = "tunesmith.compat.trinity_rewards"
+"""The module of workflows and reward functions that have Trinity-RFT's names."""
+WORKFLOWS = {
+    "math_workflow": "math_workflow",
+    "async_math_workflow": "math_workflow",
+    "math_boxed_workflow": "math_boxed_workflow",
+    "async_math_boxed_workflow": "math_boxed_workflow",
+    "on_policy_distill_math_workflow": "math_boxed_workflow",
+}
+REWARDS = ("math_reward", "math_boxed_reward", "format_reward", "countdown_reward")
+DISTILLATION = ("on_policy_distill", "jsd")
+"""Algorithms whose first auxiliary model is the teacher."""
+Types = tuple[str, str]
+"""Workflow and reward function of a task set; empty without one."""
 
 LORA_DEFAULTS: dict[str, Any] = {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}
 """Trinity-RFT's defaults of an adapter."""
@@ -81,17 +95,29 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
             raise ConfigError(f"{key}: task_selector and data_selector are the same key; set one of them")
         section["task_selector"] = read_selector(read_mapping(value, key), key)
 
+    def add_field(draft: Draft, key: str, value: Any) -> None:
+        if value := dict(read_mapping(value, key)):
+            name = key.rpartition(".")[2]
+            section.setdefault("fields", {})[name] = value
+            draft.notes.append(f"{key}={value!r}: workflow and judge find it as task[{name!r}]")
+
+    def add_format(draft: Draft, key: str, value: Any) -> None:
+        if value and is_built_in(find_types(draft, given)):
+            section.setdefault("fields", {})["format"] = dict(read_mapping(value, key))
+        else:
+            accept("workflows and judges receive the whole row unchanged")(draft, key, value)
+
     no_selector = allow_neutral("an evaluation runs every task once; remove the selector")
     rules: dict[str, Rule] = {
         "name": accept(),
         "storage_type": allow("file", reason="tasks are read from files and from the hub; export the table to jsonl"),
         "repeat_times": move("evaluation.num_samples" if is_evaluation else "algorithm.group_size"),
         "rollout_args": read_evaluation_sampling if is_evaluation else read_sampling,
-        "workflow_args": allow_neutral("the workflow is your function; bind its arguments there (functools.partial)"),
-        "reward_fn_args": allow_neutral("the judge is your function; bind its arguments there (functools.partial)"),
-        "format": accept("workflows and judges receive the whole row unchanged"),
-        "default_workflow_type": allow(ADAPTER, reason="give the workflow as a function, workflow: module:function"),
-        "default_reward_fn_type": allow_neutral("give the judge as a function, judge: module:function"),
+        "workflow_args": add_field,
+        "reward_fn_args": add_field,
+        "format": add_format,
+        "default_workflow_type": accept(),  # read by resolve_functions, as the next
+        "default_reward_fn_type": accept(),
         "task_selector": no_selector if is_evaluation else keep_selector,
         "data_selector": no_selector if is_evaluation else keep_selector,
         "enable_progress_bar": accept(),
@@ -99,6 +125,54 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
     }
     walk(draft, rules, given, parent=f"{key}.")
     return section
+
+
+def find_types(draft: Draft, given: Mapping[str, Any]) -> Types:
+    """The set's own workflow and reward function, else those of all sets."""
+    parent = "buffer.explorer_input"
+    workflow, reward = (
+        str(given.get(name) or draft.find(f"{parent}.{name}", ""))
+        for name in ("default_workflow_type", "default_reward_fn_type")
+    )
+    has_base = read_mapping(given.get("workflow_args"), "workflow_args").get("use_base")
+    return "" if workflow == ADAPTER else f"{workflow} (use_base)" if has_base else workflow, reward
+
+
+def is_built_in(types: Types) -> bool:
+    return types[0] in WORKFLOWS or types[1] in REWARDS
+
+
+def resolve_functions(draft: Draft) -> None:
+    """Set workflow and judge for types that are built in, and note all of them."""
+    parent = "buffer.explorer_input"
+    explorer = read_mapping(draft.find(parent), parent)
+    sets = [explorer.get("taskset"), *(explorer.get("tasksets") or []), *(explorer.get("eval_tasksets") or [])]
+    found = {find_types(draft, each): None for each in sets if isinstance(each, Mapping)} or {
+        find_types(draft, {}): None
+    }
+    types = next(iter(found))
+    if len(found) > 1:
+        others = ", ".join(repr(name) for other in list(found)[1:] for name in other if name)
+        draft.notes.append(f"{parent}: evaluations use the workflow and judge of training, not {others or 'none'}")
+    workflow, reward = types
+    if workflow in WORKFLOWS:
+        draft.values["workflow"] = f"{FUNCTIONS}:{WORKFLOWS[workflow]}"
+        draft.notes.append(
+            f"default_workflow_type={workflow!r} is {draft.values['workflow']}, with a system prompt of its own unless "
+            "format.system_prompt is set; another one: --workflow"
+        )
+    elif workflow:
+        draft.notes.append(
+            f"default_workflow_type={workflow!r} is not built in (built in are {', '.join(WORKFLOWS)}): give the agent "
+            "as a function (--workflow module:function)"
+        )
+    if reward:
+        draft.values["judge"] = f"{FUNCTIONS}:{reward}"
+        is_ours = f"is {draft.values['judge']}; another one: --judge"
+        missing = (
+            f"is not built in (built in are {', '.join(REWARDS)}): give it as a function (--judge module:function)"
+        )
+        draft.notes.append(f"default_reward_fn_type={reward!r} {is_ours if reward in REWARDS else missing}")
 
 
 def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -173,6 +247,46 @@ def read_operators(draft: Draft, key: str, value: Any) -> None:
     draft.set("experience.operators", operators, source=key)
 
 
+TASK_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
+    "text_length_filter": ("length_filter", {"min_len": "min_chars", "max_len": "max_chars"}),
+    "document_deduplicator": ("deduplicate", {}),
+}
+"""Data-Juicer's operator -> ours, and the names of its arguments here."""
+COUNTERPARTS = {
+    "llm_difficulty_score_filter": "`tunesmith pass-rate`, then difficulty_score and priority_order",
+    "llm_quality_score_filter": "quality_score, or an auxiliary model as judge",
+    "human_preference_annotation_mapper": "annotate the pairs first, then `tunesmith prefer`",
+}
+
+
+def read_task_pipeline(draft: Draft, key: str, value: Any) -> None:
+    """Operators on the tasks before training: those of Data-Juicer that have a counterpart here."""
+    given = read_mapping(value, key)
+    fields = list(read_list(given.get("target_fields"), f"{key}.target_fields"))
+    operators = []
+    for number, each in enumerate(read_list(given.get("operators"), f"{key}.operators")):
+        item = read_mapping(each, f"{key}.operators[{number}]")
+        name, args = str(item.get("name")), dict(read_mapping(item.get("args"), f"{key}.operators[{number}].args"))
+        target, names = TASK_OPERATORS.get(name, ("", {}))
+        unknown = sorted(set(args) - set(names))
+        if not target or unknown or not fields:
+            nearest = COUNTERPARTS.get(name, "train_dataset.operators (deduplicate, length_filter, quality_score)")
+            which = f" with {', '.join(unknown)}" if target and unknown else ""
+            draft.problems.append(
+                f"{key}.operators[{number}].name={name!r}{which} is not supported: nearest is {nearest}"
+            )
+            continue
+        own = {names[arg]: number for arg, number in args.items()}
+        operators += (
+            [{"name": target, "args": {"fields": fields}}]
+            if target == "deduplicate"
+            else [{"name": target, "args": {"field": field, **own}} for field in fields]
+        )
+    if operators:
+        draft.values.setdefault("train_dataset", {})["operators"] = operators
+        draft.notes.append(f"{key} is applied by train_dataset.operators when the run starts; tasks keep their order")
+
+
 def read_replay(draft: Draft, key: str, value: Any) -> None:
     """The replay buffer; only with a cool-down is experience trained again.
 
@@ -209,10 +323,16 @@ def read_auxiliary_models(draft: Draft, key: str, value: Any) -> None:
     models: dict[str, Any] = {}
     for number, each in enumerate(read_list(value, key)):
         given = read_mapping(each, f"{key}[{number}]")
-        name, path = given.get("name"), given.get("model_path")
-        if not name or not path or name in models:
-            raise ConfigError(f"{key}[{number}] needs a name that is unique and a model_path, got {dict(given)}")
-        models[str(name)] = read_auxiliary(draft, f"{key}[{number}]", given)
+        name = str(given.get("name") or f"auxiliary_{number}")
+        if not given.get("model_path") or name in models:
+            raise ConfigError(f"{key}[{number}] needs a model_path, and a name that is unique, got {dict(given)}")
+        if not given.get("name"):
+            draft.notes.append(f"{key}[{number}] has no name: it is auxiliary_models[{name!r}] of workflow and judge")
+        models[name] = read_auxiliary(draft, f"{key}[{number}]", given)
+    if models and draft.find("algorithm.algorithm_type") in DISTILLATION:
+        name = next(iter(models))
+        draft.set("algorithm.teacher.path", models.pop(name)["path"], source=key)
+        draft.notes.append(f"{key}[0] is the teacher (algorithm.teacher), which scores tokens and is not called")
     if models:
         draft.values["auxiliary_models"] = models
 
@@ -227,10 +347,9 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
     rules |= {name: accept() for name in ("name", "enable_openai_api", "enable_history", "enable_auto_tool_choice")}
     rules |= {name: accept() for name in ("enforce_eager", "enable_prefix_caching", "seed", "gpu_memory_utilization")}
     rules |= {
-        "engine_num": allow(1, reason=f"{ONE_AUXILIARY_ENGINE}; set 1"),
-        "tensor_parallel_size": allow(
-            1, reason=f"{ONE_AUXILIARY_ENGINE}; for a large model start a server and set base_url"
-        ),
+        "engine_num": accept(ONE_AUXILIARY_ENGINE, silent=(1,)),
+        "tensor_parallel_size": accept(f"{ONE_AUXILIARY_ENGINE}: start one for a large model", silent=(1,)),
+        "max_prompt_tokens": accept(),
         "dtype": allow("auto", "bfloat16", "float32", reason="the dtype of an auxiliary model is chosen by the device"),
         "engine_type": accept(),
     }

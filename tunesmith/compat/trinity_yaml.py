@@ -1,15 +1,23 @@
 """Translate Trinity-RFT run files to Tunesmith run files.
 
 The table `RULES` has one rule per key: it sets a key of ours, is accepted without effect, or is refused with the reason
-and the nearest alternative. A key that is absent takes our default.
+and the nearest alternative. A key that is absent takes our default. All refusals of a file are one error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tunesmith.compat.tinker_config import TinkerConfig, translate_adapter
 from tunesmith.compat.trinity_algorithms import (
     read_advantage_args,
     read_algorithm,
@@ -33,6 +41,7 @@ from tunesmith.compat.trinity_draft import (
     allow,
     allow_neutral,
     move,
+    read_mapping,
     walk,
 )
 from tunesmith.compat.trinity_extra_models import (
@@ -41,6 +50,7 @@ from tunesmith.compat.trinity_extra_models import (
     read_sample_strategy,
     read_sample_strategy_args,
 )
+from tunesmith.compat.trinity_offline import BUFFER, build_buffer_rules, convert_to_offline, find_command
 from tunesmith.compat.trinity_sections import (
     ADAPTER,
     read_auxiliary_models,
@@ -48,14 +58,20 @@ from tunesmith.compat.trinity_sections import (
     read_lora_configs,
     read_operators,
     read_replay,
+    read_task_pipeline,
     read_taskset,
     read_tasksets,
+    resolve_functions,
 )
-from tunesmith.config import AlgorithmSection
+from tunesmith.config import AlgorithmSection, RunConfig
 from tunesmith.errors import ConfigError
+from tunesmith.runs.load_config import apply_override, describe_options, load_yaml
 
 TRINITY_KEYS = frozenset({"buffer", "explorer", "synchronizer", "data_processor", "mode", "stages", "service"})
 """Top-level keys that only Trinity-RFT's files have."""
+
+
+KEY = re.compile(r"[\w.\[\]-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +82,8 @@ class Translation:
     """Nested values of our run file."""
     notes: tuple[str, ...]
     """Sentences for the user about settings that have another effect than in Trinity-RFT."""
+    command: str = "tune"
+    """The command whose file it is: tune, sft or prefer."""
 
 
 def is_trinity_file(values: Mapping[str, Any]) -> bool:
@@ -75,28 +93,149 @@ def is_trinity_file(values: Mapping[str, Any]) -> bool:
     return not (TRINITY_KEYS.isdisjoint(values) and names.isdisjoint(CLUSTER_KEYS))
 
 
-def translate_trinity_file(values: Mapping[str, Any]) -> Translation:
-    """Translate a file; an unsupported key raises ConfigError with the reason."""
-    draft = Draft(values)
-    walk(draft, RULES, values, parent="")
-    resolve_lengths(draft)
-    resolve_cluster(draft)
-    resolve_concurrency(draft)
-    resolve_differences(draft)
-    return Translation(values=draft.values, notes=tuple(draft.notes))
+def load_trinity_file(path: Path, overrides: Sequence[str]) -> tuple[Translation, list[str]]:
+    """Translate a file with the overrides of its own keys applied; also return the overrides of our keys.
+
+    An override of a key of the file answers a refusal of it; null leaves the key out.
+    """
+    merged, own = load_yaml(path), []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        key = key.strip()
+        is_theirs = find_item(merged, key) is not None or any(is_part(key, rule) for rule in RULES)
+        if is_theirs:
+            merged = remove_key(merged, key) if value.strip() in ("null", "~", "") else set_key(merged, override)
+        if not is_theirs or is_own_key(key):
+            own.append(override)
+    values, problems = resolve_interpolations(merged)
+    return translate_trinity_file(values, lines=find_lines(path.read_text(encoding="utf-8")), problems=problems), own
 
 
-def refuse_mode(draft: Draft, key: str, value: Any) -> None:
+def translate_trinity_file(
+    values: Mapping[str, Any], *, lines: Mapping[str, int] | None = None, problems: Sequence[str] = ()
+) -> Translation:
+    """Translate a file; ConfigError has all of its problems, with their lines if `lines` has those of the keys."""
+    draft = Draft(values, problems=list(problems))
+    command = find_command(values)
+    rules = {key: rule for key, rule in RULES.items() if command is None or not is_part(key, BUFFER)}
+    if command is not None:
+        rules |= {"mode": accept()} | {f"{BUFFER}.{name}": rule for name, rule in build_buffer_rules().items()}
+    walk(draft, rules, values, parent="")
+    resolvers = (resolve_lengths, resolve_cluster, resolve_concurrency, resolve_functions, resolve_differences)
+    for resolve in resolvers if command is None else resolvers[:1]:
+        draft.attempt(partial(resolve, draft))
+    if draft.problems:
+        raise ConfigError(describe_problems(draft.problems, lines or {}))
+    translated = draft.values if command is None else convert_to_offline(draft)
+    return Translation(values=translated, notes=tuple(draft.notes), command=command or "tune")
+
+
+def is_part(key: str, other: str) -> bool:
+    """Whether a dotted key is another one, or a part of it, or has it as a part."""
+    parts, others = (re.split(r"[.\[]", each) for each in (key, other))
+    length = min(len(parts), len(others))
+    return parts[:length] == others[:length]
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a run file of ours has the key too."""
+    names = (re.escape(knob.key).replace("<name>", "[^.]+") for knob in describe_options(RunConfig))
+    return any(re.fullmatch(rf"{name}(\..*)?", key) for name in names)
+
+
+def set_key(config: DictConfig, override: str) -> DictConfig:
+    key, _, value = override.partition("=")
+    if "[" not in key:
+        return apply_override(config, override)
+    OmegaConf.update(config, key.strip(), yaml.safe_load(value))
+    return config
+
+
+def remove_key(config: DictConfig, key: str) -> DictConfig:
+    if (found := find_item(config, key)) is not None:
+        section, last = found
+        del section[last]
+    return config
+
+
+def find_item(config: DictConfig, key: str) -> tuple[Any, str | int] | None:
+    """The section or list that holds a key, and the key in it; None without the key. Resolves no interpolation."""
+    parent, _, last = key.rpartition("[" if key.endswith("]") else ".")
+    section = OmegaConf.select(config, parent) if parent else config
+    if isinstance(section, ListConfig) and last.rstrip("]").isdigit():
+        number = int(last.rstrip("]"))
+        return (section, number) if number < len(section) else None
+    return (section, last) if isinstance(section, DictConfig) and last in list(section.keys()) else None
+
+
+def resolve_interpolations(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """Plain values, and a problem for each interpolation that cannot be resolved, such as an unset variable."""
+    problems: list[str] = []
+    while True:
+        try:
+            values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+            assert isinstance(values, dict)
+            return values, problems
+        except OmegaConfBaseException as error:
+            key, reason = str(error.full_key), str(error).split("\n")[0]
+            if any(each.startswith(f"{key}: ") for each in problems):
+                raise ConfigError(f"{key}: {reason}") from error
+            problems.append(f"{key}: {reason}")
+            OmegaConf.update(config, key, "")
+
+
+def describe_problems(problems: Sequence[str], lines: Mapping[str, int]) -> str:
+    """All problems, one a line, each with its line in the file."""
+    described = [f"line {line}: {each}" if (line := find_line(each, lines)) else each for each in problems]
+    if len(described) == 1:
+        return described[0]
+    remedy = "--set KEY=VALUE answers each, and --set KEY=null leaves a key out"
+    return "\n".join([f"{len(described)} keys cannot be translated ({remedy}):", *(f"- {each}" for each in described)])
+
+
+def find_line(problem: str, lines: Mapping[str, int]) -> int | None:
+    """The line of the key with which a problem starts, or of the nearest section that has one."""
+    match = KEY.match(problem)
+    key = match[0].rstrip(".") if match else ""
+    while key and key not in lines:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return lines.get(key)
+
+
+def find_lines(text: str) -> dict[str, int]:
+    """The line of each dotted key of a YAML file; items of lists are `key[0]`."""
+    lines: dict[str, int] = {}
+
+    def walk_node(node: yaml.Node | None, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                key = f"{prefix}.{name.value}" if prefix else str(name.value)
+                lines[key] = name.start_mark.line + 1
+                walk_node(value, key)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                lines[f"{prefix}[{number}]"] = item.start_mark.line + 1
+                walk_node(item, f"{prefix}[{number}]")
+
+    walk_node(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    return lines
+
+
+def read_mode(draft: Draft, key: str, value: Any) -> None:
+    """One process samples and trains here; files that only sample or evaluate are for other commands."""
     nearest = {
-        "bench": "evaluate models on held-out tasks with `tunesmith eval`",
-        "explore": "`tunesmith tune` saves rollouts in rollouts/; `tunesmith eval` samples without training",
-        "train": "`tunesmith tune` samples and trains; `tunesmith sft` and `tunesmith prefer` train on files",
-        "serve": "`tunesmith serve` with serve.mode=online serves the model, collects feedback and trains on it in one "
-        "process; write a run file for it with total_steps and without tasks (docs/serve.md)",
+        "bench": "`tunesmith eval` evaluates the model on its sets; `tunesmith tune` would train it",
+        "explore": "`tunesmith tune` samples and trains, with the keys of the run's other file too; `tunesmith "
+        "pass-rate` and `tunesmith eval` only sample",
+        "train": "`tunesmith tune` samples and trains, with the keys of the run's other file too",
     }
     mode = str(value).casefold()
-    if mode not in ("both", "colocate"):
-        raise ConfigError(f"{key}={value!r} is not supported: {nearest.get(mode, 'use both or colocate')}")
+    if mode in nearest:
+        draft.notes.append(f"{key}={value!r}: {nearest[mode]}")
+    elif mode not in ("both", "colocate"):
+        own = "`tunesmith serve` with serve.mode=online serves the model, collects feedback and trains on it in one "
+        own += "process; write a run file for it with total_steps and without tasks (docs/serve.md)"
+        raise ConfigError(f"{key}={value!r} is not supported: {own if mode == 'serve' else 'use both or colocate'}")
 
 
 def read_save_interval(draft: Draft, key: str, value: Any) -> None:
@@ -137,8 +276,35 @@ def read_auto_tool_choice(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_tinker(draft: Draft, key: str, value: Any) -> None:
-    if isinstance(value, Mapping) and value.get("enable"):
-        raise ConfigError(f"{key}.enable=True is not supported: training is local; nearest is model.device")
+    """The adapter that Trinity-RFT trains by the Tinker service; it is trained in this process."""
+    given = dict(read_mapping(value, key))
+    if not given.pop("enable", False):
+        return
+    fields = {name: each for name, each in given.items() if name in TinkerConfig.model_fields and each is not None}
+    if unknown := [name for name in given if name not in TinkerConfig.model_fields]:
+        raise ConfigError(f"{key}.{unknown[0]} is not a known key: known are {', '.join(TinkerConfig.model_fields)}")
+    draft.set("model.lora", translate_adapter(TinkerConfig(**fields)), source=key)
+    draft.notes.append(f"{key}.enable=True: an adapter is trained in this process, not by the Tinker service")
+
+
+def read_trainer_config(draft: Draft, key: str, value: Any) -> None:
+    """verl's options of the trainer: those that change the training are moved, those of memory have no effect."""
+    unused: list[str] = []
+
+    def read(parts: tuple[str, ...], found: Any) -> None:
+        if isinstance(found, Mapping) and parts[-1:] not in (("megatron",), ("checkpoint",), ("fsdp_config",)):
+            for name, inner in found.items():
+                read((*parts, str(name)), inner)
+        elif (name := ".".join(parts)) in TRAINER_CONFIG:
+            TRAINER_CONFIG[name](draft, f"{key}.{name}", found)
+        elif parts[-1] in MEMORY_OPTIONS:
+            unused.append(name)
+        else:
+            draft.problems.append(f"{key}.{name}={found!r} is not supported: set the option by its own key")
+
+    read((), dict(read_mapping(value, key)))
+    if unused:
+        draft.notes.append(f"{key}: options of memory and checkpoints have no effect here: {', '.join(unused)}")
 
 
 def read_sync_style(draft: Draft, key: str, value: Any) -> None:
@@ -192,6 +358,15 @@ PROXY = (
 )
 NO_TIMELINE = "`ray timeline` writes one of a run with cluster.launcher=ray"
 NO_DATA_JUICER = "Tunesmith has no Data-Juicer service; nearest is train_dataset.operators"
+MEMORY_OPTIONS = frozenset(
+    {
+        "megatron", "checkpoint", "fsdp_config", "strategy", "hybrid_engine", "use_remove_padding", "balance_batch",
+        "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu",
+        "ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
+        "use_dynamic_bsz", "ulysses_sequence_parallel_size", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep",
+    }
+)  # fmt: skip
+"""Options of verl by which results do not depend on them."""
 SEQUENTIAL_STYLES = ("fixed", "explorer_driven", "dynamic_by_explorer")
 """The sampler gets the newest weights before it samples, as it does here."""
 OVERLAPPING_STYLES = ("trainer_driven", "dynamic_by_trainer", "fully_async")
@@ -205,18 +380,25 @@ RUN_RULES: dict[str, Rule] = {
     "name": move("name"),
     "group": allow_neutral("a run is identified by project and name; put the group into name"),
     "checkpoint_root_dir": move("checkpoint_root_dir"),
-    "mode": refuse_mode,
+    "mode": read_mode,
     "continue_from_checkpoint": move("continue_from_checkpoint"),
     **dict.fromkeys(CLUSTER_KEYS, accept()),  # read by resolve_cluster
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
-    "service": allow_neutral(NO_DATA_JUICER),
+    "service": accept(NO_DATA_JUICER),
     "log": accept("the log is written to the console"),
     "monitor.monitor_type": move("monitor.trackers", lambda tracker: [tracker]),
     "monitor.monitor_args": allow_neutral("trackers have no arguments; use their environment variables"),
     "monitor.detailed_stats": accept(),
     "monitor.enable_ray_timeline": allow_neutral(NO_TIMELINE),
 }
+TRAINER_CONFIG: dict[str, Rule] = {
+    "actor_rollout_ref.model.enable_gradient_checkpointing": move("trainer.has_gradient_checkpointing"),
+    "critic.optim.lr": move_for_critic("algorithm.critic.learning_rate"),
+    "critic.cliprange_value": accept("each value is trained once per step, so its clipping has no effect"),
+    "algorithm.rollout_correction.bypass_mode": accept(silent=(False,)),
+}
+"""verl's options that have a key of ours."""
 ALGORITHM_RULES: dict[str, Rule] = {
     "algorithm_type": read_algorithm,
     "repeat_times": move("algorithm.group_size"),
@@ -276,9 +458,9 @@ BUFFER_RULES: dict[str, Rule] = {
     "explorer_input.taskset": read_taskset,
     "explorer_input.tasksets": read_tasksets,
     "explorer_input.eval_tasksets": read_eval_tasksets,
-    "explorer_input.default_workflow_type": allow(ADAPTER, reason="give the workflow as a function"),
-    "explorer_input.default_eval_workflow_type": allow(ADAPTER, reason="evaluations use the workflow of training"),
-    "explorer_input.default_reward_fn_type": allow_neutral("give the judge as a function, judge: module:function"),
+    "explorer_input.default_workflow_type": accept(),  # read by resolve_functions, as the reward function
+    "explorer_input.default_eval_workflow_type": accept("evaluations use the workflow of training", silent=(ADAPTER,)),
+    "explorer_input.default_reward_fn_type": accept(),
     "trainer_input.experience_buffer.name": accept(),
     "trainer_input.experience_buffer.storage_type": allow("queue", reason="a step trains the rollouts it sampled"),
     "trainer_input.experience_buffer.path": accept("rollouts are written to the run's rollouts/ folder"),
@@ -292,13 +474,13 @@ PROCESSOR_RULES: dict[str, Rule] = {
     "experience_pipeline.save_input": accept(),
     "experience_pipeline.input_save_path": allow_neutral("rollouts are written to the run's rollouts/ folder"),
     "experience_pipeline.inputs": allow_neutral("the inputs are the rollouts of the step"),
-    "task_pipeline": allow_neutral(NO_DATA_JUICER),
+    "task_pipeline": read_task_pipeline,
 }
 EXPLORER_RULES: dict[str, Rule] = {
     "name": accept(),
     "runner_per_model": accept(),
     "max_timeout": move("rollout.timeout_s", float),
-    "max_retry_times": allow(0, reason="a failed rollout is left out of its group and counted, not retried"),
+    "max_retry_times": accept("a failed rollout is left out of its group and counted, not retried", silent=(0,)),
     "max_repeat_times_per_runner": accept(),
     "eval_interval": move("evaluation.interval_steps"),
     "eval_on_startup": move("evaluation.at_start"),
@@ -313,7 +495,7 @@ EXPLORER_RULES: dict[str, Rule] = {
     "runner_state_report_interval": accept(),
     "min_running_model_num": accept(),
     "max_inflight_batches": accept(SHARED_WEIGHTS),
-    "env_vars": allow_neutral("set environment variables before you start the process"),
+    "env_vars": accept("set environment variables before you start the process", silent=({},)),
     "bench_on_latest_checkpoint": allow_neutral("evaluate models on held-out tasks with `tunesmith eval`"),
     "proxy_port": accept(PROXY),
     "listen_address": accept(PROXY),
@@ -333,6 +515,8 @@ ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "enable_prefix_caching": move("engine.has_prefix_cache"),
     "enable_chunked_prefill": accept(),
     "enable_openai_api": accept(),
+    "enable_log_requests": accept(),
+    "use_v1": accept(),
     "enable_history": allow(True, reason="model calls that are not recorded cannot be trained"),
     "enable_auto_tool_choice": read_auto_tool_choice,
     "tool_call_parser": move("model.tool_call_parser"),
@@ -369,7 +553,7 @@ TRAINER_RULES: dict[str, Rule] = {
     "grad_clip": move("trainer.max_grad_norm", float),
     "use_dynamic_bsz": accept(),
     "max_token_len_per_gpu": move("trainer.max_tokens_per_row"),
-    "ulysses_sequence_parallel_size": allow(1, reason=SHARDING),
+    "ulysses_sequence_parallel_size": accept(f"it divides long rows over GPUs, and {SHARDING}", silent=(1,)),
     "balance_batch": accept(),
     "use_remove_padding": accept(),
     "fix_actor_microbatch_loss_scale": accept(),
@@ -380,7 +564,7 @@ TRAINER_RULES: dict[str, Rule] = {
     "grad_offload": allow_neutral(SHARDING),
     "offload_policy": allow_neutral(SHARDING),
     "megatron": allow_neutral(SHARDING),
-    "trainer_config": allow_neutral("set the trainer's options by their keys; see tunesmith config --options"),
+    "trainer_config": read_trainer_config,
 }
 SECTIONS: dict[str, dict[str, Rule]] = {
     "algorithm": ALGORITHM_RULES,

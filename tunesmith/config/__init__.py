@@ -3,17 +3,24 @@ commands."""
 
 from __future__ import annotations
 
-from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
+from tunesmith.config.algorithm import (
+    AdaptiveKlSection,
+    AlgorithmSection,
+    CorrectionSection,
+    CriticSection,
+    ExpertSection,
+    MaskSection,
+    TeacherSection,
+)
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
 from tunesmith.config.cluster import ClusterSection
-from tunesmith.config.engine.engine import EngineSection, VllmSection
-from tunesmith.config.environment.environment import EnvironmentSection, ToolSection
-from tunesmith.config.evaluation import EvalConfig
+from tunesmith.config.engine import EngineSection, VllmSection
+from tunesmith.config.environment import EnvironmentSection, ToolSection
+from tunesmith.config.et_agent import FlywheelConfig, ParetoSection, RftFilterSection
+from tunesmith.config.evaluation import EvalConfig, PassRateConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
-from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.model import AuxiliaryModelSection, LoraSection, ModelSection, ServedModelSection
-from tunesmith.config.pass_rate import PassRateConfig
 from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
@@ -27,7 +34,6 @@ from tunesmith.config.pipeline import (
     RlStage,
     SftStage,
 )
-from tunesmith.config.preference import PreferenceConfig, PreferenceTrainerSection
 from tunesmith.config.prepare import (
     ContaminationSection,
     ParaphraseSection,
@@ -37,29 +43,27 @@ from tunesmith.config.prepare import (
     SourceSection,
     TokensSection,
 )
-from tunesmith.config.rollout.branching import BranchingSection
+from tunesmith.config.rollout import BranchingSection, RolloutSection
 from tunesmith.config.run import (
     BehaviorSection,
     DatasetSection,
     EvaluationSection,
     HeldOutSection,
     MonitorSection,
-    RolloutSection,
     RunConfig,
     SelectorSection,
     TrainerSection,
 )
 from tunesmith.config.section import Section
-from tunesmith.config.serve.serve import ServeSection
+from tunesmith.config.serve import ServeSection
 from tunesmith.config.sft import (
     ConversationDataSection,
     OfflineConfig,
+    PreferenceConfig,
+    PreferenceTrainerSection,
     SftConfig,
     SftTrainerSection,
 )
-from tunesmith.config.stages.flywheel import FlywheelConfig
-from tunesmith.config.stages.pareto import ParetoSection
-from tunesmith.config.stages.rft import RftFilterSection
 from tunesmith.config.tools import PythonToolSection
 
 __all__ = [

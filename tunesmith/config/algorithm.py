@@ -1,4 +1,4 @@
-"""Knobs of the algorithm: advantages, loss, KL, off-policy correction."""
+"""Knobs of the algorithm: advantages, loss, KL, off-policy correction, and the extra models that some need."""
 
 from __future__ import annotations
 
@@ -6,8 +6,42 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
-from tunesmith.config.section import Needs, Section
+from tunesmith.config.section import DataSection, LearningRate, Needs, Section
+
+
+class CriticSection(Section):
+    """The value model of ppo, with its own weights and optimizer."""
+
+    path: str | None = None
+    """Model that initializes the critic's body; it must have the policy's vocabulary. null uses the policy's model."""
+    learning_rate: LearningRate = 1e-5
+    """Learning rate of the critic's AdamW; constant."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Initial steps that train only the critic; raise it if an untrained critic degrades a good policy."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Critic updates per policy update, on the same tokens."""
+    clip_range: Annotated[float | None, Needs("num_epochs", above=1)] = Field(default=0.2, gt=0)
+    """Value clipping: maximum change of a value from the one before the critic's first update on its tokens. null
+    disables clipping."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Maximum gradient norm of the critic; larger gradients are scaled down."""
+
+
+class TeacherSection(Section):
+    """The frozen model that distillation imitates."""
+
+    path: str
+    """Folder or hub id of a causal language model with the policy's vocabulary."""
+
+
+class ExpertSection(DataSection):
+    """Expert demonstrations that are mixed into each update."""
+
+    path: str
+    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id; rows have `messages` and
+    optionally `tools`."""
+    ratio: float = Field(default=0.5, gt=0, lt=1)
+    """Share of demonstrations among the sequences of a step in which every rollout is trained."""
 
 
 class MaskSection(Section):
@@ -37,9 +71,8 @@ class CorrectionSection(Section):
     that train tokens of older weights (replay, `rollout.max_staleness`), and with `engine.weight_format=fp8` or
     `engine.kind=vllm`."""
     cap: float = Field(default=2.0, ge=1)
-    """Upper bound of importance weights. Only used with `importance` token or sequence, or with auto and
-    `experience.replay.num_groups` or `rollout.max_staleness` above 0, `engine.weight_format=fp8` or `engine.kind=vllm`;
-    otherwise setting it is an error."""
+    """Upper bound of importance weights. With `importance: auto` only steps that train tokens of older weights, or of
+    another sampler, limit weights."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """Lower bound of importance weights; set it (0.5 is usual) so that tokens that the policy has made improbable since
     sampling keep part of their gradient. 0: no lower bound. Used where `cap` is."""
@@ -115,14 +148,3 @@ class AlgorithmSection(Section):
     """Teacher model of on_policy_distill and jsd."""
     expert: ExpertSection | None = None
     """Expert demonstrations of mix and mix_chord."""
-
-
-def check_bounds(correction: CorrectionSection, *, is_off_policy: bool) -> None:
-    """Raise for bounds of importance weights in a run that never computes them."""
-    for bound in ("cap", "floor"):
-        value, default = getattr(correction, bound), CorrectionSection.model_fields[bound].default
-        if correction.importance == "auto" and value != default and not is_off_policy:
-            raise ValueError(
-                f"algorithm.correction.{bound}={value} has no effect: with importance=auto only steps that train "
-                "tokens of older weights limit weights; set experience.replay.num_groups, or importance=token"
-            )

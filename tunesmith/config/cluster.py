@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -48,25 +47,13 @@ class ClusterSection(Section):
 
     @model_validator(mode="after")
     def _check_launcher(self) -> ClusterSection:
-        if self.launcher == "ray":
-            if self.num_workers is None:
-                raise ValueError(
-                    "cluster.launcher=ray needs cluster.num_workers, the number of workers (one per GPU): set it"
-                )
-            return self
+        if self.launcher == "ray" and self.num_workers is None:
+            raise ValueError(
+                "cluster.launcher=ray needs cluster.num_workers, the number of workers (one per GPU): set it"
+            )
         return self
 
     @property
     def num_restarts(self) -> int:
         """How often Ray restarts the run."""
         return DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
-
-
-def check_sharded_weights(cluster: ClusterSection, others: Mapping[str, bool]) -> None:
-    """Raise for what excludes sharded weights; `others` maps each such setting, as it is written, to whether it is
-    so."""
-    if not cluster.has_sharded_weights:
-        return
-    for setting, is_so in others.items():
-        if is_so:
-            raise ValueError(f"cluster.has_sharded_weights does not work with {setting}: remove one of them")

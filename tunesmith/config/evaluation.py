@@ -1,4 +1,4 @@
-"""Knobs of evaluating several models side by side (`tunesmith eval` with a file that has `models`)."""
+"""Knobs of commands that run tasks without training: `tunesmith eval` with `models`, and pass rates as a stage."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.engine.engine import EngineSection
-from tunesmith.config.environment.environment import EnvironmentSection, add_environment_tasks
+from tunesmith.config.engine import EngineSection
+from tunesmith.config.environment import EnvironmentSection, add_environment_tasks
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
-from tunesmith.config.run import (
-    DatasetSection,
-    EvaluationSection,
-    HeldOutSection,
-    MonitorSection,
-    RolloutSection,
-    RunConfig,
-)
+from tunesmith.config.rollout import RolloutSection
+from tunesmith.config.run import DatasetSection, EvaluationSection, HeldOutSection, MonitorSection, RunConfig
 from tunesmith.config.section import ROLLOUT_KNOBS, NumThreads, Section, Unused
 
 
@@ -34,10 +28,11 @@ class EvalConfig(Section):
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
     `environment`; or the name of an environment, as in a run file."""
-    suite: Literal["tir"] | None = None
+    suite: Literal["tir", "tir_paper"] | None = None
     """Judge and measures under one name. tir, for agents with tools: exact match, F1, equality of math, efficiency,
-    successful execution and reasoning length, and with an auxiliary model `judge` its verdict and conciseness; replaces
-    `judge`, and null in `workflow` is `tunesmith.environments:tool_agent`."""
+    successful execution and reasoning length, and with an auxiliary model `judge` its verdict and conciseness.
+    tir_paper adds the scores of ET-Agent's own code. Replaces `judge`, and null in `workflow` is
+    `tunesmith.environments:tool_agent`."""
     eval_datasets: dict[str, DatasetSection] = Field(min_length=1)
     """Held-out task sets by name."""
     model: ServedModelSection = ServedModelSection()
@@ -89,3 +84,17 @@ class EvalConfig(Section):
             num_cpu_threads=self.num_cpu_threads,
             monitor=MonitorSection(has_progress=self.has_progress),
         )
+
+
+class PassRateConfig(RunConfig):
+    """Rollouts on the training tasks without training, as `tunesmith pass-rate`."""
+
+    field: str = "pass_rate"
+    """Name of the new field with the mean outcome of a task's rollouts."""
+    num_runs: int = Field(default=8, ge=1)
+    """Rollouts per task."""
+    max_tasks: int | None = Field(default=None, ge=1)
+    """Maximum number of tasks, the first ones; null measures all."""
+    tool_keys: tuple[str, ...] = ()
+    """Metrics of the workflow whose sum is a rollout's number of tool calls. If set, `<field>_correctness` and
+    `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, for the `pareto` stage."""

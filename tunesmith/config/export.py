@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import NumThreads, Section
+from tunesmith.config.section import Needs, NumThreads, Section
 
 ExportFormat = Literal["hf", "adapter", "gguf"]
 GgufType = Literal["f32", "f16", "q8_0", "q4_k_m"]
@@ -25,7 +25,7 @@ class ExportSection(Section):
     formats: tuple[ExportFormat, ...] = Field(default=("hf",), min_length=1)
     """Output formats. hf: a folder for transformers and vLLM; adapter: the PEFT adapter, unmerged; gguf: files for
     llama.cpp and Ollama."""
-    gguf_types: tuple[GgufType, ...] = Field(default=("f16",), min_length=1)
+    gguf_types: Annotated[tuple[GgufType, ...], Needs("formats", "gguf")] = Field(default=("f16",), min_length=1)
     """Data types of the GGUF files, one file each. f32 is exact; f16 has half its size, q8_0 a quarter, q4_k_m about a
     seventh (needs llama-cpp-python)."""
     name: str | None = None
@@ -55,10 +55,4 @@ class ExportSection(Section):
             )
         if not self.license.strip() or "\n" in self.license:
             raise ValueError(f"license={self.license!r} must be one non-empty line")
-        return self
-
-    @model_validator(mode="after")
-    def _check_gguf_types(self) -> ExportSection:
-        if "gguf_types" in self.model_fields_set and "gguf" not in self.formats:
-            raise ValueError("gguf_types has no effect unless formats contains gguf")
         return self

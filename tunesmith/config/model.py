@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.section import Needs, Section, Temperature
 
-ToolCallParser = Literal[
-    "auto", "hermes", "qwen3_coder", "glm", "mistral", "deepseek", "llama3_json", "harmony", "none"
-]  # fmt: skip
+CALL_FORMATS = {
+    "harmony": "harmony:HARMONY",
+    "deepseek": "deepseek:DEEPSEEK",
+    "mistral": "json_calls:MISTRAL",
+    "qwen3_coder": "xml_calls:QWEN3_CODER",
+    "glm": "xml_calls:GLM",
+    "hermes": "hermes:HERMES",
+    "llama3_json": "json_calls:LLAMA3",
+}
+"""Formats of tool calls -> where `tunesmith.chat.parsers` has them, in the order in which they are tried: Qwen3-Coder
+and GLM write Hermes' outer tag too, and Llama's calls have no tags."""
+if TYPE_CHECKING:
+    ToolCallParser = str
+else:
+    ToolCallParser = Literal["auto", *CALL_FORMATS, "none"]
 ReasoningParser = Literal["auto", "deepseek_r1", "mistral", "harmony", "none"]
 
 

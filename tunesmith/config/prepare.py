@@ -7,19 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.engine.engine import EngineSection
+from tunesmith.config.engine import EngineSection
 from tunesmith.config.model import ModelSection
-from tunesmith.config.run import RolloutSection
-from tunesmith.config.section import Needs, NumThreads, Section, Temperature
+from tunesmith.config.rollout import RolloutSection
+from tunesmith.config.section import DataSection, Needs, NumThreads, Section, Temperature
 
 FIELD_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
-class SourceSection(Section):
+class SourceSection(DataSection):
     """A data set of questions with worked solutions."""
 
-    path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id."""
     name: str | None = None
     """Configuration (subset) of a data set that has several; `main` for openai/gsm8k."""
     split: str | None = None

@@ -7,21 +7,30 @@ config.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tunesmith.config.algorithm import AlgorithmSection, check_bounds
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
-from tunesmith.config.cluster import ClusterSection, check_sharded_weights
-from tunesmith.config.engine.engine import EngineSection
-from tunesmith.config.environment.environment import EnvironmentSection, add_environment_tasks
+from tunesmith.config.cluster import ClusterSection
+from tunesmith.config.engine import EngineSection
+from tunesmith.config.environment import EnvironmentSection, add_environment_tasks
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
-from tunesmith.config.rollout.branching import BranchingSection, check_branching
-from tunesmith.config.rollout.staleness import StalenessKnobs, check_staleness_knobs
-from tunesmith.config.section import TASK_KNOBS, LearningRate, Needs, NumThreads, Section, Temperature, Unused
-from tunesmith.config.serve.serve import ServeSection, check_serve
+from tunesmith.config.rollout import BranchingSection, RolloutSection
+from tunesmith.config.section import (
+    TASK_KNOBS,
+    DataSection,
+    LearningRate,
+    Needs,
+    NumThreads,
+    Section,
+    Temperature,
+    Unused,
+)
+from tunesmith.config.serve import ServeSection, check_serve
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -40,18 +49,17 @@ class SelectorSection(Section):
     """Arguments of the selector that differ from its defaults."""
 
 
-class DatasetSection(Section):
+class DatasetSection(DataSection):
     """A data set of tasks."""
 
     path: str
     """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id; in a
     file whose `environment` has a name, `environment` stands for its tasks."""
-    name: str | None = None
-    """Configuration (subset) of a data set that has several."""
-    split: str | None = "train"
-    """Split to read."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
+    fields: dict[str, Any] = Field(default_factory=dict)
+    """Fields that are added to rows which lack them, for instance `ability: math` or `qa`, by which
+    `tunesmith.judges.tir:tir_judge` scores equality of mathematics or F1 of words."""
     operators: tuple[OperatorSection, ...] = ()
     """Operators applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score,
     priority_order, paraphrase."""
@@ -60,36 +68,11 @@ class DatasetSection(Section):
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
 
-
-class RolloutSection(StalenessKnobs):
-    """Execution of workflows and judges."""
-
-    timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit in seconds of one rollout, workflow and judge together; a rollout that exceeds it has failed."""
-    max_concurrency: int = Field(default=256, ge=1)
-    """Maximum number of concurrent workflows; also the number of threads for `asyncio.to_thread`."""
-    thread_patience_s: float = Field(default=0.03, ge=0)
-    """Mean duration in seconds up to which the engine waits for a function's calls in threads, so that sampling on a
-    CPU does not depend on their timing; slower functions are not waited for. 0 never waits. Raise it if runs with
-    slower tools must be reproducible."""
-    http_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of 127.0.0.1 on which the models are also served over HTTP while workflows run, 0 for any free port. Set it
-    for agents in other processes or languages; they use `model.base_url` and `model.api_key`."""
-    max_body_mib: float = Field(default=8.0, gt=0, allow_inf_nan=False)
-    """Maximum size of an HTTP request in MiB; larger ones get status 413."""
-    chat_model: Literal["auto", "agentscope", "openai"] = "auto"
-    """Type of a workflow's `model` argument: AgentScope's OpenAIChatModel, or a callable that returns OpenAI
-    completions; auto uses AgentScope's if it is installed."""
-    has_agent_output: bool = False
-    """Let AgentScope's agents print every message to the console; by default their printing is disabled during the
-    run."""
-    max_failure_rate: float = Field(default=0.5, ge=0, le=1)
-    """Maximum share of failed trajectories in a step; above it the run stops and reports the first causes."""
-    assignment: Literal["plan", "balanced"] = "plan"
-    """Which of several ranks runs a task: one by its position, so that CPU runs are reproducible, or the next one with
-    room; `balanced` helps if `max_concurrency` is below the rollouts of a rank's share, which leaves tasks to take."""
-    branching: BranchingSection | None = None
-    """Let rollouts of training steps branch after tool results (ARPO, AEPO); null runs each from the task."""
+    @model_serializer(mode="wrap")
+    def _leave_out_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Files and digests of sets without added fields have no such key."""
+        values: dict[str, Any] = dump(self)
+        return {key: value for key, value in values.items() if key != "fields" or value}
 
 
 class TrainerSection(Section):
@@ -200,6 +183,22 @@ class MonitorSection(Section):
     `rollout/*/mean`."""
 
 
+HELD_OUT = Needs("eval_datasets", reason="there are no held-out tasks")
+EVALUATION_KNOBS = tuple(HeldOutSection.model_fields)
+"""Knobs of evaluations. When to evaluate is allowed without held-out tasks: files of other programs always say it."""
+WEIGHT_BOUNDS = ("correction.cap", "correction.floor")
+HAS_OLDER_TOKENS = (
+    Needs(
+        "experience.replay.num_groups",
+        above=0,
+        reason="with algorithm.correction.importance=auto only steps that train tokens of older weights limit weights",
+    )
+    | Needs("rollout.max_staleness", above=0)
+    | Needs("serve.mode", "online")
+    | Needs("engine.weight_format", "fp8")
+    | Needs("engine.kind", "vllm")
+    | Needs("algorithm.correction.importance", ("token", "sequence", "none"))
+)
 EvalDatasets = Annotated[dict[str, DatasetSection], Unused(TASK_KNOBS, "evaluations run every task unchanged")]
 
 
@@ -239,7 +238,7 @@ class RunConfig(Section):
     """Also keep the checkpoint with the best evaluation, as `best` in the run folder; null does not."""
     early_stopping: EarlyStoppingSection | None = None
     """End the run once a metric no longer improves; null runs all steps."""
-    callbacks: CallbacksSection = CallbacksSection()
+    callbacks: Annotated[CallbacksSection, Unused(("on_evaluation",), unless=HELD_OUT)] = CallbacksSection()
     """Functions called after steps, evaluations and checkpoints."""
     steps_per_file: int = Field(default=100, ge=1)
     """Committed steps whose rollouts are merged into one Parquet file, and whose selections into one JSON Lines file,
@@ -256,7 +255,7 @@ class RunConfig(Section):
     """Several training sets by name, instead of `train_dataset`; their tasks are mixed."""
     eval_datasets: EvalDatasets = Field(default_factory=dict)
     """Held-out task sets; the name becomes part of their metrics' names."""
-    algorithm: AlgorithmSection = AlgorithmSection()
+    algorithm: Annotated[AlgorithmSection, Unused(WEIGHT_BOUNDS, unless=HAS_OLDER_TOKENS)] = AlgorithmSection()
     experience: ExperienceSection = ExperienceSection()
     """Processing of groups between judge and trainer."""
     engine: EngineSection = EngineSection()
@@ -264,7 +263,7 @@ class RunConfig(Section):
     serve: ServeSection | None = None
     """The server of `tunesmith serve`; other commands that train refuse it."""
     trainer: TrainerSection = TrainerSection()
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: Annotated[EvaluationSection, Unused(EVALUATION_KNOBS, unless=HELD_OUT)] = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
     cluster: ClusterSection = ClusterSection()
     """Ranks that run and train the tasks of a step together."""
@@ -275,103 +274,20 @@ class RunConfig(Section):
         return add_environment_tasks(values, cls.model_fields)
 
     @model_validator(mode="after")
-    def _check_names(self) -> RunConfig:
-        for key, name in (("project", self.project), ("name", self.name)):
-            if name is not None and not name.isprintable():
-                raise ValueError(f"{key}={name!r} names a folder: it must be one line without control characters")
-        return self
-
-    @model_validator(mode="after")
-    def _check_workers(self) -> RunConfig:
-        num_workers, batch_size = self.cluster.num_workers or 1, self.algorithm.batch_size
-        if num_workers > batch_size:
-            raise ValueError(
-                f"algorithm.batch_size={batch_size} is smaller than cluster.num_workers={num_workers}, and a task runs "
-                "on one rank: raise the batch size, or use fewer ranks"
-            )
-        if self.cluster.has_sharded_gradients and self.trainer.has_row_graphs:
-            raise ValueError("cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set one")
-        others = {
-            "engine.kind=tunesmith, which samples from whole weights (set engine.kind=vllm)": self.engine.kind
-            != "vllm",
-            "model.lora": self.model.lora is not None,
-            "model.residual_dtype=float32": self.model.residual_dtype == "float32",
-            "trainer.has_row_graphs": bool(self.trainer.has_row_graphs),
-            "rollout.assignment=balanced": self.rollout.assignment == "balanced",
-            "algorithm.reference_refresh_steps": self.algorithm.reference_refresh_steps is not None,
-        }
-        check_sharded_weights(self.cluster, others)
-        return self
-
-    @model_validator(mode="after")
-    def _check_training_sets(self) -> RunConfig:
-        if self.train_dataset is not None and self.train_datasets:
-            raise ValueError("train_dataset and train_datasets are both given: put every set in train_datasets")
-        return self
-
-    @model_validator(mode="after")
-    def _check_dropout(self) -> RunConfig:
-        refuse_dropout(self.model.lora, "reinforcement learning must train the function that it samples from")
-        return self
-
-    @model_validator(mode="after")
-    def _check_watched_metrics(self) -> RunConfig:
-        sets, interval_steps = self.eval_datasets, self.evaluation.interval_steps
+    def _check_sections(self) -> Self:
+        check_serve(
+            self.serve,
+            num_ranks=self.cluster.num_workers or 1,
+            launcher=self.cluster.launcher,
+            has_branching=self.rollout.branching is not None,
+        )
         for knob, section in (("early_stopping", self.early_stopping), ("keep_best", self.keep_best)):
             if section is not None:
+                sets, interval_steps = self.eval_datasets, self.evaluation.interval_steps
                 check_metric_name(knob, section.metric, eval_sets=sets, interval_steps=interval_steps)
-        return self
-
-    @model_validator(mode="after")
-    def _check_correction(self) -> RunConfig:
-        correction, replay = self.algorithm.correction, self.experience.replay
-        has_older = replay.num_groups or self.rollout.max_staleness or self.is_online
-        check_bounds(correction, is_off_policy=bool(has_older or self.engine.has_separate_sampler))
-        return self
-
-    @model_validator(mode="after")
-    def _check_branching(self) -> RunConfig:
-        branching, group_size, temperature = self.rollout.branching, self.algorithm.group_size, self.model.temperature
-        num_ranks, launcher = self.cluster.num_workers or 1, self.cluster.launcher
-        check_serve(self.serve, num_ranks=num_ranks, launcher=launcher, has_branching=branching is not None)
-        check_branching(branching, self.rollout.assignment, group_size=group_size, temperature=temperature)
-        return self
-
-    @model_validator(mode="after")
-    def _check_staleness(self) -> RunConfig:
-        replay = self.experience.replay
-        check_staleness_knobs(
-            self.rollout,
-            replay_staleness=replay.max_staleness if replay.num_groups else None,
-            has_branching=self.rollout.branching is not None,
-            is_served=self.serve is not None,
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _check_vllm(self) -> RunConfig:
-        if self.engine.kind == "vllm" and self.rollout.branching is not None:
-            raise ValueError("rollout.branching needs entropies, which engine.kind=vllm does not return: remove one")
-        if self.engine.kind == "vllm" and self.rollout.max_staleness:
-            raise ValueError("rollout.max_staleness needs engine.kind=tunesmith: requests of vLLM end with the step")
-        return self
-
-    @model_validator(mode="after")
-    def _check_sampling_ranks(self) -> RunConfig:
-        if self.cluster.sampling_ranks and not self.rollout.max_staleness:
-            raise ValueError(
-                f"cluster.sampling_ranks={self.cluster.sampling_ranks} needs rollout.max_staleness of 1 or more: "
-                "samplers continue while the other ranks train, so tokens are one step old when they are trained; set "
-                "rollout.max_staleness=1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_weight_format(self) -> RunConfig:
-        if self.engine.weight_format == "fp8" and self.model.lora is not None:
-            raise ValueError(
-                "engine.weight_format=fp8 copies whole weights, not adapters: leave it out with model.lora"
-            )
+        refuse_dropout(self.model.lora, "reinforcement learning must train the function that it samples from")
+        for conflict in list_conflicts(self):
+            raise ValueError(conflict)
         return self
 
     @property
@@ -383,3 +299,89 @@ class RunConfig(Section):
     def training_sets(self) -> dict[str, DatasetSection]:
         """The training sets by the name used in their tasks' ids."""
         return self.train_datasets if self.train_dataset is None else {"train": self.train_dataset}
+
+    @property
+    def training_knobs(self) -> dict[str, str]:
+        """The name of each training set in the run file."""
+        is_single = self.train_dataset is not None
+        return {name: "train_dataset" if is_single else f"train_datasets.{name}" for name in self.training_sets}
+
+
+def list_conflicts(config: RunConfig) -> Iterator[str]:
+    """What is wrong with settings of different sections that do not work together, one sentence each."""
+    algorithm, cluster, engine, model = config.algorithm, config.cluster, config.engine, config.model
+    rollout, trainer, num_ranks = config.rollout, config.trainer, cluster.num_workers or 1
+    for key, name in (("project", config.project), ("name", config.name)):
+        if name is not None and not name.isprintable():
+            yield f"{key}={name!r} names a folder: it must be one line without control characters"
+    if config.train_dataset is not None and config.train_datasets:
+        yield "train_dataset and train_datasets are both given: put every set in train_datasets"
+    if num_ranks > algorithm.batch_size:
+        yield (
+            f"algorithm.batch_size={algorithm.batch_size} is smaller than cluster.num_workers={num_ranks}, and a task "
+            "runs on one rank: raise the batch size, or use fewer ranks"
+        )
+    if cluster.has_sharded_gradients and trainer.has_row_graphs:
+        yield "cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set one"
+    if cluster.sampling_ranks and not rollout.max_staleness:
+        yield (
+            f"cluster.sampling_ranks={cluster.sampling_ranks} needs rollout.max_staleness of 1 or more: samplers "
+            "continue while the other ranks train, so tokens are one step old when they are trained; set "
+            "rollout.max_staleness=1"
+        )
+    if engine.weight_format == "fp8" and model.lora is not None:
+        yield "engine.weight_format=fp8 copies whole weights, not adapters: leave it out with model.lora"
+    if engine.kind == "vllm" and rollout.branching is not None:
+        yield "rollout.branching needs entropies, which engine.kind=vllm does not return: remove one"
+    if engine.kind == "vllm" and rollout.max_staleness:
+        yield "rollout.max_staleness needs engine.kind=tunesmith: requests of vLLM end with the step"
+    if cluster.has_sharded_weights:
+        yield from list_sharding_conflicts(config)
+    if rollout.branching is not None:
+        yield from list_branching_conflicts(rollout, rollout.branching, algorithm.group_size, model.temperature)
+    if rollout.max_staleness:
+        yield from list_staleness_conflicts(config, rollout.max_staleness)
+
+
+def list_sharding_conflicts(config: RunConfig) -> Iterator[str]:
+    own_engine = "engine.kind=tunesmith, which samples from whole weights (set engine.kind=vllm)"
+    others = {
+        own_engine: config.engine.kind != "vllm",
+        "model.lora": config.model.lora is not None,
+        "model.residual_dtype=float32": config.model.residual_dtype == "float32",
+        "trainer.has_row_graphs": bool(config.trainer.has_row_graphs),
+        "rollout.assignment=balanced": config.rollout.assignment == "balanced",
+        "algorithm.reference_refresh_steps": config.algorithm.reference_refresh_steps is not None,
+    }
+    for setting, is_so in others.items():
+        if is_so:
+            yield f"cluster.has_sharded_weights does not work with {setting}: remove one of them"
+
+
+def list_branching_conflicts(
+    rollout: RolloutSection, branching: BranchingSection, group_size: int, temperature: float
+) -> Iterator[str]:
+    if rollout.assignment == "balanced":
+        yield "rollout.assignment=balanced with rollout.branching: set rollout.assignment=plan, or leave out branching"
+    if group_size < 2:
+        yield f"rollout.branching needs algorithm.group_size of at least 2; it is {group_size}"
+    if branching.initial_rollouts is not None and branching.initial_rollouts >= group_size:
+        yield (
+            f"rollout.branching.initial_rollouts={branching.initial_rollouts} leaves no branch in a group of "
+            f"algorithm.group_size={group_size}: lower it, or leave out rollout.branching"
+        )
+    if temperature == 0:
+        yield "rollout.branching with model.temperature=0: a branch would repeat its parent; raise the temperature"
+
+
+def list_staleness_conflicts(config: RunConfig, max_staleness: int) -> Iterator[str]:
+    replay, refused = config.experience.replay, f"rollout.max_staleness={max_staleness} does not work with"
+    if config.rollout.branching is not None:
+        yield f"{refused} rollout.branching: a branch would continue a rollout of other weights; leave one of them out"
+    if config.serve is not None:
+        yield f"{refused} serve: workers run each task to its end; leave max_staleness out"
+    if replay.num_groups and replay.max_staleness > max_staleness:
+        yield (
+            f"{refused} experience.replay.max_staleness={replay.max_staleness}: replayed groups would be older; set it "
+            f"to {max_staleness} or less"
+        )

@@ -8,15 +8,16 @@ is an error that names the knob, its value and the reason:
 
     min_lr_ratio=0.1 has no effect with schedule=constant: set schedule=cosine, or leave out min_lr_ratio
 
-`Unused` on a field that holds a section names the knobs of that section which have no effect in this place. A knob at
-its default, or null, which turns its feature off, is never an error.
+`Unused` on a field that holds a section names the knobs of that section which have no effect in this place, or only
+under a condition on the sections beside it. Conditions are joined by `|` where one of them suffices. A knob at its
+default, or null, which turns its feature off, is never an error.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -42,8 +43,8 @@ MAX_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The knob has an effect only if `knob` of the same section has the value `value`, is above `above`, or, with
-    neither, is set."""
+    """The knob has an effect only if `knob` of the same section has the value `value` (one of them, if it is a tuple),
+    holds it if it is a list, is above `above`, or, with neither, is set."""
 
     knob: str
     """Name, or a path into a section (`roles.judge`)."""
@@ -51,22 +52,35 @@ class Needs:
     above: float | None = None
     reason: str = ""
     """Why, if the names of the two knobs do not say it."""
+    others: tuple[Needs, ...] = ()
+    """Conditions each of which suffices too."""
+
+    def __or__(self, other: Needs) -> Needs:
+        return replace(self, others=(*self.others, other))
 
     def is_met(self, section: Section) -> bool:
+        if any(other.is_met(section) for other in self.others):
+            return True
         found = self.find(section)
         if self.above is not None:
-            return bool(found > self.above)
-        return found not in (None, (), {}) if self.value is ... else bool(found == self.value)
+            return found is not None and bool(found > self.above)
+        if self.value is ...:
+            return found not in (None, (), {})
+        if isinstance(self.value, tuple):
+            return found in self.value
+        return self.value in found if isinstance(found, tuple) else bool(found == self.value)
 
     def find(self, section: Section) -> Any:
-        """The value of the needed knob."""
+        """The value of the needed knob; None if its section is null."""
         value: Any = section
         for name in self.knob.split("."):
-            value = getattr(value, name)
+            value = None if value is None else getattr(value, name)
         return value
 
     def describe(self) -> str:
         """The condition as it stands in tables of knobs."""
+        if self.others:
+            return " or ".join(each.describe() for each in (replace(self, others=()), *self.others))
         if self.above is not None:
             return f"{self.knob} above {self.above:g}"
         if self.value is ...:
@@ -86,13 +100,21 @@ class Unused:
     """Knobs of the section in the field, or of each section in it, that have no effect in this place."""
 
     knobs: tuple[str, ...]
-    reason: str
+    """Names, or paths into a section of it."""
+    reason: str = ""
+    unless: Needs | None = None
+    """Condition on the section with the field, under which they have an effect."""
+
+    def explain(self, section: Section) -> str:
+        return f"has no effect: {self.reason}" if self.unless is None else self.unless.explain(section)
 
 
 def format_value(value: Any) -> str:
     """A value as a file has it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return "|".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) and value == round(value) else str(value)
 
 
@@ -141,9 +163,9 @@ class Section(BaseModel):
             for condition in field.metadata:
                 if isinstance(condition, Needs) and self.is_changed(name) and not condition.is_met(self):
                     raise ValueError(f"{self.show(name)} {condition.explain(self)}, or leave out {name}")
-                if isinstance(condition, Unused):
+                if isinstance(condition, Unused) and not (condition.unless and condition.unless.is_met(self)):
                     for where, section in list_sections(name, getattr(self, name)):
-                        section.refuse_knobs(condition, where=where)
+                        section.refuse_knobs(condition.knobs, condition.explain(self), where=where)
         return self
 
     def is_changed(self, name: str) -> bool:
@@ -156,11 +178,25 @@ class Section(BaseModel):
         value = getattr(self, name)
         return name if isinstance(value, (Section, tuple, dict)) else f"{name}={format_value(value)}"
 
-    def refuse_knobs(self, unused: Unused, *, where: str) -> None:
-        """Raise a ValueError if one of the unused knobs is changed; `where` is the name of this section."""
-        for name in unused.knobs:
-            if self.is_changed(name):
-                raise ValueError(f"{where}.{self.show(name)} has no effect: {unused.reason}; leave out {name}")
+    def refuse_knobs(self, knobs: tuple[str, ...], explanation: str, *, where: str) -> None:
+        """Raise a ValueError if one of the knobs is changed; `where` is the name of this section."""
+        for path in knobs:
+            name, dot, inner = path.partition(".")
+            if dot:
+                getattr(self, name).refuse_knobs((inner,), explanation, where=f"{where}.{name}")
+            elif self.is_changed(name):
+                raise ValueError(f"{where}.{self.show(name)} {explanation}, or leave out {name}")
+
+
+class DataSection(Section):
+    """A data set, or one split of it."""
+
+    path: str
+    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id."""
+    name: str | None = None
+    """Configuration (subset) of a data set that has several."""
+    split: str | None = "train"
+    """Split to read."""
 
 
 def list_sections(name: str, value: Section | Mapping[str, Section] | None) -> list[tuple[str, Section]]:

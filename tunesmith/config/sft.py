@@ -1,16 +1,17 @@
-"""Knobs of supervised fine-tuning (`tunesmith sft`), and those shared with preference training."""
+"""Knobs of supervised fine-tuning (`tunesmith sft`) and of preference training (`tunesmith prefer`)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.callbacks import PatienceSection
-from tunesmith.config.model import ModelSection
+from tunesmith.config.model import ModelSection, refuse_dropout
 from tunesmith.config.run import MonitorSection, TrainerSection
-from tunesmith.config.section import LearningRate, NumThreads, Section, Unused
+from tunesmith.config.section import LearningRate, Needs, NumThreads, Section, Unused
 
+HELD_OUT = Needs("eval_dataset", reason="there are no held-out rows") | Needs("eval_fraction", above=0)
 NOTHING_SAMPLED = Unused(("num_minibatches", "mismatch_warn", "mismatch_stop"), "nothing is sampled")
 """Knobs of the trainer that only apply to sampled tokens."""
 SAMPLING_KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_call_parser", "reasoning_parser")
@@ -75,14 +76,16 @@ class OfflineConfig(Section):
     num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels. On small virtual machines 2 are slower than 1; on machines with many cores try
     more."""
-    evaluation_interval_steps: int = Field(default=100, ge=0)
+    evaluation_interval_steps: Annotated[int, HELD_OUT] = Field(default=100, ge=0)
     """Steps between computations of the evaluation loss; 0 computes it only at the end."""
     save_interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints for resuming; the weights of a new best evaluation are always saved."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints kept on disk, also after the end; during training the best one is kept too. null
     keeps 1 during training and 0 once `model/` is written."""
-    early_stopping: PatienceSection | None = None
+    early_stopping: Annotated[
+        PatienceSection | None, HELD_OUT, Needs("evaluation_interval_steps", above=0, reason="it compares evaluations")
+    ] = None
     """End once the evaluation loss no longer falls; null trains all steps. The learning rate schedule is that of all
     steps."""
     trainer: Annotated[SftTrainerSection, NOTHING_SAMPLED] = SftTrainerSection()
@@ -94,21 +97,6 @@ class OfflineConfig(Section):
     def _check_evaluation(self) -> OfflineConfig:
         if self.eval_dataset is not None and self.eval_fraction > 0:
             raise ValueError("eval_dataset and eval_fraction are both given: set only one of them")
-        has_held_out = self.eval_dataset is not None or self.eval_fraction > 0
-        if self.early_stopping is not None and not (has_held_out and self.evaluation_interval_steps):
-            raise ValueError(
-                "early_stopping needs held-out rows and evaluations during training: set eval_dataset or "
-                "eval_fraction, and evaluation_interval_steps above 0"
-            )
-        interval, default = (
-            self.evaluation_interval_steps,
-            OfflineConfig.model_fields["evaluation_interval_steps"].default,
-        )
-        if not has_held_out and interval != default:
-            raise ValueError(
-                f"evaluation_interval_steps={interval} has no effect without held-out rows: set eval_dataset or "
-                "eval_fraction"
-            )
         return self
 
 
@@ -126,5 +114,43 @@ class SftConfig(OfflineConfig):
             raise ValueError(
                 f"trainer.learning_rate must be set to train all weights: its default {default:g} suits adapters "
                 "(model.lora); 2e-5 is usual"
+            )
+        return self
+
+
+class PreferenceTrainerSection(SftTrainerSection):
+    """Optimizer, memory and speed of preference training."""
+
+    learning_rate: LearningRate = 1e-6
+    """Peak learning rate of AdamW; the default suits full weights of large models, about 1e-5 suits adapters."""
+    warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
+    """Warm-up as a share of all steps, if `warmup_steps` is 0."""
+
+
+class PreferenceConfig(OfflineConfig):
+    """Preference training: like supervised fine-tuning; dpo and kto also load a frozen copy of the starting model."""
+
+    algorithm_type: Literal["dpo", "kto", "orpo", "simpo"] = "dpo"
+    """dpo, orpo and simpo train on pairs: rows with `prompt`, `chosen` and `rejected`. kto trains on labeled
+    completions: rows with `prompt`, `completion` and `label`, true for a desirable completion. orpo and simpo have no
+    reference model: choose orpo to learn from the chosen completions too, simpo after fine-tuning."""
+    terms_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that differ from the algorithm's defaults: for dpo and kto `beta`, lower to allow a larger distance
+    from the starting model; for dpo also `loss_type` (sigmoid, ipo, hinge, robust) and `label_smoothing`, the share of
+    pairs assumed to be swapped; for kto `desirable_weight` and `undesirable_weight`, to balance unequal numbers of
+    labels; for orpo `odds_coef`; for simpo `beta` and the margin `gamma`."""
+    trainer: Annotated[PreferenceTrainerSection, NOTHING_SAMPLED] = PreferenceTrainerSection()
+    """Optimizer, memory and speed."""
+
+    @model_validator(mode="after")
+    def _check_dropout(self) -> PreferenceConfig:
+        refuse_dropout(self.model.lora, "preference training compares logprobs of different forward passes")
+        return self
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> PreferenceConfig:
+        if self.algorithm_type == "kto" and self.max_rows_per_batch == 1:
+            raise ValueError(
+                "max_rows_per_batch=1: kto pairs prompts with completions of other rows and needs at least 2"
             )
         return self

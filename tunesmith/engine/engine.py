@@ -22,13 +22,11 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.block_manager import BlockPool
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, StepOutput, deliver_output
-from tunesmith.engine.core.request import Request, check_sampling
+from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler
-from tunesmith.engine.core.stop_strings import StopMatcher
 from tunesmith.engine.event_loop.clock import Clock, build_clock
-from tunesmith.engine.worker.async_step import AsyncStepper
 from tunesmith.engine.worker.model_runner import ModelRunner
-from tunesmith.engine.worker.sync_step import SyncStepper
+from tunesmith.engine.worker.steppers import AsyncStepper, SyncStepper
 from tunesmith.model.device_errors import explain_device_error
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
@@ -60,21 +58,16 @@ class LocalEngine(BaseEngine):
         self._inbox: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
         self._undelivered: deque[StepOutput] = deque()
-        self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
         self._queue_places = asyncio.Semaphore(settings.max_waiting)
-        self._busy_s = 0.0
-        self._idle_s = 0.0
-        self._idle_since: float | None = None
-        """Since when the engine has been sampling without any request; None if it has one or is paused."""
         self._reported_wait_s = 0.0
         """The clock's `waited_s` at the last report."""
         self._num_cpu_threads = torch.get_num_threads()
 
     @property
     def policy_version(self) -> int:
-        return self._output_processor.policy_version
+        return self._output_processor.scheduler.policy_version
 
     @property
     def has_work(self) -> bool:
@@ -92,38 +85,27 @@ class LocalEngine(BaseEngine):
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one completion; see `tunesmith.types.Engine`."""
-        check_sampling(prompt_ids, sampling, self._vocab_size)
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        self._check(prompt_ids, sampling)
         grammar = sampling.distribution.grammar
         token_matcher = self.grammars.open(grammar) if grammar else None
         deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
         self._bind_loop()
-        if len(prompt_ids) >= self._max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         await self._queue_places.acquire()
-        request = Request(
-            request_id=self._num_requests,
-            prompt_ids=tuple(prompt_ids),
-            sampling=sampling,
-            order=order,
-            deadline_at=deadline_at,
-            max_model_len=self._max_model_len,
-            token_matcher=token_matcher,
+        state = self._build_state(
+            prompt_ids, sampling, on_tokens=on_tokens, order=order, deadline_at=deadline_at, token_matcher=token_matcher
         )
-        self._num_requests += 1
-        future = asyncio.get_running_loop().create_future()
-        matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
         if isinstance(on_tokens, DeferredTokens):
-            on_tokens.read, on_tokens = partial(self._copy_tokens, request), None
-        self._inbox.append(RequestState(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
-        self._end_idle()
+            on_tokens.read, state.on_tokens = partial(self._copy_tokens, state.request), None
+        self._inbox.append(state)
+        self._usage.enter(None)
         self._notify()
         try:
-            return await future
+            return await state.future
         finally:
-            if future.cancelled():
-                self._cancelled.append(request.request_id)
+            if state.future.cancelled():
+                self._cancelled.append(state.request.request_id)
                 self._notify()
 
     def _copy_tokens(self, request: Request) -> Completion:
@@ -134,26 +116,24 @@ class LocalEngine(BaseEngine):
         """Stop sampling after the current step; requests stay queued, and no work is left in the device's queue."""
         with self._lock:
             self._is_paused = True
-            self._end_idle()
+            self._usage.enter(None)
             self._run_guarded(self._stepper.drain)
-        self._schedule_delivery()
         self._deliver_own()
 
     def resume(self, policy_version: int, *, keeps_cache: bool = False) -> None:
         """Continue sampling with the current weights; cached keys and values are dropped.
 
-        With `keeps_cache` running requests keep theirs, which no other request reads.
+        With `keeps_cache` running requests keep theirs, and no other request reads them.
         """
         with self._lock:
+            # tokens in flight were sampled with the old weights, so they are read before the version changes
             self._run_guarded(self._stepper.drain)
-            self._schedule_delivery()
             self._deliver_own()
             scheduler = self._output_processor.scheduler
-            self._output_processor.policy_version = policy_version
             (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
             self._runner.mark_weights_updated()
             self._is_paused = False
-            self._begin_idle()
+            self._usage.enter(None if self.has_work else "idle")
         self._notify()
 
     def hold(self) -> None:
@@ -175,14 +155,12 @@ class LocalEngine(BaseEngine):
             names = ("requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions")
             counts = self._output_processor.counts
             stats = {f"engine/num_{name}": float(counts[name]) for name in names}
-            stats["perf/engine_busy_s"] = self._busy_s
-            stats["perf/engine_idle_s"] = self._idle_s
+            stats |= self._usage.take()
             waited_s = None if self._clock is None else self._clock.waited_s
             if waited_s is not None:
                 stats["perf/tool_wait_s"] = waited_s - self._reported_wait_s
                 self._reported_wait_s = waited_s
             counts.clear()
-            self._busy_s = self._idle_s = 0.0
             return stats
 
     def step(self) -> None:
@@ -190,22 +168,11 @@ class LocalEngine(BaseEngine):
         with self._lock:
             if self._is_paused:
                 return
-            self._end_idle()
-            started_at = time.perf_counter()
+            self._usage.enter("busy")
             self._run_guarded(self._step)
-            self._busy_s += time.perf_counter() - started_at
-            self._begin_idle()
+            # without a request every workflow waits for tools or runs its own code
+            self._usage.enter(None if self.has_work else "idle")
         self._schedule_delivery()
-
-    def _begin_idle(self) -> None:
-        """Start measuring idle time if there is no request: every workflow waits for tools or runs its own code."""
-        if not self.has_work:
-            self._idle_since = time.perf_counter()
-
-    def _end_idle(self) -> None:
-        if self._idle_since is not None:
-            self._idle_s += time.perf_counter() - self._idle_since
-            self._idle_since = None
 
     def _bind_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -243,7 +210,7 @@ class LocalEngine(BaseEngine):
             has_prefix_cache=self._settings.has_prefix_cache,
             prefers_runs=not self._runner.has_graphs,
         )
-        processor = OutputProcessor(scheduler, eos_ids=self._eos_ids)
+        processor = OutputProcessor(scheduler, eos_ids=self.eos_ids)
         if self._runner.has_graphs:
             return processor, AsyncStepper(self._runner, processor, burst_length=self._settings.decode_block)
         return processor, SyncStepper(self._runner, processor)
@@ -258,6 +225,7 @@ class LocalEngine(BaseEngine):
             self._output_processor.fail_all(
                 explain_device_error(error, work="a step of the engine", advice=MEMORY_ADVICE), error
             )
+            # the scheduler may have been left with half a step: requests without their blocks, or a burst in flight
             failed, (self._output_processor, self._stepper) = self._output_processor, self._build_stepper()
             self._output_processor.continue_from(failed)
 
@@ -297,6 +265,7 @@ class LocalEngine(BaseEngine):
     def _deliver_own(self) -> None:
         """Deliver at once, in a call from the event loop's thread: callers then receive tokens while `policy_version`
         is theirs."""
+        self._schedule_delivery()
         if self._loop is not None and not self._loop.is_closed():
             self._deliver()
 

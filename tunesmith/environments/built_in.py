@@ -34,9 +34,7 @@ def build_python_tool(settings: PythonToolSection | None = None, *, is_session: 
 
     function = python.build_schema(is_session=is_session)["function"]
     return Tool(
-        name=function["name"],
-        description=function["description"],
-        parameters=function["parameters"],
+        **function,
         text_argument="code",
         run=run,
         timeout_s=None,
@@ -62,9 +60,7 @@ def build_calculator_tool() -> Tool:
 
     function = CALCULATOR_TOOL["function"]
     return Tool(
-        name=function["name"],
-        description=function["description"],
-        parameters=function["parameters"],
+        **function,
         text_argument="expression",
         run=run,
     )

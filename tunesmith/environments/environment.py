@@ -7,32 +7,23 @@ another rollout or author began is continued under the same limits: a branch, a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import openai
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
-from tunesmith.config.environment.environment import EnvironmentSection
-from tunesmith.environments.conversations import build_conversation
-from tunesmith.environments.prompts import build_system_prompt
-from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol
+from tunesmith.config.environment import EnvironmentSection
+from tunesmith.environments.protocols import NativeProtocol, ReadReply, TagProtocol, build_conversation
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Finish, Segment, Transcript
 from tunesmith.tools.tool import Tool
 
 OVERLONG = "maximum context length"
 """Part of the message with which vLLM and SGLang refuse a prompt that is too long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one rollout, a prefix included."""
-
-    max_calls: int
-    max_tokens: int | None
 
 
 class Environment:
@@ -50,7 +41,7 @@ class Environment:
         self.tools: Mapping[str, Tool] = {each.name: each for each in tools}
         if len(self.tools) < len(tools):
             raise ValueError(f"two tools have the same name: {', '.join(sorted(each.name for each in tools))}")
-        self.protocol: AgentProtocol = (
+        self.protocol = (
             TagProtocol(tools=self.tools, opening=self.config.opening)
             if self.config.protocol == "tags"
             else NativeProtocol(tools=self.tools)
@@ -79,26 +70,21 @@ class Environment:
         `fields` are fields of every chat request, such as temperature. Errors of tools that are no results
         (`ToolUnavailableError`) are raised.
         """
-        limits = Limits(
-            max_calls=self.config.max_calls if max_calls is None else max_calls,
-            max_tokens=max_tokens or self.config.max_tokens,
-        )
         transcript = self.begin(question) if prefix is None else replace(prefix, question=question, finish=None)
         if transcript.protocol != self.config.protocol:
             raise ValueError(
                 f"a prefix of protocol {transcript.protocol!r} in an environment of {self.config.protocol!r}"
             )
-        toolbox = self._build_toolbox(limits.max_calls)
-        async with toolbox:
+        max_tokens = max_tokens or self.config.max_tokens
+        async with self._build_toolbox(self.config.max_calls if max_calls is None else max_calls) as toolbox:
             await toolbox.replay(transcript)
             while transcript.finish is None:
-                transcript = await self._advance(transcript, model, toolbox, limits, stop, fields)
+                transcript = await self._advance(transcript, model, toolbox, max_tokens, stop, fields)
         return transcript
 
     async def execute(self, transcript: Transcript) -> Transcript:
         """The transcript with the results of the calls at its end, without a model."""
-        toolbox = self._build_toolbox(self.config.max_calls)
-        async with toolbox:
+        async with self._build_toolbox(self.config.max_calls) as toolbox:
             await toolbox.replay(transcript)
             results = await toolbox.run(transcript.open_calls)
         return transcript.append(*map(self.protocol.wrap, results))
@@ -109,7 +95,7 @@ class Environment:
         return transcript.append(*call)
 
     def write_result(self, transcript: Transcript, text: str) -> Transcript:
-        """The transcript with a given result of its open call, which is not run."""
+        """The transcript with a given result of its open call; the call is not run."""
         (call,) = transcript.open_calls
         result = Segment(kind="result", text=text, tool=call.tool, result=text, call_id=call.call_id)
         return transcript.append(self.protocol.wrap(result))
@@ -131,7 +117,7 @@ class Environment:
         transcript: Transcript,
         model: Any,
         toolbox: Toolbox,
-        limits: Limits,
+        max_tokens: int | None,
         stop: Sequence[str],
         fields: Mapping[str, Any],
     ) -> Transcript:
@@ -141,7 +127,7 @@ class Environment:
             if transcript.refused_calls and any(each.failure == "call_limit" for each in results):
                 return replace(transcript, finish="call_limit")
             transcript = transcript.append(*map(self.protocol.wrap, results))
-        remaining = None if limits.max_tokens is None else limits.max_tokens - transcript.reasoning_tokens
+        remaining = None if max_tokens is None else max_tokens - transcript.reasoning_tokens
         if remaining is not None and remaining < 1:
             return replace(transcript, finish="length")
         completion = await self._sample(transcript, model, stop, fields, remaining)
@@ -188,3 +174,70 @@ def find_finish(reply: ReadReply) -> Finish:
     if reply.stop:
         return "stopped"
     return "length" if reply.is_truncated else "no_answer"
+
+
+TAGS_WITH_TOOLS = """Solve the problem step by step. You may use these tools:
+{tools}
+
+Write every step in tags. Think inside <think> and </think>. To use a tool, write its tag with the input inside, and
+stop: the result appears between <result> and </result>, and you think again about what it says. Never write <result>
+yourself. Call a tool only if you need it, and never for what you already know.
+
+When you know the answer, write it between <answer> and </answer>, with the final answer itself in \\boxed{{}}.
+
+An example of the format:
+{example}"""
+TAGS_WITHOUT_TOOLS = """Solve the problem step by step. Think inside <think> and </think>, then write the answer between
+<answer> and </answer>, with the final answer itself in \\boxed{{}}.
+
+An example of the format:
+{example}"""
+TAGS_BRIEF = "Think in <think></think>.{calls} Answer in <answer></answer>, the final answer in \\boxed{{}}."
+NATIVE_WITH_TOOLS = """Solve the problem step by step. Call a tool only if you need it, and never for what you already
+know. When you know the answer, write it without a further call, with the final answer itself in \\boxed{{}}."""
+NATIVE_WITHOUT_TOOLS = "Solve the problem step by step. Write the final answer itself in \\boxed{{}}."
+
+EXAMPLE_INPUTS = {
+    "python": "print(1979 - 1912)",
+    "calculator": "1979 - 1912",
+    "search": "year of birth of the architect",
+}
+ANSWER_EXAMPLE = r"<answer>The final answer is \[ \boxed{67} \]</answer>"
+
+
+def build_system_prompt(config: EnvironmentSection, tools: Sequence[Tool]) -> str:
+    """The system prompt; empty if the model needs none."""
+    if config.system_prompt is not None:
+        return config.system_prompt.replace("{tools}", describe_tools(tools))
+    if config.prompt == "none":
+        return ""
+    if config.protocol == "native":
+        return (NATIVE_WITH_TOOLS if tools else NATIVE_WITHOUT_TOOLS).format()
+    if config.prompt == "brief":
+        names = ", ".join(f"<{each.name}></{each.name}>" for each in tools)
+        calls = f" Tools: {names}; their output comes in <result></result>." if tools else ""
+        return TAGS_BRIEF.format(calls=calls)
+    template = TAGS_WITH_TOOLS if tools else TAGS_WITHOUT_TOOLS
+    return template.format(tools=describe_tools(tools), example=write_example(tools))
+
+
+def describe_tools(tools: Sequence[Tool]) -> str:
+    """One line for each tool: its tag, what goes in it, and what it does."""
+    return "\n".join(f"- <{each.name}>{describe_input(each)}</{each.name}>: {each.description}" for each in tools)
+
+
+def describe_input(tool: Tool) -> str:
+    """What the text of a tag is: one argument, or a JSON object of arguments."""
+    if tool.text_argument is not None:
+        return tool.text_argument
+    return json.dumps({name: each.get("type", "any") for name, each in tool.parameters.get("properties", {}).items()})
+
+
+def write_example(tools: Sequence[Tool]) -> str:
+    """A worked example with at most two of the tools."""
+    steps = []
+    for tool in tools[:2]:
+        text = EXAMPLE_INPUTS.get(tool.name, describe_input(tool))
+        steps.append(f"<think>What I need next, and why.</think>\n<{tool.name}>{text}</{tool.name}>")
+        steps.append("<result>\nwhat the tool returns\n</result>")
+    return "\n".join([*steps, f"<think>What follows from it.</think>\n{ANSWER_EXAMPLE}"])

@@ -1,8 +1,8 @@
-"""The two protocols: how a transcript becomes a chat request, and a reply becomes segments.
+"""The two protocols: how a transcript becomes a chat request or a row for fine-tuning, and a reply becomes segments.
 
 `TagProtocol`: one assistant turn of tags; after a call, its result is appended to the turn and the turn is continued
-(`continue_final_message`). `NativeProtocol`: tool calls and tool messages of the chat template. Both are used by the
-one loop in `environment`.
+(`continue_final_message`). `NativeProtocol`: tool calls and tool messages of the chat template. Both have the same
+methods, described at the first, and are used by the one loop in `environment`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any
 
 from openai.types.chat import ChatCompletion
 
@@ -37,30 +38,6 @@ class ReadReply:
     """The caller's stop string that ended it."""
 
 
-class AgentProtocol(Protocol):
-    """How an agent writes calls and answers."""
-
-    def begin(self, question: str) -> Transcript: ...
-
-    def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
-        """`messages` and other fields of the next chat request."""
-        ...
-
-    def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply: ...
-
-    def wrap(self, result: Segment) -> Segment:
-        """A result as the model reads it."""
-        ...
-
-    def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
-        """The segments with which an author other than the model calls a tool; `text` is its text argument."""
-        ...
-
-    def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
-        """The segments with which an author other than the model answers."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagProtocol:
     """Thoughts, calls, results and the answer as tags inside one assistant turn."""
@@ -73,6 +50,7 @@ class TagProtocol:
         return transcript.force(self.opening) if self.opening else transcript
 
     def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
+        """`messages` and other fields of the next chat request."""
         messages = build_messages(system, transcript.question)
         extra = {"include_stop_str_in_output": True, "separate_reasoning": False}
         if transcript.text:
@@ -88,13 +66,10 @@ class TagProtocol:
     def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
         choice = completion.choices[0]
         text = choice.message.content or ""
-        tokens = completion.usage.completion_tokens if completion.usage is not None else 0
-        before = transcript.open_text
-        segments = self.read_text(text, before=before, number=len(transcript.calls) + transcript.refused_calls)
-        if segments:
-            segments = (*segments[:-1], replace(segments[-1], tokens=tokens))
+        number = len(transcript.calls) + transcript.refused_calls
+        segments = self.read_text(text, before=transcript.open_text, number=number)
         return ReadReply(
-            segments=segments,
+            segments=count_tokens(segments, completion),
             is_truncated=choice.finish_reason == "length",
             is_answer=bool(segments) and segments[-1].kind == "answer",
             stop=next((each for each in stop if text.endswith(each)), ""),
@@ -121,14 +96,23 @@ class TagProtocol:
         return (Segment(kind="thought", text=thought), last) if thought else (last,)
 
     def wrap(self, result: Segment) -> Segment:
+        """A result as the model reads it."""
         return replace(result, text=wrap_result(result.result))
 
     def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
+        """The segments with which an author other than the model calls a tool; `text` is its text argument."""
         written = f"{THINK_OPEN}{thought}{THINK_CLOSE}\n<{tool.name}>{text}</{tool.name}>"
         return self.read_text(written, number=number)
 
     def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
+        """The segments with which an author other than the model answers."""
         return self.read_text(f"{THINK_OPEN}{thought}{THINK_CLOSE}\n{ANSWER_OPEN}\\boxed{{{answer}}}{ANSWER_CLOSE}")
+
+
+def count_tokens(segments: Sequence[Segment], completion: ChatCompletion) -> tuple[Segment, ...]:
+    """The segments of a model call, the last of them with the call's sampled tokens."""
+    tokens = completion.usage.completion_tokens if completion.usage is not None else 0
+    return (*segments[:-1], *(replace(each, tokens=tokens) for each in segments[-1:]))
 
 
 def read_tag(body: str, tool: Tool) -> Mapping[str, Any] | None:
@@ -194,10 +178,9 @@ class NativeProtocol:
                 name, text = call.function.name, call.function.arguments
                 arguments = read_arguments(text)
                 segments.append(Segment(kind="call", text=text, tool=name, arguments=arguments, call_id=call.id))
-        tokens = completion.usage.completion_tokens if completion.usage is not None else 0
-        if segments:
-            segments[-1] = replace(segments[-1], tokens=tokens)
-        return ReadReply(segments=tuple(segments), is_truncated=is_truncated, is_answer=is_answer, stop=stopped)
+        return ReadReply(
+            segments=count_tokens(segments, completion), is_truncated=is_truncated, is_answer=is_answer, stop=stopped
+        )
 
     def wrap(self, result: Segment) -> Segment:
         return result
@@ -237,3 +220,27 @@ def build_chat(transcript: Transcript) -> list[dict[str, Any]]:
             key = "reasoning_content" if segment.is_reasoning else "content"
             reply[key] = reply.get(key, "") + segment.text
     return messages
+
+
+def build_conversation(
+    transcript: Transcript, *, system: str, tools: Sequence[Mapping[str, Any]], trains_forced: bool = False
+) -> dict[str, Any]:
+    """A row with `messages`, and with `tools` where calls are native; `trains_forced` trains forced text too."""
+    first = build_messages(system, transcript.question)
+    if transcript.protocol == "native":
+        if not trains_forced and any(each.kind == "forced" for each in transcript.segments):
+            raise ValueError("forced text in a native transcript cannot be left out of training: set trains_forced")
+        row: dict[str, Any] = {"messages": [*first, *build_chat(transcript)]}
+        return row | ({"tools": list(tools)} if tools else {})
+    parts = [
+        {"type": "text", "text": "".join(each.text for each in segments), "weight": weight}
+        for weight, segments in groupby(
+            transcript.segments, key=lambda each: int(is_written(each) or (trains_forced and each.kind == "forced"))
+        )
+    ]
+    return {"messages": [*first, {"role": "assistant", "content": parts}]}
+
+
+def is_written(segment: Segment) -> bool:
+    """Whether the agent wrote the text: a thought, a call or the answer."""
+    return segment.kind not in ("result", "forced")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.environments.environment import Environment
-from tunesmith.environments.format import find_format_error
-from tunesmith.environments.transcript import Transcript
+from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.types import WorkflowOutput
 
 

@@ -121,7 +121,7 @@ class Toolbox:
 
 
 def replace_surrogates(text: str) -> str:
-    """The text as a request can hold it, without halves of characters, which JSON may have."""
+    """The text as a request can hold it, without halves of characters; JSON may have these."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

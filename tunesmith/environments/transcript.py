@@ -8,6 +8,7 @@ judge's response (`build_replies`), and the prefix from which another rollout ca
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -37,24 +38,24 @@ class Segment:
     text: str
     """The exact text; of native calls, the JSON arguments."""
     tool: str = ""
-    """Of calls and results: the tool's name."""
+    """The tool's name, of calls and results."""
     arguments: Mapping[str, Any] | None = None
-    """Of calls: the arguments, or None if they could not be read."""
+    """The arguments of a call; None if they could not be read."""
     result: str = ""
-    """Of results: the text without tags."""
+    """The text of a result without tags."""
     ok: bool = True
-    """Of results: whether the call succeeded."""
+    """Whether the call of a result succeeded."""
     failure: FailureKind = ""
-    """Of results: why the call failed."""
+    """Why the call of a result failed."""
     ms: float = 0.0
-    """Of results: wall time of the call."""
+    """Wall time of the call of a result."""
     tokens: int = 0
     """Sampled tokens of the model call that ended with this segment; 0 for earlier segments of the same model call,
     and for text that was not sampled."""
     call_id: str = ""
     """Of calls and results: the id that joins them; of tag calls, their number in the rollout."""
     is_reasoning: bool = False
-    """Of native thoughts: reasoning, rather than content next to a call."""
+    """A native thought is reasoning, rather than content next to a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class Transcript:
 
     @property
     def refused_calls(self) -> int:
-        """Calls over a limit, which were not run."""
+        """Calls that were not run, because they are over a limit."""
         return sum(each.kind == "result" and each.failure == "call_limit" for each in self.segments)
 
     @property
@@ -193,3 +194,47 @@ class Transcript:
 def wrap_result(text: str) -> str:
     """The text of a result inside an assistant turn; a closing tag in it is broken up."""
     return f"{RESULT_OPEN}{text.replace('</result>', '< /result>')}{RESULT_CLOSE}"
+
+
+TAG = re.compile(r"</?(?:think|result|answer|tool_call)>")
+THOUGHT = re.compile(r"\s*(?:<think>(?:(?!</?\w[\w-]*>).)*</think>\s*)+", re.DOTALL)
+UNREADABLE = ("arguments", "unknown_tool")
+
+
+def find_format_error(transcript: Transcript) -> str | None:
+    """What is wrong with the format of the transcript's protocol, in one sentence; None if nothing is.
+
+    Tags: each step begins with `<think>` and ends with a call or with the answer; tags are balanced and not nested; the
+    model writes no `<result>`; the answer has a `\\boxed{}`. Native: every call could be read, and the final message
+    has a `\\boxed{}`.
+    """
+    if transcript.finish != "answered":
+        return f"there is no answer: {transcript.finish}"
+    answer = transcript.segments[-1].text
+    if "\\boxed{" not in answer or not transcript.answer:
+        return "the answer has no \\boxed{}"
+    if transcript.protocol == "native":
+        unreadable = [each for each in transcript.segments if each.failure in UNREADABLE]
+        return f"a call of {unreadable[0].tool!r} cannot be read" if unreadable else None
+    steps: list[list[Segment]] = [[]]
+    for segment in transcript.segments:
+        if segment.kind == "result":
+            steps.append([])
+        else:
+            steps[-1].append(segment)
+    return next((error for number, step in enumerate(steps, 1) if (error := find_step_error(step, number))), None)
+
+
+def find_step_error(step: list[Segment], number: int) -> str | None:
+    """What is wrong with one step of tags: thoughts, then a call or the answer."""
+    text, last = "".join(each.text for each in step), step[-1] if step else None
+    name = "answer" if last is None or last.kind == "answer" else last.tool
+    thoughts, opening, rest = text.rpartition(f"<{name}>")
+    if not opening or not THOUGHT.fullmatch(thoughts):
+        return f"step {number} is not <think>...</think> followed by <{name}>"
+    body = rest.removesuffix(f"</{name}>")
+    if last is not None and last.kind == "call" and last.arguments is None:
+        return f"the call of step {number} is empty or cannot be read"
+    if TAG.search(body) and name == "answer":
+        return f"step {number} has a tag inside of <{name}>"
+    return None

@@ -235,20 +235,8 @@ def build_turn(turn: Turn) -> dict[str, Any]:
         "sampled_ids": turn.sampled_ids,
         "logprobs": turn.logprobs,
         "policy_versions": turn.policy_versions,
-        "distribution": {
-            "temperature": distribution.temperature,
-            "top_p": distribution.top_p,
-            "top_k": distribution.top_k,
-            "min_p": distribution.min_p,
-            "logit_bias": [{"token_id": token, "value": value} for token, value in distribution.logit_bias],
-            "repetition_penalty": distribution.repetition_penalty,
-            "presence_penalty": distribution.presence_penalty,
-            "frequency_penalty": distribution.frequency_penalty,
-            "min_tokens": distribution.min_tokens,
-            "end_ids": distribution.end_ids,
-            "bad_words": distribution.bad_words,
-            "grammar": distribution.grammar,
-        },
+        "distribution": {each.name: getattr(distribution, each.name) for each in DISTRIBUTION}
+        | {"logit_bias": [{"token_id": token, "value": value} for token, value in distribution.logit_bias]},
         "stop_reason": turn.stop_reason,
     }
 

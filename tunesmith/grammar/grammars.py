@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.grammar.llguidance_import import load_llguidance
 from tunesmith.grammar.tagged_arguments import ArgumentTexts, TaggedArguments
-from tunesmith.grammar.terms import SPACE, quote, write_json, write_tag
+from tunesmith.grammar.terms import SPACE, load_llguidance, quote, write_json, write_tag
 
 CALL_ID = "/[a-zA-Z0-9]{9}/"
 START = re.compile(r"^start\s*:", re.MULTILINE)

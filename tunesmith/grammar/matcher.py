@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.errors import ConfigError
-from tunesmith.grammar.llguidance_import import load_llguidance
+from tunesmith.grammar.terms import load_llguidance
 
 NUM_CACHED_REPLIES = 4096
 """Replies whose masks are kept; an update scores a reply in several passes."""

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.grammar.llguidance_import import load_llguidance
-from tunesmith.grammar.terms import SPACE, quote, write_json
+from tunesmith.grammar.terms import SPACE, load_llguidance, quote, write_json
 
 NAME = re.compile(r"[^<>\s](?:[^<>\n]*[^<>\s])?")
 """Names of arguments that both formats can write."""

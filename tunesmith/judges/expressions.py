@@ -25,6 +25,8 @@ MAX_CPU_S = 60
 """CPU seconds of one request after which the program is killed, also where Python handles no signal, such as in one
 multiplication of large integers. Otherwise its owner kills it earlier; an owner that was killed cannot."""
 POWERS = re.compile(r"\d+(?:[\s{(]*(?:\^|\*\*)[\s{(]*\d+)+")
+BASE = re.compile(r"\s*[0-9A-Za-z]+_\{?(\d+)\}?\s*")
+DOLLAR = re.compile(r"(?<!\\)\$")
 FACTORIAL = re.compile(r"(\d+)\s*!")
 
 
@@ -37,6 +39,9 @@ def compare_expressions(candidate: str | None, reference: str) -> bool | None:
     reference_terms = _parse_expression(reference)
     if not reference_terms:
         return None
+    bases = [BASE.fullmatch(DOLLAR.sub("", text)) for text in (candidate or "", reference)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return False  # numerals of different bases, whose subscripts math-verify does not read
     terms = [] if candidate is None else _parse_expression(candidate)
     return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=None))
 
@@ -56,6 +61,7 @@ def is_too_large(text: str) -> bool:
 
 def _parse_expression(text: str) -> list[Any]:
     """Expressions that math-verify parses from `text`; empty if it is too long or its numbers are too large."""
+    text = DOLLAR.sub("", text)  # of the parts of a list, each in dollar signs, math-verify would read the last
     if len(text) > MAX_EXPRESSION_CHARACTERS or is_too_large(text):
         return []
     terms: list[Any] = parse(f"${text}$", parsing_timeout=None)

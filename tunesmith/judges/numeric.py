@@ -23,6 +23,13 @@ NUMBER = re.compile(
 DIGIT = re.compile(r"\d")
 STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
+FORMULA = re.compile(r"[\d\\$+*^=<>_|]|(?<![A-Za-z])[A-Za-z]?[-/,;][A-Za-z]?(?![A-Za-z])")
+"""A digit, LaTeX, an operator, or a sign or separator that is not between words of two letters or more."""
+SPACED_SEPARATOR = re.compile(r"\s*([-/,;])\s*")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+BRACKET = re.compile(r"[(\[{]")
+CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
+ARTICLE_OF_WORD = re.compile(r"\b(?:the|an|a(?=\s+[a-z]{2}))\b")
 RELATIVE_TOLERANCE = Fraction(1, 10**9)
 """Tolerance for numbers that are not whole; whole numbers are compared exactly."""
 
@@ -92,7 +99,7 @@ def extract_marked(text: str) -> str | None:
     r"""The content of the last `\boxed{}`, else the text after the last `####` on its line; None without either."""
     start = text.rfind("\\boxed{")
     if start >= 0:
-        boxed = _read_braces(text[start + len("\\boxed") :])
+        boxed = read_braces(text[start + len("\\boxed") :])
         if boxed is not None:
             return boxed.strip()
     _, mark, rest = text.rpartition("####")
@@ -114,6 +121,21 @@ def parse_number(text: str) -> Fraction | None:
         return None
 
 
+def has_formula(text: str) -> bool:
+    """Whether a text has digits, operators or LaTeX, or is a list of letters: its words do not say what it means."""
+    return FORMULA.search(SPACED_SEPARATOR.sub(r"\1", text)) is not None
+
+
+def normalize_formula(text: str) -> str:
+    """Lower case and single spaces, without dollar signs, thousands separators, the signs between the items of a list,
+    brackets around one letter and a final full stop; every other sign is kept."""
+    bare = text.lower().replace("$", "").replace("\N{MINUS SIGN}", "-")
+    if not BRACKET.search(bare):  # (2,251,252) is a triple
+        bare = THOUSANDS.sub("", bare)
+    bare = CHOICE.sub(r"\1", bare)
+    return " ".join(ARTICLE_OF_WORD.sub(" ", re.sub("[,;]", " ", bare)).rstrip(" .").split())
+
+
 def is_equal(left: Fraction, right: Fraction) -> bool:
     if left.denominator == right.denominator == 1:
         return left == right
@@ -128,7 +150,7 @@ def _find_last_number(text: str) -> str | None:
     return None
 
 
-def _read_braces(text: str) -> str | None:
+def read_braces(text: str) -> str | None:
     depth = 0
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")

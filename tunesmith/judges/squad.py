@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunesmith.judges.answers import read_stated
+from tunesmith.judges.numeric import extract_marked
 from tunesmith.judges.transcript import Transcript
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -24,6 +24,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 RESULT = re.compile(r"<result>.*?(?:</result>|\Z)", re.DOTALL)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+STATED = re.compile(r"\banswer\s*(?:is\s*:?|:)\s*(?P<answer>[^\n]+)", re.IGNORECASE)
 TEXT_COMMAND = re.compile(r"\\text\{([^{}]*)\}")
 
 
@@ -66,6 +67,15 @@ def read_prediction(text: str) -> str:
     return unwrapped[1].strip() if unwrapped else stated
 
 
+def read_stated(text: str) -> str:
+    r"""The text in `\boxed{}` or after `####`, else after the last "answer is", else the whole text."""
+    marked = extract_marked(text)
+    if marked is not None:
+        return marked
+    statements = list(STATED.finditer(text))
+    return statements[-1]["answer"] if statements else text
+
+
 def list_accepted(task: Mapping[str, Any]) -> list[str]:
     """The accepted answers: `task["answer"]`, one or a list; nulls and texts that state nothing are skipped."""
     answer = task["answer"]
@@ -74,12 +84,17 @@ def list_accepted(task: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if normalize(text)]
 
 
-def _compute_f1(prediction: str, accepted: str) -> float:
-    if prediction != accepted and not CLOSED_ANSWERS.isdisjoint((prediction, accepted)):
-        return 0.0
+def compute_overlap(prediction: str, accepted: str) -> float:
+    """Harmonic mean of precision and recall of the tokens, as multisets, so repeating a token gains nothing."""
     found, expected = prediction.split(), accepted.split()
     num_common = sum((Counter(found) & Counter(expected)).values())
     if num_common == 0:
         return 0.0
     precision, recall = num_common / len(found), num_common / len(expected)
     return 2 * precision * recall / (precision + recall)
+
+
+def _compute_f1(prediction: str, accepted: str) -> float:
+    if prediction != accepted and not CLOSED_ANSWERS.isdisjoint((prediction, accepted)):
+        return 0.0
+    return compute_overlap(prediction, accepted)

@@ -1,27 +1,45 @@
 """The judge of the evaluation suite `tir`: the measures of answers of ET-Agent (arXiv:2601.06860) in one judge.
 
-Every rollout gets `em` and `f1` (SQuAD's), math tasks also `math_equal` (math-verify). With an auxiliary model `judge`
-there are `llm_equal`, which asks whether the answer means the same as an accepted one, and `conciseness`. The reward is
-the correctness P that the measures of behavior relate to costs: for math `llm_equal`, or `math_equal` without a model;
-for other questions `f1`.
+Tasks of mathematics get `em`, which keeps every sign, and `math_equal` (numbers by value, else math-verify); other
+questions get SQuAD's `em` and `f1`. What a task is comes with it as `ability`, which its set has (`eval/suites.py`).
+With an auxiliary model `judge` there are `llm_equal`, which asks whether the answer means the same as an accepted one,
+and `conciseness`. The reward is the correctness P that the measures of behavior relate to costs: for math `llm_equal`,
+or `math_equal` without a model; for other questions `f1`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from tunesmith.judges.llm import AUXILIARY_NAME, NUM_ATTEMPTS, find_auxiliary, quote
-from tunesmith.judges.numeric import parse_number, score_numeric
+from tunesmith.judges.numeric import has_formula, normalize_formula, score_numeric
+from tunesmith.judges.paper_scores import compute_paper_scores
 from tunesmith.judges.redundancy import ask_for_vote, build_conciseness_score
 from tunesmith.judges.squad import compute_exact_match, compute_token_f1, list_accepted, read_prediction
-from tunesmith.judges.transcript import Transcript, read_transcript
+from tunesmith.judges.transcript import read_transcript
 from tunesmith.types import JudgeOutput
 
 Ability = Literal["math", "qa"]
-FORMULA = re.compile(r"[\d\s.,()\[\]{}+\-*/^=a-zA-Z]*[+*/^=()][\d\s.,()\[\]{}+\-*/^=a-zA-Z]*")
-WORD = re.compile(r"[a-zA-Z]{2}")
+ABILITIES: tuple[Ability, ...] = ("math", "qa")
+KNOWN_SETS: dict[Ability, re.Pattern[str]] = {
+    "math": re.compile(
+        r"math(500)?|(hendrycks|competition)math.*|(aime|gsm8k|olympiad|minerva|numina|openr1|dapo).*|amc(\d.*)?|still"
+    ),
+    "qa": re.compile(
+        r"(2wiki|hotpot|musique|bamboogle|simpleqa|triviaqa|naturalquestions|popqa|webwalker|squad).*|nq.{0,4}"
+    ),
+}
+"""Names of published sets in lower case, letters and digits only."""
+NOT_A_LETTER = re.compile(r"[^a-z0-9]")
+SCORERS: dict[Ability, str] = {"math": "math-verify", "qa": "token F1"}
+CORRECTNESS: dict[Ability, str] = {"math": "math_equal", "qa": "f1"}
+"""The measure that is P without a judging model."""
+LATEX = re.compile(r"\\[A-Za-z]+")
+DISPLAYED = re.compile(r"\$[^$]*\$")
+WORD = re.compile(r"[A-Za-z]{2}")
 PROMPT = """You compare an answer with the accepted answers to a question.
 
 <question>
@@ -51,14 +69,14 @@ async def tir_judge(
     if not accepted:
         raise ValueError("the task has no accepted answer: its field 'answer' is empty")
     prediction = read_prediction(transcript.answer)
-    scores: dict[str, float | None] = {
-        "em": compute_exact_match(prediction, accepted),
-        "f1": compute_token_f1(prediction, accepted),
-    }
     ability = find_ability(task, accepted)
-    correctness = scores["f1"]
+    scores: dict[str, float | None]
     if ability == "math":
-        correctness = scores["math_equal"] = score_math(transcript, accepted)
+        is_written = normalize_formula(prediction) in map(normalize_formula, accepted)
+        scores = {"em": float(is_written), "math_equal": score_math(transcript.answer, accepted)}
+    else:
+        scores = {"em": compute_exact_match(prediction, accepted), "f1": compute_token_f1(prediction, accepted)}
+    correctness = scores[CORRECTNESS[ability]]
     if auxiliary_models and AUXILIARY_NAME in auxiliary_models:
         is_known = bool(scores.get("math_equal"))
         verdict = 1.0 if is_known else await ask_for_equality(task, prediction, accepted, auxiliary_models)
@@ -68,27 +86,73 @@ async def tir_judge(
     return JudgeOutput(reward=correctness, metrics={name: value for name, value in scores.items() if value is not None})
 
 
+async def tir_paper_judge(
+    task: Mapping[str, Any], response: Any, auxiliary_models: Mapping[str, Any] | None = None
+) -> JudgeOutput:
+    """As `tir_judge`, with the scores of ET-Agent's code beside ours, named `paper_...`; the reward is P by its scores:
+    for math, with a model, 1.0 for equal texts and else the model's verdict."""
+    transcript = read_transcript(response)
+    output = await tir_judge(task, transcript, auxiliary_models)
+    metrics = dict(output.metrics or {})
+    ability = find_ability(task, list_accepted(task))
+    prediction = read_prediction(transcript.answer)
+    scores = compute_paper_scores(prediction, transcript.get_text_content(), task["answer"], is_math=ability == "math")
+    correctness: float | None = scores[CORRECTNESS[ability]]
+    if ability == "math" and auxiliary_models and AUXILIARY_NAME in auxiliary_models:
+        correctness = correctness or metrics.get("llm_equal")
+    metrics |= {f"paper_{name}": score for name, score in scores.items()}
+    return JudgeOutput(reward=correctness, metrics=metrics)
+
+
 def find_ability(task: Mapping[str, Any], accepted: Sequence[str]) -> Ability:
-    """What a task is scored as: its field `ability`, or math if every accepted answer is a number or a formula."""
+    """What a task is scored as: its field `ability`, else math if an accepted answer has digits, operators or LaTeX."""
     given = task.get("ability")
-    if given in ("math", "qa"):
-        return "math" if given == "math" else "qa"
+    if given is not None and given not in ABILITIES:
+        raise ValueError(f"ability={given!r} of a task; allowed: {', '.join(ABILITIES)}, or no such field")
     if given is not None:
-        raise ValueError(f"ability={given!r} of a task; allowed: math, qa, or no such field")
-    return "math" if all(map(is_math, accepted)) else "qa"
+        return "math" if given == "math" else "qa"
+    return "math" if any(map(has_formula, accepted)) else "qa"
 
 
-def is_math(answer: str) -> bool:
-    r"""Whether an accepted answer is a number or a formula: LaTeX, or signs and single letters."""
-    if parse_number(answer) is not None or "\\" in answer or "$" in answer:
-        return True
-    return FORMULA.fullmatch(answer) is not None and WORD.search(answer) is None
+def find_known_ability(*names: str) -> Ability | None:
+    """The ability of a published set, by the first of these names that is one of its names."""
+    for name in names:
+        plain = NOT_A_LETTER.sub("", name.casefold())
+        for ability, known in KNOWN_SETS.items():
+            if known.fullmatch(plain):
+                return ability
+    return None
 
 
-def score_math(transcript: Transcript, accepted: Sequence[str]) -> float | None:
-    """1.0 if the answer equals an accepted one as a number or formula; None if none of them can be read."""
-    scores = [score for each in accepted if (score := score_numeric(transcript.answer, each)) is not None]
-    return max(scores, default=None)
+def describe_scorers(tasks: Iterable[Mapping[str, Any]]) -> str:
+    """Which measure scores the tasks of a set, and whether their answers alone decided."""
+    counts: Counter[str] = Counter()
+    is_guessed = False
+    for task in tasks:
+        counts[SCORERS[find_ability(task, list_accepted(task))]] += 1
+        is_guessed = is_guessed or task.get("ability") is None
+    which = (
+        " and ".join(f"{number} by {name}" for name, number in counts.items())
+        if len(counts) > 1
+        else f"by {next(iter(counts))}"
+    )
+    return f"scored {which}{', chosen by their answers; fields.ability of the set decides' if is_guessed else ''}"
+
+
+def score_math(text: str, accepted: Sequence[str]) -> float:
+    """1.0 if the final answer equals an accepted one: as written, as a number, or by math-verify. Accepted answers of
+    words are only compared as written."""
+    prediction = read_prediction(text).rstrip(" .")
+    stated = text if WORD.search(LATEX.sub("", prediction)) else f"\\boxed{{{prediction}}}"
+    return max(_compare_math(stated, prediction, each) for each in accepted)
+
+
+def _compare_math(stated: str, prediction: str, accepted: str) -> float:
+    is_prose = not has_formula(accepted) or ("$" in accepted and WORD.search(DISPLAYED.sub("", accepted)))
+    if is_prose:
+        return float(normalize_formula(prediction) == normalize_formula(accepted))
+    expected = accepted.strip().rstrip(" .")  # a full stop after dollar signs ends the sentence
+    return 1.0 if prediction == expected else score_numeric(stated, expected) or 0.0
 
 
 async def ask_for_equality(

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
-from tunesmith.model.adapters.adapter import has_adapter
+from tunesmith.model.adapters.adapter import has_adapter, has_same_layout
 from tunesmith.storage import (
     DONE,
     check_free_space,
@@ -178,10 +178,6 @@ def load_model_state(
     return source
 
 
-def has_same_layout(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype | None = None) -> bool:
-    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
-
-
 def estimate_checkpoint_bytes(
     model: PreTrainedModel,
     trainer_state: Mapping[str, Any],
@@ -211,7 +207,7 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Hide transformers' progress bars, which would overwrite the run's own."""
+    """Hide transformers' progress bars: they would overwrite the run's own."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

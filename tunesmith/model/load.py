@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,17 @@ LOAD_ERRORS = (
     StrictDataclassError,
     pickle.UnpicklingError,
 )
-"""What transformers raises for missing, damaged or unknown files."""
+"""Errors that transformers raises for missing, damaged or unknown files."""
+
+
+@contextmanager
+def loading(path: str, source: ModelSource) -> Iterator[None]:
+    """Raise a one-sentence ModelError for what transformers raises while it loads."""
+    try:
+        with offline_if_unreachable(source.name_or_path):
+            yield
+    except LOAD_ERRORS as error:
+        raise explain_load_error(path, source, error) from error
 
 
 def resolve_device(name: str) -> torch.device:
@@ -87,11 +98,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_config(path: str, *, trust_remote_code: bool = False, base_path: str | None = None) -> PretrainedConfig:
     """Read a model's configuration without its weights."""
     source = find_model(path, base_path)
-    try:
-        with offline_if_unreachable(source.name_or_path):
-            return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
-    except LOAD_ERRORS as error:
-        raise explain_load_error(path, source, error) from error
+    with loading(path, source):
+        return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
 
 
 def load_section_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -114,13 +122,10 @@ def load_tokenizer(
     source = find_model(path, base_path)
     if source.adapter is not None and (source.adapter.folder / "tokenizer_config.json").is_file():
         source = ModelSource(name_or_path=str(source.adapter.folder))
-    try:
-        with offline_if_unreachable(source.name_or_path):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
-            )
-    except LOAD_ERRORS as error:
-        raise explain_load_error(path, source, error) from error
+    with loading(path, source):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
+        )
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     if not tokenizer.chat_template:
@@ -186,18 +191,15 @@ def load_model(
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
 
         quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
-    try:
-        with hidden_progress_bars(), offline_if_unreachable(source.name_or_path):
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                source.name_or_path,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=trust_remote_code,
-                **source.kwargs,
-                **quantization,
-            )
-    except LOAD_ERRORS as error:
-        raise explain_load_error(path, source, error) from error
+    with loading(path, source), hidden_progress_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source.name_or_path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+            **source.kwargs,
+            **quantization,
+        )
     if source.gguf_file is not None:
         clear_gguf_quantization(model)
     check_attention_interface(model.config, type(model))

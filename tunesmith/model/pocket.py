@@ -27,7 +27,7 @@ CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """One token each, but not special: decoding keeps them."""
 WORDS = r'\{"[^\d\n]*| [-+*/] \(?| ?\p{L}+(?: $|\n)?|,? $|\n+|[^\s\p{L}]+|\s+'
-"""Pre-tokenizer units, which BPE merges never cross: JSON up to a digit, a spaced operator, a word, others."""
+"""Pre-tokenizer units; BPE merges never cross them: JSON up to a digit, a spaced operator, a word, others."""
 NAME_WORDS = (
     r'\{"[^\d\n]*| [-+*/] \(?|\p{Lu}\p{Ll}*(?: (?=\p{Lu}))?| ?\p{Ll}+(?: $| (?=\p{Lu})|\n)?|[,.:]? (?=\p{Lu})'
     r"|,? $|\n+|[^\s\p{L}]+|\s+"

@@ -1,16 +1,19 @@
 """Torch's global modes: gradients, inference mode, autocast, default dtype and device, CPU threads.
 
 They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that changes a mode
-and does not restore it, would change them for the engine and the trainer, which run on the same thread in between.
+and does not restore it, would change them for the engine and the trainer: these run on the same thread in between.
 Engine and trainer run under `default_modes`; `UserModes` saves and restores a user coroutine's modes across awaits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
+
+from tunesmith.errors import ConfigError
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 _open_guards: list[torch.inference_mode] = []
@@ -95,3 +98,16 @@ class UserModes:
             self._autocast = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
             for device in self._autocast:
                 torch.set_autocast_enabled(device, False)
+
+
+MIN_LIMIT = 64
+"""Allowed on any machine, so that a run file written for a larger machine works on a smaller one."""
+
+
+def set_num_threads(number: int) -> None:
+    """Set the number, and refuse one far above the number of CPUs, with which kernels only wait for each other."""
+    num_cpus = os.cpu_count() or 1
+    limit = max(num_cpus, MIN_LIMIT)
+    if number > limit:
+        raise ConfigError(f"num_cpu_threads={number}: this machine has {num_cpus} CPUs; set it to {limit} or less")
+    torch.set_num_threads(number)

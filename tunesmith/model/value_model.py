@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.model.forward.attention import AttentionPlan, run_body
-from tunesmith.model.load import load_model
 
 
 class ValueModel(nn.Module):
@@ -31,24 +30,3 @@ class ValueModel(nn.Module):
         hidden_TC = run_body(self.body, input_ids_1T, position_ids_1T, plan, decoder=self.body)[0]
         values_E = self.head(hidden_TC.index_select(0, node_E))[:, 0]
         return values_E.to(torch.promote_types(values_E.dtype, torch.float32))
-
-
-def load_value_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool = False,
-    base_path: str | None = None,
-    has_fp32_residual: bool = False,
-) -> ValueModel:
-    """A new copy of the decoder of the causal language model at `path`, with a zero value head."""
-    model = load_model(
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        base_path=base_path,
-        has_fp32_residual=has_fp32_residual,
-    )
-    return ValueModel(model.get_decoder()).eval()

@@ -38,6 +38,10 @@ class Series:
         return float(np.mean(self.values))
 
     @property
+    def total(self) -> float:
+        return float(np.sum(self.values))
+
+    @property
     def median(self) -> float:
         return float(np.median(self.values))
 

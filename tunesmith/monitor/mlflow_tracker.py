@@ -17,8 +17,7 @@ from mlflow import MlflowClient, MlflowException
 from mlflow.entities import Metric, Param
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.run_id import load_run_id, save_run_id
-from tunesmith.monitor.tracker import TrackedRun
+from tunesmith.monitor.tracker import TrackedRun, load_run_id, save_run_id
 
 ILLEGAL = re.compile(r"[^\w\-. :/]")
 MAX_METRICS_PER_CALL = 1000

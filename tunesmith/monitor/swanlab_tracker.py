@@ -11,8 +11,7 @@ from collections.abc import Mapping
 import swanlab
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.run_id import choose_run_id
-from tunesmith.monitor.tracker import TrackedRun
+from tunesmith.monitor.tracker import TrackedRun, choose_run_id
 from tunesmith.storage import RunPaths, storage_errors
 
 

@@ -13,13 +13,13 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from tunesmith.storage import storage_errors
+from tunesmith.monitor.tracker import TrackedRun
+from tunesmith.storage import RunPaths, storage_errors
 
 EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
@@ -27,20 +27,20 @@ EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 class TensorBoardTracker:
     """Writes one event file per process."""
 
-    def __init__(self, folder: Path, *, committed_step: int | None) -> None:
-        self._folder = folder
+    def __init__(self, run: TrackedRun) -> None:
+        self._folder = folder = RunPaths(run.root).tensorboard
         with storage_errors(folder, "write"):
             folder.mkdir(parents=True, exist_ok=True)
             earlier = {path: int(found[1]) for path in folder.iterdir() if (found := EVENT_FILE.match(path.name))}
-            if committed_step is None:
+            if run.committed_step is None:
                 for path in earlier:
                     path.unlink()
             start = max([int(time.time()), *(second + 1 for second in earlier.values())])
             name = f"events.out.tfevents.{start:010d}.{socket.gethostname()}.{os.getpid()}"
             self._writer = RecordWriter((folder / name).open("wb"))
         self._write(Event(file_version="brain.Event:2"))
-        if committed_step is not None:
-            self._write(Event(step=committed_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        if run.committed_step is not None:
+            self._write(Event(step=run.committed_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]

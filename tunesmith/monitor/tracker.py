@@ -1,11 +1,17 @@
-"""The interface of trackers, and the description of a run that they receive."""
+"""The interface of trackers, the description of a run that they receive, and their ids of it.
+
+The id is saved in the run folder, so that a resumed run keeps it.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from tunesmith.storage import RunPaths, save_text, storage_errors
 
 
 class Tracker(Protocol):
@@ -34,3 +40,26 @@ class TrackedRun:
     @property
     def name(self) -> str:
         return self.root.absolute().name
+
+
+def load_run_id(root: Path, tracker: str) -> str | None:
+    """The saved id, None if the run has not used this tracker."""
+    path = RunPaths(root).tracker_id(tracker)
+    if not path.exists():
+        return None
+    with storage_errors(path, "read"):
+        return path.read_text(encoding="utf-8").strip() or None
+
+
+def save_run_id(root: Path, tracker: str, run_id: str) -> None:
+    save_text(RunPaths(root).tracker_id(tracker), f"{run_id}\n")
+
+
+def choose_run_id(root: Path, tracker: str, *, is_resumed: bool) -> str:
+    """The saved id if the run is resumed and has one, else a new id, which is saved."""
+    saved = load_run_id(root, tracker) if is_resumed else None
+    if saved is not None:
+        return saved
+    run_id = secrets.token_hex(8)
+    save_run_id(root, tracker, run_id)
+    return run_id

@@ -7,15 +7,21 @@ keeps its tracker id, which is saved in the run folder; a new run gets a new one
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.tensorboard import TensorBoardTracker
 from tunesmith.monitor.tracker import TrackedRun, Tracker
-from tunesmith.storage import RunPaths
 
+TRACKERS: Mapping[str, str] = {
+    "tensorboard": "tunesmith.monitor.tensorboard:TensorBoardTracker",
+    "wandb": "tunesmith.monitor.wandb_tracker:WandbTracker",
+    "mlflow": "tunesmith.monitor.mlflow_tracker:MlflowTracker",
+    "swanlab": "tunesmith.monitor.swanlab_tracker:SwanlabTracker",
+}
+"""The classes by their names in `monitor.trackers`, imported when they are used."""
 EXTRAS: Mapping[str, str] = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
 """Trackers with an optional dependency -> the extra that installs it; the module has the tracker's name."""
 
@@ -43,19 +49,9 @@ def build_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
 
 
 def build_tracker(name: str, run: TrackedRun) -> Tracker:
-    if name == "wandb":
-        from tunesmith.monitor.wandb_tracker import WandbTracker
-
-        return WandbTracker(run)
-    if name == "mlflow":
-        from tunesmith.monitor.mlflow_tracker import MlflowTracker
-
-        return MlflowTracker(run)
-    if name == "swanlab":
-        from tunesmith.monitor.swanlab_tracker import SwanlabTracker
-
-        return SwanlabTracker(run)
-    return TensorBoardTracker(RunPaths(run.root).tensorboard, committed_step=run.committed_step)
+    module, _, kind = TRACKERS[name].partition(":")
+    tracker: Tracker = getattr(importlib.import_module(module), kind)(run)
+    return tracker
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tunesmith.http_server import format_url, open_listener, run_app
-from tunesmith.retrieval.index.build import build_index
-from tunesmith.retrieval.index.search import SearchIndex
-from tunesmith.retrieval.server.app import build_app
+from tunesmith.retrieval.index.search import SearchIndex, build_index
+from tunesmith.retrieval.server import build_app
 from tunesmith.retrieval.settings import IndexSettings, ServerSettings
 
 API_KEY_VARIABLE = "TUNESMITH_SEARCH_API_KEY"
@@ -29,7 +28,7 @@ def serve(settings: ServerSettings, *, index: str) -> None:
 
 
 def announce(line: str) -> None:
-    """Print the line with the URL, which programs that start the server wait for."""
+    """Print the line with the URL; programs that start the server wait for it."""
     print(line, flush=True)
 
 

@@ -15,12 +15,12 @@ from tunesmith.types import Engine
 class Actors:
     """The loaded models together with the workflow and the judge."""
 
-    engine: Engine
-    """The sampler of the policy."""
-    service: ModelService
-    """Serves the policy to workflows."""
-    model: ModelProvider | None = None
-    """Binds models to the policy's rollouts; None: `service`."""
+    engine: Engine | None
+    """The sampler of the policy; None if the model is outside of this process."""
+    model: ModelProvider
+    """Binds models to the policy's rollouts."""
+    service: ModelService | None = None
+    """Serves the policy to workflows; its counters are those of the rollouts."""
     auxiliary_models: Mapping[str, ModelProvider] = field(default_factory=dict)
     auxiliary_engines: Sequence[Engine] = ()
     """The engines of local auxiliary models, whose weights never change."""
@@ -37,7 +37,7 @@ class Actors:
 async def serve_models(actors: Actors) -> AsyncIterator[None]:
     """Serve the models over HTTP, if the run does and they are not served already."""
     async with AsyncExitStack() as serving:
-        if actors.http_port is not None and not actors.service.is_served:
+        if actors.http_port is not None and actors.service is not None and not actors.service.is_served:
             local_services = [each for each in actors.auxiliary_models.values() if isinstance(each, ModelService)]
             ports = {actors.service: actors.http_port} | dict.fromkeys(local_services, 0)
             for service, port in ports.items():

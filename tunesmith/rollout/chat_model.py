@@ -10,13 +10,14 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import openai
 from openai.types.chat import ChatCompletion
 
 from tunesmith.errors import ConfigError
+from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 
 
 class NoAddressError(ConfigError, AttributeError):
@@ -71,16 +72,6 @@ class Endpoint:
             return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key)
         http_client = self.in_process.get_async_client(find_http_library(anthropic))
         return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key, max_retries=0, http_client=http_client)
-
-
-class InProcessClients(Protocol):
-    """HTTP clients that reach the model's endpoint without a socket."""
-
-    def get_sync_client(self) -> httpx.Client: ...
-
-    def get_async_client(self, library: ModuleType) -> Any:
-        """An async client of `library`, which has httpx's interface."""
-        ...
 
 
 def find_http_library(sdk: ModuleType) -> ModuleType:

@@ -37,15 +37,17 @@ from tunesmith.errors import RolloutError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.staleness import compute_staleness
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.group import GroupRequest, build_requests
+from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.seeds import derive_round_seed, derive_seed
 from tunesmith.rollout.statistics import check_failures, compute_baseline_metrics, compute_rollout_metrics
-from tunesmith.rollout.workers.group_runner import cancel_all
+from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import Worker, merge_statistics
 from tunesmith.tasks.task_feed import TaskFeed
-from tunesmith.types import Group, RunAdvantage, Sampling, Task
+from tunesmith.types import Group, RunAdvantage, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,7 @@ class Dispatcher:
         collects the trajectories that finish.
         """
         await self._open(progress)
+        # a later round of the step continues: resuming the engines again would empty their prefix caches
         if self._sampled_version != step - 1:
             self._requeue(await self._set_version(step - 1))
             self._sampled_version = step - 1
@@ -153,23 +156,21 @@ class Dispatcher:
 
     async def evaluate(
         self,
-        tasks: Sequence[Task],
+        requests: Sequence[GroupRequest],
         *,
-        size: int,
-        seed: int,
-        step: int = 0,
         policy_version: int = 0,
-        sampling: Sampling | None = None,
+        max_failure_rate: float = 1.0,
         progress: RolloutProgress | None = None,
     ) -> list[Group]:
-        """Run groups that no step trains, `size` rollouts for each task, while groups in flight wait; in their order.
+        """Run groups that no step trains, while groups in flight wait; returns them in the order of the requests.
 
-        They run on all workers by plan. What they count is not in `compute_metrics`.
+        They run on all workers by plan. What they count is not in `compute_metrics`. Raises a RolloutError if more than
+        `max_failure_rate` of their rollouts failed.
         """
         await self._open(progress)
         await self.publish(policy_version)
-        requests = build_requests(tasks, size=size, seed=seed, step=step, sampling=sampling)
-        self._progress.num_expected = self._progress.num_done + size * len(tasks)
+        self._progress.num_expected = self._progress.num_done + sum(request.size for request in requests)
+        # also where training groups go to whoever has room: an evaluation must not depend on which worker is faster
         parts = [requests[first :: len(self._workers)] for first in range(len(self._workers))]
         running = [
             asyncio.ensure_future(worker.evaluate(part, policy_version=policy_version))
@@ -180,8 +181,11 @@ class Dispatcher:
             found = await asyncio.gather(*running)
         finally:
             await cancel_all(running)
+        # the workers have paused their engines, so the next step has to set the version even if it is the same
         self._sampled_version = None
-        return [found[index % len(self._workers)][index // len(self._workers)] for index in range(len(tasks))]
+        groups = [found[index % len(self._workers)][index // len(self._workers)] for index in range(len(requests))]
+        check_failures(groups, max_failure_rate)
+        return groups
 
     def pause(self) -> None:
         """Stop sampling on devices that also train."""
@@ -296,12 +300,13 @@ class Dispatcher:
         """Let workers sample with this version; returns the numbers of the groups that were dropped."""
         started = time.perf_counter()
         is_sending = self._send_weights is not None and policy_version != self._sent_version
+        # sending is a collective in which the workers take part once they have their message, so neither comes first
         work: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(worker.set_version(policy_version)) for worker in self._workers
         ]
         if is_sending:
             assert self._send_weights is not None
-            work.append(asyncio.ensure_future(self._thread.run(self._send_weights)))  # workers receive them meanwhile
+            work.append(asyncio.ensure_future(self._thread.run(self._send_weights)))
         try:
             answers = await asyncio.gather(*work)
         finally:
@@ -338,6 +343,7 @@ class Dispatcher:
         started = time.perf_counter()
         self._idle_at.clear()
         self._waiting += requests
+        # a worker that took more while others are busy would have them left over when those have finished
         self._fair_share = max((self._count_unfinished() or 1) // len(self._workers), 1)
         self._hand_out()
         size = requests[0].size if requests else self._plan.group_size
@@ -366,6 +372,7 @@ class Dispatcher:
                     worker.raise_error()
                 if self._error is not None:
                     raise self._error
+                # which groups have finished within a window depends on time, at the ends of windows on seeds alone
                 is_between = all(worker.window != "sampling" for worker in self._workers)
                 if is_between and len(self._numbers_finished) >= num_groups:
                     return
@@ -384,6 +391,7 @@ class Dispatcher:
             self._hand_out()
         except Exception as error:  # noqa: BLE001 - raised where `collect` waits
             self._error = error
+        # the first moment counts: a worker that gets another group is taken out again by `_hand_out`
         for index, worker in enumerate(self._workers):
             if not worker.num_running:
                 self._idle_at.setdefault(index, time.perf_counter())
@@ -443,6 +451,11 @@ class Dispatcher:
         if dropped:
             self._feed.requeue([self._index_of.pop(number) for number in dropped])
             self._counts["dropped_groups"] += len(dropped)
+
+
+def build_evaluator(actors: Actors) -> Dispatcher:
+    """A dispatcher that only evaluates, in this process."""
+    return Dispatcher([LocalWorker(actors)])
 
 
 def describe_requeued(feed: TaskFeed, *, num_shown: int = 5) -> str | None:

@@ -110,7 +110,7 @@ def build_requests(
     *,
     size: int,
     seed: int,
-    step: int,
+    step: int = 0,
     sampling: Sampling | None = None,
     has_branches: bool = False,
 ) -> list[GroupRequest]:

@@ -7,24 +7,18 @@ the OpenAI client. An `ExternalModel` wraps a model served elsewhere; all trajec
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
-
-import httpx
-from starlette.types import ASGIApp
 
 from tunesmith.chat.renderer import Renderer
 from tunesmith.http_server import serve_app
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.openai_server.app import build_app
-from tunesmith.rollout.openai_server.asgi_transport import InProcessTransport, SharedClient
+from tunesmith.rollout.openai_server.asgi_transport import InProcessClients, InProcessTransport, SharedClient
 from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
-from tunesmith.rollout.openai_server.sync_transport import build_async_client, build_sync_client
 from tunesmith.rollout.recording.recorder import Recorder, Session
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.types import Engine, Sampling, Turn
@@ -80,33 +74,6 @@ class ExternalModel:
         return ()
 
 
-class _InProcessClients:
-    """HTTP clients of one app, created on demand and shared by all trajectories."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._sync: tuple[asyncio.AbstractEventLoop, httpx.Client] | None = None
-        self._async: dict[ModuleType, Any] = {}
-
-    def note_loop(self) -> None:
-        """Synchronous clients call the app on the loop that opens the models."""
-        with contextlib.suppress(RuntimeError):
-            self._loop = asyncio.get_running_loop()
-
-    def get_sync_client(self) -> httpx.Client:
-        if self._loop is None:
-            raise RuntimeError("a synchronous client needs the event loop of the rollouts, which is not running")
-        if self._sync is None or self._sync[0] is not self._loop:
-            self._sync = (self._loop, build_sync_client(self._app, self._loop))
-        return self._sync[1]
-
-    def get_async_client(self, library: ModuleType) -> Any:
-        if library not in self._async:
-            self._async[library] = build_async_client(self._app, library)
-        return self._async[library]
-
-
 class ModelService:
     """The endpoint of one engine, and the models bound to its sessions."""
 
@@ -133,7 +100,7 @@ class ModelService:
         self._build_model = build_model
         self._is_recorded = is_recorded
         self._http_client = SharedClient(transport=InProcessTransport(self.app), timeout=None)
-        self._clients = _InProcessClients(self.app)
+        self._clients = InProcessClients(self.app)
         self._client = InProcessClient(
             endpoint=self.endpoint,
             base_url=self.base_url,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 from tunesmith.errors import RolloutError
@@ -23,11 +23,17 @@ def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
     """Raise a RolloutError with the most frequent causes if the failure rate exceeds `max_failure_rate`."""
+    if (problem := describe_failures(groups, max_failure_rate)) is not None:
+        raise RolloutError(problem)
+
+
+def describe_failures(groups: Sequence[Group], max_failure_rate: float) -> str | None:
+    """What is wrong if the failure rate exceeds `max_failure_rate`, with the most frequent causes; None if not."""
     failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
     num_trajectories = sum(len(group.trajectories) for group in groups)
     if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
-        return
-    raise RolloutError(
+        return None
+    return (
         f"{len(failures)} of {num_trajectories} rollouts failed, more than max_failure_rate={max_failure_rate:g} "
         f"allows:\n  " + "\n  ".join(list_causes(groups))
     )
@@ -42,7 +48,7 @@ def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
     metrics |= _compute_failures(trajectories) | _compute_sizes(trajectories)
-    metrics |= _compute_reported([t.metrics for t in trajectories if t.failure is None])
+    metrics |= _compute_reported(trajectories)
     named = {f"{prefix}/{name}": value for name, value in metrics.items()}
     if trajectories:
         named["perf/trajectory_s_mean"] = statistics.fmean(t.duration_s for t in trajectories)
@@ -95,13 +101,18 @@ def _is_truncated(trajectory: Trajectory) -> bool:
     return bool(trajectory.turns) and trajectory.turns[-1].stop_reason in TRUNCATED
 
 
-def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def collect_reported(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """The values of each metric that workflows and judges reported, of rollouts that did not fail."""
     values: dict[str, list[float]] = {}
-    for report in reports:
-        for name, value in report.items():
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items() if trajectory.failure is None else ():
             values.setdefault(name, []).append(value)
+    return values
+
+
+def _compute_reported(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for name, reported in values.items():
+    for name, reported in collect_reported(trajectories).items():
         metrics |= {
             f"{name}/mean": statistics.fmean(reported),
             f"{name}/max": max(reported),

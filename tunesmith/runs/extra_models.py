@@ -7,7 +7,9 @@ on the policy's device, in its dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.algorithms.advantages.multi_reward import NEEDED_REWARDS
@@ -16,16 +18,19 @@ from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
+    build_empty_model,
     check_model,
     check_residual_dtype,
     check_vocabulary,
     load_model,
     load_section_tokenizer,
     load_tokenizer,
+    resolve_device,
+    resolve_dtype,
 )
-from tunesmith.model.value_model import ValueModel, load_value_model
-from tunesmith.runs.sharded_models import load_sharded_model
-from tunesmith.trainer.sharding.sharded_model import find_sharding
+from tunesmith.model.value_model import ValueModel
+from tunesmith.runs.policy import load_sharded_model
+from tunesmith.trainer.sharding.sharded_model import find_layers, find_sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,19 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
     for knob, path in others.items():
         if path is not None:
             check_same_vocabulary(path, model, knob=knob)
+
+
+def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
+    """Refuse a model without decoder layers, and a critic that would be a whole copy of it on each rank."""
+    dtype = resolve_dtype(model.dtype, resolve_device(model.device))
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "base_path": model.base_path}
+    find_layers(build_empty_model(model.path, dtype=dtype, device=torch.device("meta"), **options), dtype)
+    if "values" in algorithm.needs and section.critic.path is None:
+        raise ConfigError(
+            f"cluster.has_sharded_weights: the critic of algorithm_type={algorithm.name!r} is not sharded, and it "
+            "would be as large as the model: set algorithm.critic.path to a model that fits each GPU, or choose "
+            "an algorithm without a critic"
+        )
 
 
 def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
@@ -93,7 +111,7 @@ def load_extra_models(
         teacher = load_frozen(section.teacher.path, model, policy=policy)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
-        critic = load_value_model(
+        model_with_head = load_model(
             section.critic.path or model.path,
             dtype=policy.dtype,
             device=policy.device,
@@ -101,6 +119,7 @@ def load_extra_models(
             base_path=model.base_path if section.critic.path is None else None,
             has_fp32_residual=model.residual_dtype == "float32",
         )
+        critic = ValueModel(model_with_head.get_decoder()).eval()
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return ExtraModels(reference=reference, teacher=teacher, critic=critic)
 

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tunesmith.config import RunConfig, Section
-from tunesmith.config.section import Needs
+from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -233,18 +233,24 @@ def describe_options(kind: type[Section] = RunConfig) -> list[Knob]:
     return list(iter_options(kind, prefix=""))
 
 
-def iter_options(section: type[Section], *, prefix: str) -> Iterator[Knob]:
-    """The knobs of a section, nested sections expanded in place."""
+def iter_options(section: type[Section], *, prefix: str, needs: Sequence[tuple[str, Needs]] = ()) -> Iterator[Knob]:
+    """The knobs of a section, nested sections expanded in place; `needs` are conditions on its knobs from outside."""
     for name, field in section.model_fields.items():
         inner, is_mapping = find_section(field.annotation)
         if inner is not None:
-            yield from iter_options(inner, prefix=f"{prefix}{name}.<name>." if is_mapping else f"{prefix}{name}.")
+            of_inner = [(path.removeprefix(f"{name}."), need) for path, need in needs if path.startswith(f"{name}.")]
+            for unused in field.metadata:
+                if isinstance(unused, Unused) and unused.unless is not None:
+                    of_inner += [(path, unused.unless) for path in unused.knobs]
+            place = f"{prefix}{name}.<name>." if is_mapping else f"{prefix}{name}."
+            yield from iter_options(inner, prefix=place, needs=of_inner)
         else:
+            conditions = [*field.metadata, *(need for path, need in needs if path == name)]
             yield Knob(
                 key=prefix + name,
                 type=describe_type(field.annotation),
                 default=describe_default(field),
-                needs=", ".join(each.describe() for each in field.metadata if isinstance(each, Needs)),
+                needs=", ".join(each.describe() for each in conditions if isinstance(each, Needs)),
                 description=field.description or "",
             )
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config import DatasetSection, EnvironmentSection, PythonToolSection, RunConfig, ToolSection
-from tunesmith.config.environment.environment import ENVIRONMENT_TASKS, PLAY
+from tunesmith.config.environment import ENVIRONMENT_TASKS, PLAY
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
 from tunesmith.runs.load_config import build_section

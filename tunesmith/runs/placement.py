@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunesmith.cluster.rank_info import RankInfo, is_ray_worker
 from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
-from tunesmith.config.serve.serve import check_serve
+from tunesmith.config.serve import check_serve
 from tunesmith.errors import ConfigError
 
 

@@ -1,6 +1,8 @@
-"""Load the policy and auxiliary models: weights, tokenizer, engine and endpoint.
+"""Load the actors of a run: the policy and auxiliary models with their engines and endpoints, and the user's functions.
 
-The engine and the trainer share one module. `check_policy` validates settings and files before any weights are read.
+The engine and the trainer share one module. `check_policy` validates settings and files before any weights are read. Of
+a model that is sharded over ranks (`cluster.has_sharded_weights`) the first rank reads the weights into CPU memory, and
+the others build it without weights; then each layer is placed and sharded before the next one.
 """
 
 from __future__ import annotations
@@ -17,28 +19,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.chat.renderer import Renderer
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
+from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, RunConfig, TrainerSection
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.vllm.distant_engine import DistantEngine
-from tunesmith.engine.vllm.engine import VllmEngine, list_devices
-from tunesmith.engine.vllm.installation import check_installation
-from tunesmith.engine.vllm.parameters import check_parameters
+from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
+from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
+    build_empty_model,
     check_section,
     check_vocabulary,
+    load_model,
     load_section_model,
     load_section_tokenizer,
     resolve_device,
     resolve_dtype,
 )
+from tunesmith.model.torch_modes import set_num_threads
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
+from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
-from tunesmith.runs.sharded_models import load_sharded_model
-from tunesmith.trainer.sharding.sharded_model import iter_whole_weights
-from tunesmith.types import Distribution, Engine, Sampling
+from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
+from tunesmith.types import Distribution, Engine, JudgeType, Sampling, WorkflowType
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
 """Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
@@ -166,6 +170,22 @@ def load_policy(
     return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
 
 
+def load_sharded_model(
+    path: str, section: ModelSection, ranks: Ranks, *, base_path: str | None = None, is_trained: bool = True
+) -> PreTrainedModel:
+    """Load the model at `path`, in the dtype and on the device of the section, sharded over the ranks."""
+    device = resolve_device(section.device)
+    options: dict[str, Any] = {
+        "dtype": resolve_dtype(section.dtype, device),
+        "trust_remote_code": section.trust_remote_code,
+        "base_path": base_path,
+    }
+    build = load_model if ranks.is_first else build_empty_model
+    model = build(path, device=torch.device("cpu" if ranks.is_first else "meta"), **options)
+    shard_model(model.requires_grad_(is_trained), ranks, device)
+    return model
+
+
 def build_engine(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -248,3 +268,49 @@ def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
         tool_call_parser=section.tool_call_parser,
         reasoning_parser=section.reasoning_parser,
     )
+
+
+def load_actors(
+    config: RunConfig,
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    ranks: Ranks = Ranks(),
+    has_rollouts: bool = True,
+    has_trainer: bool = True,
+) -> tuple[Policy, Actors]:
+    """Load the models of a run; the policy and the actors share one engine and one endpoint.
+
+    A rank that runs no rollouts loads no auxiliary models; one without a trainer keeps no memory for it.
+    """
+    set_num_threads(config.num_cpu_threads)
+    is_sharded = config.cluster.has_sharded_weights and not ranks.is_alone
+    policy = load_policy(
+        config.model,
+        config.engine,
+        build_model=build_model,
+        sharded_over=ranks if is_sharded else None,
+        has_trainer=has_trainer,
+    )
+    auxiliaries = {
+        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
+        for name, section in (config.auxiliary_models if has_rollouts else {}).items()
+    }
+    actors = Actors(
+        engine=policy.engine,
+        model=policy.service,
+        service=policy.service,
+        auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
+        auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
+        agent=Agent(
+            workflow=workflow,
+            judge=judge,
+            timeout_s=config.rollout.timeout_s,
+            max_attempts=1 if config.serve is None else config.serve.max_attempts,
+        ),
+        max_concurrency=config.rollout.max_concurrency,
+        http_port=config.rollout.http_port,
+        max_body_bytes=int(config.rollout.max_body_mib * 2**20),
+    )
+    return policy, actors

@@ -15,8 +15,7 @@ from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.load import LOAD_ERRORS, load_tokenizer
 from tunesmith.model.source.resolve import explain_load_error, find_model
-from tunesmith.monitor.learning_curve import draw_curve
-from tunesmith.monitor.metric_table import MetricTable
+from tunesmith.monitor.metric_table import MetricTable, draw_curve
 from tunesmith.runs.record import RunRecord
 
 

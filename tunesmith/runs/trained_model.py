@@ -13,8 +13,7 @@ from typing import Any
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
-from tunesmith.model.source.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
-from tunesmith.model.source.resolve import find_exported
+from tunesmith.model.source.resolve import ADAPTER_CONFIG, AdapterFiles, find_adapter, find_exported
 from tunesmith.runs.record import RunRecord, find_run_folder
 from tunesmith.storage import CHECKPOINT, DONE, TEMPORARY, RunPaths, check_complete
 

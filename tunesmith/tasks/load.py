@@ -35,7 +35,13 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
     if not rows:
         raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
     check_required_fields(rows, dataset.required_fields, path=dataset.path)
+    rows = [add_fields(row, dataset.fields) for row in rows]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
+
+
+def add_fields(row: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with these fields, where it has none of the name."""
+    return row | {name: value for name, value in fields.items() if row.get(name) is None}
 
 
 def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:

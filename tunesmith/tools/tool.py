@@ -77,7 +77,7 @@ class Tool:
     open_session: OpenSession | None = field(default=None, repr=False)
     """Opens the state of one rollout: an async context manager whose value is called in place of `run`."""
     checker: ArgumentChecker = field(init=False, repr=False, compare=False)
-    """Of `parameters`."""
+    """Checks arguments against `parameters`."""
 
     def __post_init__(self) -> None:
         if not TOOL_NAME.fullmatch(self.name) or self.name in RESERVED_NAMES:

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.scores import TokenInputs
+from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import EMPTY, Trie, read_array
+from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
-from tunesmith.types import Distribution, Sample
+from tunesmith.types import Distribution, DistributionSpan, Sample
 
 DEFAULT_DISTRIBUTION = Distribution()
 """For tokens without a recorded distribution."""
@@ -80,19 +81,42 @@ class PackedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkScores(TokenScores):
+    """The scores of a chunk's events with the further columns that only the trainer reads."""
+
+    weights_N: Tensor
+    correction_N: Tensor
+    sampler_logprobs_N: Tensor
+    is_newest_N: Tensor
+    reference_logprobs_N: Tensor | None = None
+    """With a KL in the loss."""
+    importance_caps_N: Tensor | None = None
+    is_real_N: Tensor | None = None
+    """0 for padding, which has no weight; None: no padding."""
+
+
+LOSS_COLUMNS = {
+    f"{name}_E": f"{name}_N"
+    for name in (each.name.removesuffix("_N") for each in fields(ChunkScores))
+    if name not in ("logprobs", "is_real")
+}
+"""Columns of `TokenInputs` that the loss pass reads, and their fields in `ChunkScores`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInputs:
-    """`TokenInputs` of the events of all chunks, stacked in one tensor on the device."""
+    """The columns that the loss pass reads, for the events of all chunks, stacked in one tensor on the device."""
 
     names: tuple[str, ...]
-    """The fields of `TokenInputs` that are not None."""
+    """Fields of `ChunkScores`."""
     values_FE: Tensor
 
     def select(self, part: slice) -> DeviceInputs:
         """A contiguous slice of the events, also for a slice of all: compiled code specializes on the layout."""
         return DeviceInputs(names=self.names, values_FE=self.values_FE[:, part].contiguous())
 
-    def unstack(self) -> TokenInputs[Tensor]:
-        return TokenInputs(**dict(zip(self.names, self.values_FE.unbind(), strict=True)))
+    def unstack(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.values_FE.unbind(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +211,34 @@ def find_contexts(sample: Sample, time_N: Sequence[int]) -> list[TokenContext]:
     ]
 
 
+def attach_token_masks(samples: Sequence[Sample], grammars: GrammarCompiler | None) -> Sequence[Sample]:
+    """The samples, with masks in every span that has a grammar, computed again from the grammar and the ids."""
+    if not any(span.distribution.grammar for sample in samples for span in sample.distribution_spans):
+        return samples
+    if grammars is None:
+        raise TrainingError("tokens were sampled under a grammar: pass the engine's `grammars` to the trainer")
+    return [
+        replace(
+            sample,
+            distribution_spans=tuple(_attach_masks(span, sample, grammars) for span in sample.distribution_spans),
+        )
+        for sample in samples
+    ]
+
+
+def _attach_masks(span: DistributionSpan, sample: Sample, grammars: GrammarCompiler) -> DistributionSpan:
+    if not span.distribution.grammar:
+        return span
+    token_ids = sample.token_ids[span.start : span.end]
+    try:
+        return replace(span, token_masks=grammars.compute_masks(span.distribution.grammar, token_ids))
+    except ValueError as error:
+        raise TrainingError(
+            f"a reply cannot be scored under the grammar that it was sampled with ({error}): the tokenizer or the "
+            "version of llguidance has changed since"
+        ) from error
+
+
 def copy_to_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """The values as a tensor on the device; copies to a GPU are non-blocking."""
     tensor = torch.from_numpy(values).to(dtype)
@@ -194,16 +246,17 @@ def copy_to_device(values: np.ndarray, device: torch.device, dtype: torch.dtype 
 
 
 def copy_inputs_to_device(
-    inputs: TokenInputs[np.ndarray], row: PackedRow, *, device: torch.device, dtype: torch.dtype
+    inputs: TokenInputs, row: PackedRow, *, device: torch.device, dtype: torch.dtype
 ) -> DeviceInputs:
     """Gather the inputs of the row's events in the order of its chunks, in `dtype`; padding gets weight 0."""
-    gathered = inputs.convert(lambda values_E: values_E[row.event_E].astype(np.float64))
+    columns = inputs.list_columns()
+    values = {
+        field: columns[name][row.event_E].astype(np.float64) for name, field in LOSS_COLUMNS.items() if name in columns
+    }
     if row.is_real_E is not None:
-        weights_E, is_newest_E = gathered.weights_E * row.is_real_E, gathered.is_newest_E * row.is_real_E
-        is_real_E = row.is_real_E.astype(np.float64)
-        gathered = replace(gathered, weights_E=weights_E, is_newest_E=is_newest_E, is_real_E=is_real_E)
-    values = {field.name: getattr(gathered, field.name) for field in fields(gathered)}
-    values = {name: values_E for name, values_E in values.items() if values_E is not None}
+        values["weights_N"] = values["weights_N"] * row.is_real_E
+        values["is_newest_N"] = values["is_newest_N"] * row.is_real_E
+        values["is_real_N"] = row.is_real_E.astype(np.float64)
     return DeviceInputs(names=tuple(values), values_FE=copy_to_device(np.stack(list(values.values())), device, dtype))
 
 

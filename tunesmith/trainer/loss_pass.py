@@ -4,7 +4,7 @@ After the scoring pass (`scoring_pass.py`) the loss of a token depends on that t
 the head run chunk by chunk: only the logits of one chunk are in memory, and nothing is recomputed. The gradients of the
 hidden states, collected over chunks, then go through the body in one backward.
 
-Axes: T tokens of the row, S sites and E events of a chunk (see `batch.py`), C hidden size.
+Axes: T tokens of the row, S sites and N events of a chunk (see `batch.py`), C hidden size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,12 +21,18 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import MAX_LOG_RATIO
 from tunesmith.algorithms.kl import compute_kl
-from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
-from tunesmith.trainer.batch import DeviceInputs, PackedRow, build_row, copy_inputs_to_device, index_distributions
+from tunesmith.trainer.batch import (
+    ChunkScores,
+    DeviceInputs,
+    PackedRow,
+    build_row,
+    copy_inputs_to_device,
+    index_distributions,
+)
 from tunesmith.trainer.layers.compiled_layers import compile_function
 from tunesmith.trainer.layers.row_graphs import RowGraphs, can_replay
 from tunesmith.trainer.layers.weight_gradients import accumulated_weight_grads
@@ -36,23 +41,20 @@ from tunesmith.trainer.sharding.matched_rows import match_rows
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
 from tunesmith.types import Sample
 
-ChunkTotals = dict[str, tuple[Reduction, Tensor]]
-"""Totals of a chunk by metric name."""
-
 
 def run_loss_pass(
     model: PreTrainedModel,
     samples: Sequence[Sample],
     rows: Sequence[Trie],
     algorithm: Algorithm,
-    inputs: TokenInputs[np.ndarray],
+    inputs: TokenInputs,
     *,
     chunk_tokens: int,
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
     stream: StreamedGradients | None = None,
     after_row: Callable[[], None] = lambda: None,
-) -> dict[str, Total]:
+) -> dict[str, Total[Tensor]]:
     """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals, {} without rows.
 
     `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
@@ -136,105 +138,81 @@ def run_row(
 def compute_chunk_loss(
     logprobs_S: Tensor,
     entropy_S: Tensor,
-    site_E: Tensor,
+    site_N: Tensor,
     device_inputs: DeviceInputs,
     algorithm: Algorithm,
     kl_coef: Tensor,
 ) -> tuple[Tensor, tuple[tuple[str, Reduction], ...], Tensor]:
-    """The loss of a chunk (its terms of the update's sum), names and reductions of its totals, and the totals [K]."""
-    loss, totals = _compute_loss(logprobs_S, entropy_S, site_E, device_inputs.unstack(), algorithm, kl_coef)
+    """The loss of a chunk (its terms of the update's sum), names and reductions of its totals, and the totals [K].
+
+    Expert tokens have no KL and no entropy. `kl_coef` is that of the algorithm, as a tensor, so that a captured row can
+    be replayed with another value.
+    """
+    columns, logprobs_N = device_inputs.unstack(), logprobs_S.index_select(0, site_N)
+    if "importance_caps_N" in columns:  # the policy of this pass is the proximal one
+        columns["old_logprobs_N"] = logprobs_N.detach()
+    scores = ChunkScores(logprobs_N=logprobs_N, **columns)
+    correction_N = scores.correction_N
+    weights: dict[str, Tensor] = {}
+    if scores.importance_caps_N is not None:
+        weights_N, weights = _compute_importance_weights(
+            scores, scores.importance_caps_N, floor=algorithm.correction.floor
+        )
+        correction_N = correction_N * weights_N
+    token_losses = algorithm.compute_losses(scores)
+    losses_N = correction_N * token_losses.losses_N
+    is_sampled = 1.0 if scores.is_expert_N is None else 1 - scores.is_expert_N
+    per_token = {f"train/{name}": values_N for name, values_N in token_losses.metrics.items()}
+    per_token |= {"train/entropy": entropy_S.detach()[site_N], **weights}
+    totals: dict[str, tuple[Reduction, Tensor]] = {
+        name: ("sampled_mean", _sum_real(is_sampled * values_N, scores)) for name, values_N in per_token.items()
+    }
+    if not algorithm.is_supervised:
+        totals["train/pg_loss"] = ("sum", torch.dot(scores.weights_N, losses_N.detach()))
+        totals |= _compute_mismatch(logprobs_N.detach(), scores)
+    if algorithm.entropy_coef > 0:
+        losses_N = losses_N - algorithm.entropy_coef * is_sampled * entropy_S[site_N]
+    if scores.reference_logprobs_N is not None:
+        kl_N = is_sampled * compute_kl(
+            logprobs_N,
+            scores.reference_logprobs_N,
+            estimator=algorithm.kl_estimator,
+            sampler_logprobs_N=scores.sampler_logprobs_N,
+        )
+        losses_N = losses_N + kl_coef * kl_N
+        totals["train/kl"] = ("sampled_mean", _sum_real(kl_N.detach(), scores))
+    loss = torch.dot(scores.weights_N, losses_N)
+    totals["train/loss"] = ("sum", loss.detach())
     reductions = tuple((name, reduction) for name, (reduction, _) in totals.items())
     return loss, reductions, torch.stack([total for _, total in totals.values()])
 
 
-def _compute_loss(
-    logprobs_S: Tensor,
-    entropy_S: Tensor,
-    site_E: Tensor,
-    inputs: TokenInputs[Tensor],
-    algorithm: Algorithm,
-    kl_coef: Tensor,
-) -> tuple[Tensor, ChunkTotals]:
-    """The loss of a chunk and its totals. Expert tokens have no KL and no entropy.
-
-    `kl_coef` is that of the algorithm, as a tensor, so that a captured row can be replayed with another value.
-    """
-    logprobs_E = logprobs_S.index_select(0, site_E)
-    old_logprobs_E, correction_E = inputs.old_logprobs_E, inputs.correction_E
-    weights: dict[str, Tensor] = {}
-    if inputs.importance_caps_E is not None:
-        old_logprobs_E = logprobs_E.detach()
-        weights_E, weights = _compute_importance_weights(
-            old_logprobs_E, inputs, inputs.importance_caps_E, floor=algorithm.correction.floor
-        )
-        correction_E = correction_E * weights_E
-    token_losses = algorithm.compute_losses(_build_scores(logprobs_E, old_logprobs_E, inputs))
-    losses_E = correction_E * token_losses.losses_N
-    is_sampled = 1.0 if inputs.is_expert_E is None else 1 - inputs.is_expert_E
-    per_token = {**token_losses.metrics, "entropy": entropy_S.detach()[site_E]}
-    totals: ChunkTotals = {
-        f"train/{name}": ("sampled_mean", _sum_real(is_sampled * values_E, inputs))
-        for name, values_E in per_token.items()
-    }
-    totals |= {name: ("sampled_mean", _sum_real(is_sampled * values_E, inputs)) for name, values_E in weights.items()}
-    if not algorithm.is_supervised:
-        totals["train/pg_loss"] = ("sum", torch.dot(inputs.weights_E, losses_E.detach()))
-        totals |= _compute_mismatch(logprobs_E.detach(), inputs)
-    if algorithm.entropy_coef > 0:
-        losses_E = losses_E - algorithm.entropy_coef * is_sampled * entropy_S[site_E]
-    if inputs.reference_logprobs_E is not None:
-        kl_E = compute_kl(
-            logprobs_E,
-            inputs.reference_logprobs_E,
-            estimator=algorithm.kl_estimator,
-            sampler_logprobs_N=inputs.sampler_logprobs_E,
-        )
-        kl_E = is_sampled * kl_E
-        losses_E = losses_E + kl_coef * kl_E
-        totals["train/kl"] = ("sampled_mean", _sum_real(kl_E.detach(), inputs))
-    loss = torch.dot(inputs.weights_E, losses_E)
-    totals["train/loss"] = ("sum", loss.detach())
-    return loss, totals
-
-
-def _sum_real(values_E: Tensor, inputs: TokenInputs[Tensor]) -> Tensor:
-    return values_E.sum() if inputs.is_real_E is None else values_E.where(inputs.is_real_E > 0, 0.0).sum()
+def _sum_real(values_N: Tensor, scores: ChunkScores) -> Tensor:
+    return values_N.sum() if scores.is_real_N is None else values_N.where(scores.is_real_N > 0, 0.0).sum()
 
 
 def _compute_importance_weights(
-    proximal_logprobs_E: Tensor, inputs: TokenInputs[Tensor], caps_E: Tensor, *, floor: float
+    scores: ChunkScores, caps_N: Tensor, *, floor: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Truncated importance weights as in `compute_correction_weights`, and the tokens' metrics."""
-    log_ratio_E = (proximal_logprobs_E - inputs.sampler_logprobs_E).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_E = log_ratio_E.where(caps_E > 0, 0.0).exp()
-    weights_E = torch.minimum(ratio_E, caps_E.where(caps_E > 0, 1.0)).clamp(min=floor)
+    log_ratio_N = (scores.old_logprobs_N - scores.sampler_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_N = log_ratio_N.where(caps_N > 0, 0.0).exp()
+    weights_N = torch.minimum(ratio_N, caps_N.where(caps_N > 0, 1.0)).clamp(min=floor)
     metrics = {
-        "correction/mean_weight": weights_E,
-        "correction/truncated_frac": (ratio_E > weights_E).to(ratio_E.dtype),
+        "correction/mean_weight": weights_N,
+        "correction/truncated_frac": (ratio_N > weights_N).to(ratio_N.dtype),
     }
     if floor > 0:
-        metrics["correction/raised_frac"] = (ratio_E < weights_E).to(ratio_E.dtype)
-    return weights_E, metrics
+        metrics["correction/raised_frac"] = (ratio_N < weights_N).to(ratio_N.dtype)
+    return weights_N, metrics
 
 
-def _build_scores(logprobs_E: Tensor, old_logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScores:
-    return TokenScores(
-        logprobs_N=logprobs_E,
-        old_logprobs_N=old_logprobs_E,
-        advantages_N=inputs.advantages_E,
-        sequence_log_ratios_N=inputs.sequence_log_ratios_E,
-        constants_N=inputs.constants_E,
-        is_selected_N=inputs.is_selected_E,
-        is_expert_N=inputs.is_expert_E,
-    )
-
-
-def _compute_mismatch(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> ChunkTotals:
+def _compute_mismatch(logprobs_N: Tensor, scores: ChunkScores) -> dict[str, tuple[Reduction, Tensor]]:
     """Mismatch of sampler and trainer logprobs on the tokens that the newest policy sampled."""
-    is_newest_E = inputs.is_newest_E > 0
-    mismatch_E = compute_kl(inputs.sampler_logprobs_E, logprobs_E, estimator="k3")
-    log_ratio_E = (logprobs_E - inputs.sampler_logprobs_E).abs()
+    is_newest_N = scores.is_newest_N > 0
+    mismatch_N = compute_kl(scores.sampler_logprobs_N, logprobs_N, estimator="k3")
+    log_ratio_N = (logprobs_N - scores.sampler_logprobs_N).abs()
     return {
-        "mismatch/kl": ("newest_mean", mismatch_E.where(is_newest_E, 0.0).sum()),
-        "mismatch/max_log_ratio": ("newest_max", log_ratio_E.where(is_newest_E, 0.0).amax()),
+        "mismatch/kl": ("newest_mean", mismatch_N.where(is_newest_N, 0.0).sum()),
+        "mismatch/max_log_ratio": ("newest_max", log_ratio_N.where(is_newest_N, 0.0).amax()),
     }

@@ -6,9 +6,8 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.metric import Count, Max, Mean, merge_metrics
 
+V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
 MISMATCH_CAUSES = (
@@ -33,11 +33,11 @@ newest policy sampled; `newest_max`, the maximum over these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
-    """A sum (or maximum) over the tokens of an update, on the device."""
+class Total(Generic[V]):
+    """A sum (or maximum) over the tokens of an update: on the device of one rank, or on the host over all ranks."""
 
     reduction: Reduction
-    value: Tensor
+    value: V
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,6 @@ class PartTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTotal:
-    """A total of the update on the host."""
-
-    reduction: Reduction
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
     """Numbers of tokens that the totals of an update are over."""
 
@@ -67,22 +59,7 @@ class TokenCounts:
     """Sampled by the newest policy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """Metrics of one optimizer update."""
-
-    metrics: dict[str, float]
-    """`metric` defines how they are reduced over updates."""
-    grad_norm: float
-    """Before clipping."""
-
-    @property
-    def mismatch_kl(self) -> float | None:
-        """Estimate of KL(sampler || trainer), the mean over tokens of the newest policy; None if there are none."""
-        return self.metrics.get("mismatch/kl")
-
-
-def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total]:
+def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total[Tensor]]:
     """Totals of the update by name."""
     values_PK = torch.cat([part.values_PK for part in parts])
     columns = zip(parts[0].reductions, values_PK.sum(dim=0).unbind(), values_PK.amax(dim=0).unbind(), strict=True)
@@ -92,10 +69,10 @@ def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total]:
     }
 
 
-def count_tokens(inputs: TokenInputs[np.ndarray]) -> TokenCounts:
+def count_tokens(inputs: TokenInputs) -> TokenCounts:
     """Token counts of the inputs of an update."""
-    num_experts = 0 if inputs.is_expert_E is None else int(inputs.is_expert_E.sum())
-    return TokenCounts(num_sampled=len(inputs.weights_E) - num_experts, num_newest=int(inputs.is_newest_E.sum()))
+    assert inputs.is_newest_E is not None
+    return TokenCounts(num_sampled=int(inputs.find_sampled().sum()), num_newest=int(inputs.is_newest_E.sum()))
 
 
 def count_row_tokens(rows: Sequence[Trie], ranks: Ranks = Ranks()) -> dict[str, float]:
@@ -113,13 +90,13 @@ def count_row_tokens(rows: Sequence[Trie], ranks: Ranks = Ranks()) -> dict[str, 
     }
 
 
-def read_totals(totals: Mapping[str, Total], values: Sequence[float], ranks: Ranks) -> dict[str, HostTotal]:
+def read_totals(totals: Mapping[str, Total[Tensor]], values: Sequence[float], ranks: Ranks) -> dict[str, Total[float]]:
     """The totals over all ranks from those of this rank and their values on the host."""
     own = {
-        name: HostTotal(reduction=total.reduction, value=value)
+        name: Total(reduction=total.reduction, value=value)
         for (name, total), value in zip(totals.items(), values, strict=True)
     }
-    merged: dict[str, HostTotal] = {}
+    merged: dict[str, Total[float]] = {}
     for part in ranks.all_gather_objects(own):
         for name, total in part.items():
             if name in merged:
@@ -129,7 +106,7 @@ def read_totals(totals: Mapping[str, Total], values: Sequence[float], ranks: Ran
     return merged
 
 
-def build_token_metrics(totals: Mapping[str, HostTotal], counts: TokenCounts, *, is_first: bool) -> dict[str, float]:
+def build_token_metrics(totals: Mapping[str, Total[float]], counts: TokenCounts, *, is_first: bool) -> dict[str, float]:
     """Metrics of an update from its totals.
 
     A mean over no tokens is not reported. The mismatch of sampler and trainer is reported for the first update of a
@@ -149,20 +126,20 @@ def build_token_metrics(totals: Mapping[str, HostTotal], counts: TokenCounts, *,
     return metrics
 
 
-def check_finite(update: Update) -> None:
+def check_finite(metrics: Mapping[str, float]) -> None:
     """Raise TrainingError if the loss or the gradient norm is not finite."""
-    loss = update.metrics["train/loss"]
-    if not math.isfinite(loss) or not math.isfinite(update.grad_norm):
+    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise TrainingError(
-            f"the loss is {loss:g} and the norm of its gradient is {update.grad_norm:g}: no update was made; "
+            f"the loss is {loss:g} and the norm of its gradient is {grad_norm:g}: no update was made; "
             "lower trainer.learning_rate, or try model.dtype=float32"
         )
 
 
-def check_mismatch(update: Update, limits: TrainerSection, *, has_console: bool = True) -> None:
+def check_mismatch(metrics: Mapping[str, float], limits: TrainerSection, *, has_console: bool = True) -> None:
     """Warn or raise TrainingError if sampler and trainer logprobs differ by more than the limits; of several ranks one
     has the console."""
-    mismatch = update.mismatch_kl
+    mismatch = metrics.get("mismatch/kl")
     if mismatch is None:
         return
     if mismatch > limits.mismatch_stop:
@@ -177,7 +154,6 @@ def check_mismatch(update: Update, limits: TrainerSection, *, has_console: bool 
         )  # fmt: skip
 
 
-def build_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of a step from those of its updates."""
-    counts = {"train/num_updates": Count(len(updates))} | count_row_tokens([])
-    return merge_metrics([counts, *(update.metrics for update in updates)])
+def build_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step from those of its updates; `metric` defines how they are reduced."""
+    return merge_metrics([{"train/num_updates": Count(len(updates))} | count_row_tokens([]), *updates])

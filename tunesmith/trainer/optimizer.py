@@ -7,6 +7,7 @@ change in place and keep their memory. Nothing here synchronizes with the device
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,13 +93,12 @@ class MasterAdamW:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and separate masters as `<kind>:<parameter name>`; tensors are not copied."""
-        state = {}
+        state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
-            for kind in MOMENTS:
-                if kind in self._adamw.state[master]:
-                    state[f"{kind}:{name}"] = self._adamw.state[master][kind]
-            if master is not self._parameters[name]:
-                state[f"master:{name}"] = master.detach()
+            moments = self._adamw.state[master]
+            state |= {f"{kind}:{name}": self._gather(name, moments[kind]) for kind in MOMENTS if kind in moments}
+            if self._has_master(name):
+                state[f"master:{name}"] = self._gather(name, master.detach())
         return state
 
     def take_times(self) -> dict[str, float]:
@@ -114,18 +114,35 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a `state_dict` of the same model; parameters with a separate master are rewritten from it."""
+        """Restore a `state_dict` of the same model, of any number of ranks; parameters with a separate master are
+        rewritten from it."""
         rest = dict(state)
         for name, master in self._masters.items():
-            if master is not self._parameters[name]:
-                master.copy_(pop_tensor(rest, f"master:{name}", master))
+            self._restore_master(name, rest)
             moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
-            if moments and any(moments[kind].shape != master.shape for kind in MOMENTS[1:]):
+            if moments and any(moments[kind].shape != self._parameters[name].shape for kind in MOMENTS[1:]):
                 raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
-            self._adamw.state[master] = {k: value.to(master.device, copy=True) for k, value in moments.items()}
+            self._adamw.state[master] = {
+                kind: (value if kind == "step" else self._cut(name, value)).to(master.device, copy=True)
+                for kind, value in moments.items()
+            }
         if rest:
             raise ModelError(f"optimizer state holds {next(iter(rest))!r}, which this model does not have")
         self._write_back()
+
+    def _gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor of which the master, or a moment, is a part: itself."""
+        return part
+
+    def _restore_master(self, name: str, state: dict[str, Tensor]) -> None:
+        """Set a separate master from the state, which loses it."""
+        master = self._masters[name]
+        if master is not self._parameters[name]:
+            master.copy_(pop_tensor(state, f"master:{name}", master))
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """The part of a tensor of the parameter's shape that belongs to the master: all of it."""
+        return whole
 
     def _has_master(self, name: str) -> bool:
         """Whether a state has a master of the parameter, because the model computes with fewer bits."""
@@ -137,6 +154,22 @@ class MasterAdamW:
         if pairs:
             parameters, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(parameters, masters)
+
+
+def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_steps: int) -> float:
+    """Learning rate of step 0, 1, ...
+
+    Linear warm-up from 0 (exclusive) to the peak at the first step after the warm-up. The cosine schedule then decays
+    to `min_lr_ratio` times the peak at step `num_total_steps`, one after the last.
+    """
+    num_warmup_steps = settings.warmup_steps or math.ceil(settings.warmup_ratio * num_total_steps)
+    if step < num_warmup_steps:
+        return settings.learning_rate * (step + 1) / (num_warmup_steps + 1)
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    progress = min((step - num_warmup_steps) / max(num_total_steps - num_warmup_steps, 1), 1.0)
+    share = settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return settings.learning_rate * share
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.path_cost import measure_group
-from tunesmith.experience.samples import add_experts, build_samples
+from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.packing import combine_cost
 from tunesmith.trainer.sharding.sharded_model import find_sharding, iter_whole_weights
 from tunesmith.trainer.trainer import Trainer
@@ -172,9 +172,9 @@ class RankTrainer:
 
     def _train_alone(self, groups: StepGroups, policy_version: int, record: StepRecord | None) -> dict[str, float]:
         samples, metrics = build_samples(groups.groups, groups.advantages, has_hard_credit=self.has_hard_credit)
-        samples = add_experts(samples, groups.experts)
+        (experts,) = split_experts(groups, 1)
         pieces = [] if record is None else [lambda: save_batch(record, groups)]
-        metrics |= self.trainer.step(samples, policy_version=policy_version, host_work=pieces)
+        metrics |= self.trainer.step([*samples, *experts], policy_version=policy_version, host_work=pieces)
         return metrics | self.trainer.take_times()
 
     def _lead(
@@ -216,12 +216,6 @@ class RankTrainer:
             loads[rank] += cost
             if number is not None and origin is not None and origin.rank != rank:
                 moved.append(number)
-        experts = split_experts(
-            groups.experts,
-            num_ranks,
-            first_group=len(groups.groups),
-            first_trajectory=sum(len(group.trajectories) for group in groups.groups),
-        )
         parts = [
             TrainPart(
                 groups=own,
@@ -232,7 +226,7 @@ class RankTrainer:
                 referenced=[each.number for each in groups.finished if not each.has_tokens],
                 taken=[each.number for each in groups.finished],
             )
-            for own, demonstrations in zip(trained, experts, strict=True)
+            for own, demonstrations in zip(trained, split_experts(groups, num_ranks), strict=True)
         ]
         return parts, {
             "cluster/num_ranks": float(num_ranks),
@@ -325,15 +319,14 @@ def assign_groups(costs: Sequence[float], owners: Sequence[int], num_ranks: int,
     return assigned
 
 
-def split_experts(
-    experts: Sequence[Sample], num_ranks: int, *, first_group: int, first_trajectory: int
-) -> list[list[Sample]]:
-    """The demonstrations of each rank, by group; their indices continue those of the batch."""
+def split_experts(groups: StepGroups, num_ranks: int) -> list[list[Sample]]:
+    """The demonstrations of each rank, by group; their indices continue those of the groups."""
+    first_trajectory = sum(len(group.trajectories) for group in groups.groups)
     parts: list[list[Sample]] = [[] for _ in range(num_ranks)]
-    for sample in experts:
+    for sample in groups.experts:
         placed = replace(
             sample,
-            group_index=first_group + sample.group_index,
+            group_index=len(groups.groups) + sample.group_index,
             trajectory_index=first_trajectory + sample.trajectory_index,
         )
         parts[sample.group_index % num_ranks].append(placed)

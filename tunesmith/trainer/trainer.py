@@ -1,15 +1,17 @@
 """The trainer: one step from samples to updated weights.
 
-The scoring pass computes the inputs of every trained token of a minibatch; the loss pass accumulates the gradient row
-by row. Parameters are updated only after all rows are done and loss and gradient norm are finite. They are the
-sampler's own, updated in place; the model stays in eval mode, so sampler and trainer compute the same function. Only
-an adapter's dropout is active, in the loss pass of supervised fine-tuning, which has no sampler.
+What is here has state: the optimizer, the step counter, the critic, the adaptive KL coefficient, the refreshed
+reference. The gradient of an update is a function of model, algorithm and samples (`update.py`). Parameters are updated
+only after all rows are done and loss and gradient norm are finite. They are the sampler's own, updated in place; the
+model stays in eval mode, so sampler and trainer compute the same function. Only an adapter's dropout is active, in the
+loss pass of supervised fine-tuning, which has no sampler.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -26,48 +28,35 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
-from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
+from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.forward.rotary import fix_rotary_frequencies
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
+from tunesmith.trainer.batch import attach_token_masks
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.host_work import HostWork
-from tunesmith.trainer.layers.compiled_layers import compiled_layers, find_compilable
-from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.layers.compiled_layers import find_compilable
+from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
-from tunesmith.trainer.loss_pass import run_loss_pass
-from tunesmith.trainer.lr_schedule import compute_learning_rate
-from tunesmith.trainer.metrics import (
-    Total,
-    Update,
-    build_metrics,
-    build_token_metrics,
-    check_finite,
-    check_mismatch,
-    count_row_tokens,
-    read_totals,
-)
-from tunesmith.trainer.optimizer import compute_checksum
-from tunesmith.trainer.packing import pack_samples, split_minibatches
-from tunesmith.trainer.policy_versions import gather_versions, has_older_tokens
+from tunesmith.trainer.metrics import build_metrics, check_finite, check_mismatch
+from tunesmith.trainer.optimizer import compute_checksum, compute_learning_rate
+from tunesmith.trainer.packing import split_minibatches
 from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
-from tunesmith.trainer.scoring_pass import (
-    PreparedUpdate,
-    ProximalScores,
-    ScoringModels,
-    StepTerms,
-    compute_step_terms,
-    prepare_update,
-    scatter_to_samples,
-    score_logprobs,
-)
+from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.sharding.sharded_model import get_local
-from tunesmith.trainer.token_masks import attach_token_masks
-from tunesmith.trainer.token_terms import can_weigh_in_loss_pass
+from tunesmith.trainer.update import (
+    PassSetup,
+    StepScores,
+    compute_gradient,
+    gather_versions,
+    prepare_update,
+    read_update,
+    run_loss,
+    score_step,
+)
 from tunesmith.types import Sample
 
 LESS_MEMORY = (
@@ -76,6 +65,10 @@ LESS_MEMORY = (
 )
 CHANGE_CHECK_INTERVAL_STEPS = 10
 """Steps between checks whether an update changed any weight; each check synchronizes with the device."""
+FREEZE_CALL = 3
+"""Update after which everything is compiled: what is alive then lives as long as the run."""
+FULL_INTERVAL = 10
+"""Updates between collections of all generations; the collector would start one by itself after eleven."""
 
 
 class Trainer:
@@ -108,10 +101,9 @@ class Trainer:
         self._ranks = ranks
         self._algorithm = resolve_algorithm(algorithm, own=own_functions)
         self._settings, self._grammars = settings, grammars
-        self._norm_length = algorithm.norm_length or max_model_len
         self._dropouts, self._dropout_seed = find_dropouts(model), dropout_seed
         check_dropouts(self._dropouts, self._algorithm)
-        self._has_separate_sampler, self._num_total_steps = has_separate_sampler, num_total_steps
+        self._num_total_steps = num_total_steps
         check_extra_model(self._algorithm, "reference", reference_model)
         check_extra_model(self._algorithm, "teacher", teacher_model)
         check_extra_model(self._algorithm, "values", critic_model)
@@ -123,20 +115,28 @@ class Trainer:
         self._reference: Reference | None = None
         if reference_model is not None:
             self._reference = Reference(reference_model.eval(), refresh_steps=algorithm.reference_refresh_steps)
-        self._scoring_models = ScoringModels(
-            reference=reference_model,
-            reference_state=self._reference,
-            teacher=None if teacher_model is None else teacher_model.eval(),
-            score_values=None if self._critic is None else self._critic.score,
-        )
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
-        self._compiled = find_compilable(*models) if settings.has_compiled_layers else ()
-        self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
+        compiled = find_compilable(*models) if settings.has_compiled_layers else ()
         self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
-        is_compiled, has_dropout = bool(self._compiled), bool(self._dropouts)
-        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=has_dropout)
-        self._graphs = RowGraphs(model) if has_graphs and self._optimizer.stream is None else None
+        has_graphs = uses_row_graphs(model, settings, is_compiled=bool(compiled), has_dropout=bool(self._dropouts))
+        self._setup = PassSetup(
+            model=model,
+            settings=settings,
+            norm_length=algorithm.norm_length or max_model_len,
+            chunk_tokens=settings.logprob_chunk_tokens or choose_chunk_tokens(model),
+            scoring_models=ScoringModels(
+                reference=reference_model,
+                reference_state=self._reference,
+                teacher=None if teacher_model is None else teacher_model.eval(),
+                score_values=None if self._critic is None else self._critic.score,
+            ),
+            has_separate_sampler=has_separate_sampler,
+            compiled=compiled,
+            graphs=RowGraphs(model) if has_graphs and self._optimizer.stream is None else None,
+            stream=self._optimizer.stream,
+            ranks=ranks,
+        )
         self.num_steps = 0
         """Steps made, empty ones included; determines the learning rate."""
         self._host_work = HostWork(model.device)
@@ -174,18 +174,21 @@ class Trainer:
         )
         samples = attach_token_masks(samples, self._grammars)
         policy_version, groups = gather_versions(samples, self._ranks, policy_version)
-        proximal = self._score_proximal_policy(samples, policy_version)
-        step_terms = self._compute_step_terms(samples, proximal)
-        updates: list[Update] = []
+        scores = score_step(self._setup, self._algorithm, samples, policy_version=policy_version, step=self.num_steps)
+        updates: list[dict[str, float]] = []
         self._host_work.begin(host_work)
         for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
-            rows = self._pack(minibatch)
+            rows = self._setup.pack(minibatch)
             if self._ranks.is_any(bool(rows)):
-                part = None if proximal is None else proximal.select(indices)
-                terms = None if step_terms is None else step_terms.select(indices)
-                number = len(updates)
-                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, number=number)
+                update = self._update(
+                    minibatch,
+                    rows,
+                    scores.select(indices),
+                    learning_rate=learning_rate,
+                    policy_version=policy_version,
+                    number=len(updates),
+                )
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
         self._host_work.finish()
@@ -196,10 +199,12 @@ class Trainer:
     @torch.no_grad()
     def compute_loss(self, samples: Sequence[Sample]) -> float:
         """The loss of the samples as one batch, without an update."""
-        rows = self._pack(samples)
+        rows = self._setup.pack(samples)
         if not rows:
             raise ValueError(f"none of the {len(samples)} samples has a trained token, so there is no loss to compute")
-        return self._run(samples, rows, self._prepare(samples, rows))["train/loss"].value.item()
+        prepared = prepare_update(self._setup, self._algorithm, samples, rows, step=self.num_steps)
+        totals = run_loss(self._setup, self._algorithm, samples, rows, prepared.inputs)
+        return totals["train/loss"].value.item()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs in addition to the parameters; tensors are not copied."""
@@ -246,161 +251,66 @@ class Trainer:
     def hidden_size(self) -> int:
         return int(self._model.config.get_text_config().hidden_size)
 
-    def _pack(self, samples: Sequence[Sample]) -> list[Trie]:
-        return pack_samples(
-            samples,
-            max_tokens_per_row=self._settings.max_tokens_per_row,
-            has_prefix_sharing=self._settings.has_prefix_sharing,
-            hidden_size=self.hidden_size,
-        )
-
-    def _score_proximal_policy(self, samples: Sequence[Sample], policy_version: int | None) -> ProximalScores | None:
-        """Logprobs under the policy at the start of the step, if the step has importance weights or a mask."""
-        algorithm = self._algorithm
-        is_weighted = self._has_importance_weights(samples, policy_version)
-        if is_weighted and self._weighs_in_loss_pass():
-            return ProximalScores(logprobs=None, is_weighted=True)
-        rows = self._pack(samples) if is_weighted or algorithm.correction.mask is not None else []
-        if not self._ranks.is_any(bool(rows)):
-            return None
-        with compiled_layers(*self._compiled):
-            logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
-        return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=is_weighted)
-
-    def _has_importance_weights(self, samples: Sequence[Sample], policy_version: int | None) -> bool:
-        has_older = self._ranks.is_any(has_older_tokens(samples, policy_version))
-        is_off_policy = self._has_separate_sampler or has_older
-        return self._algorithm.uses_importance_weights(has_older_tokens=is_off_policy)
-
-    def _weighs_in_loss_pass(self) -> bool:
-        """Whether the loss pass computes the weights: its policy is the proximal one in a step of one update."""
-        is_one_update = self._settings.num_minibatches == 1 and self._critic is None
-        return is_one_update and can_weigh_in_loss_pass(self._algorithm)
-
-    def _compute_step_terms(self, samples: Sequence[Sample], proximal: ProximalScores | None) -> StepTerms | None:
-        """Values, advantages and returns by the critic before the first update; None without a critic."""
-        if self._critic is None:
-            return None
-        rows = self._pack(samples)
-        if not self._ranks.is_any(bool(rows)):
-            return None
-        with compiled_layers(*self._compiled):
-            return compute_step_terms(
-                self._model,
-                samples,
-                rows,
-                self._algorithm,
-                chunk_tokens=self._chunk_tokens,
-                scoring_models=self._scoring_models,
-                proximal=proximal,
-                step=self.num_steps,
-                ranks=self._ranks,
-            )
-
     def _update(
         self,
         samples: Sequence[Sample],
         rows: Sequence[Trie],
-        proximal: ProximalScores | None,
-        step_terms: StepTerms | None,
-        learning_rate: float,
-        policy_version: int | None,
+        scores: StepScores,
         *,
+        learning_rate: float,
+        policy_version: int,
         number: int,
-    ) -> Update:
-        """Update `number` of the step, from 0."""
+    ) -> dict[str, float]:
+        """Make update `number` of the step, from 0; return its metrics."""
         is_first = number == 0
         self._optimizer.clear_gradients()
-        has_checkpointing = self._settings.has_gradient_checkpointing
-        with compiled_layers(*self._compiled):
-            prepared = self._prepare(samples, rows, proximal, step_terms, policy_version, is_first=is_first)
-            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout(number):
-                totals = self._run(samples, rows, prepared)
+        gradient = compute_gradient(
+            self._setup,
+            self._algorithm,
+            samples,
+            rows,
+            scores,
+            policy_version=policy_version,
+            is_first=is_first,
+            step=self.num_steps,
+            dropout=self._active_dropout(number),
+            after_row=self._host_work.advance,
+        )
         self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
-        tensors = [grad_norm, *(total.value for total in totals.values())]
-        values = torch.stack([value.double() for value in tensors]).tolist()  # the only device synchronization
-        host_totals = read_totals(totals, values[1:], self._ranks)
-        metrics = build_token_metrics(host_totals, prepared.counts, is_first=is_first)
-        metrics |= count_row_tokens(rows, self._ranks) | prepared.metrics | {"train/grad_norm": values[0]}
-        if "train/kl" in host_totals:
-            metrics["train/kl_coef"] = self._algorithm.kl_coef
-        update = Update(metrics=metrics, grad_norm=values[0])
+        metrics = read_update(self._setup, self._algorithm, gradient, rows, grad_norm, is_first=is_first)
         try:
-            check_finite(update)
+            check_finite(metrics)
             if is_first and not self._algorithm.is_supervised:
-                check_mismatch(update, self._settings, has_console=self._ranks.is_first)
-            update.metrics.update(self._update_critic(rows, prepared))
+                check_mismatch(metrics, self._settings, has_console=self._ranks.is_first)
+            if self._critic is not None:
+                inputs = gradient.prepared.inputs
+                assert inputs.values_E is not None and inputs.returns_E is not None
+                metrics |= self._critic.update(rows, inputs.values_E, inputs.returns_E)
         except TrainingError:
             self._optimizer.clear_gradients()
             raise
         if self._critic is not None and self.num_steps < self._critic.num_warmup_steps:
             self._optimizer.clear_gradients()
-            return update
+            return metrics
         is_checked = self.num_steps % CHANGE_CHECK_INTERVAL_STEPS == 0
         before = self._optimizer.sample_weights() if is_checked else None
         self._optimizer.update(
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
         if before is not None:
-            update.metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
-            update.metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
-        return update
-
-    def _update_critic(self, rows: Sequence[Trie], prepared: PreparedUpdate) -> dict[str, float]:
-        if self._critic is None:
-            return {}
-        assert prepared.values_R is not None and prepared.returns_R is not None
-        return self._critic.update(rows, prepared.values_R, prepared.returns_R)
-
-    def _prepare(
-        self,
-        samples: Sequence[Sample],
-        rows: Sequence[Trie],
-        proximal: ProximalScores | None = None,
-        step_terms: StepTerms | None = None,
-        policy_version: int | None = None,
-        *,
-        is_first: bool = False,
-    ) -> PreparedUpdate:
-        return prepare_update(
-            self._model,
-            samples,
-            rows,
-            self._algorithm,
-            norm_length=self._norm_length,
-            chunk_tokens=self._chunk_tokens,
-            scoring_models=self._scoring_models,
-            proximal=proximal,
-            step_terms=step_terms,
-            newest_version=policy_version,
-            is_first=is_first,
-            step=self.num_steps,
-            ranks=self._ranks,
-        )
-
-    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], prepared: PreparedUpdate) -> dict[str, Total]:
-        return run_loss_pass(
-            self._model,
-            samples,
-            rows,
-            self._algorithm,
-            prepared.inputs,
-            chunk_tokens=self._chunk_tokens,
-            is_compiled=bool(self._compiled),
-            graphs=self._graphs if torch.is_grad_enabled() else None,
-            stream=self._optimizer.stream if torch.is_grad_enabled() else None,
-            after_row=self._host_work.advance,
-        )
+            metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
+            metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
+        return metrics
 
     def _active_dropout(self, number: int) -> AbstractContextManager[None]:
         """Context with the adapter's dropout active, seeded by the step and the update in it."""
         (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
-    def _adapt_kl_coef(self, update: Update, samples: Sequence[Sample]) -> None:
+    def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """Adapt the KL coefficient to the KL of the update."""
-        adaptive, kl = self._algorithm.kl_adaptive, update.metrics.get("train/kl")
+        adaptive, kl = self._algorithm.kl_adaptive, metrics.get("train/kl")
         if adaptive is not None and kl is not None:
             num_trajectories = len({sample.trajectory_index for sample in samples if not sample.is_expert})
             kl_coef = adapt_kl_coef(
@@ -411,3 +321,43 @@ class Trainer:
                 horizon=adaptive.horizon,
             )
             self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
+
+
+class HostWork:
+    """What the host does while the device computes the gradient of the first update of a step.
+
+    The host can queue about a thousand kernels, so it is never far ahead of the device: 0.1 s on an H200. Work is
+    therefore done in pieces, one after each row that was queued. Python's garbage collector is one of them: it would
+    stop the host for 10 to 500 ms at a time, at moments that differ between ranks, which wait for each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._num_calls = 0
+        self._pieces: list[Callable[[], None]] = []
+
+    def begin(self, pieces: Sequence[Callable[[], None]]) -> None:
+        """Plan these pieces of work and, on a GPU, a collection of garbage."""
+        self._pieces = [*pieces, *([self.collect_garbage] if self._is_cuda else [])]
+
+    def advance(self) -> None:
+        """Do the next piece, if one is left: a row was queued."""
+        if self._pieces:
+            self._pieces.pop(0)()
+
+    def finish(self) -> None:
+        """Do what is left: all rows were queued."""
+        while self._pieces:
+            self.advance()
+
+    def collect_garbage(self) -> None:
+        """Collect young objects, at times all; objects alive at the third update are exempt from then on.
+
+        Nothing is collected unless `run_lockstep` has exempted the objects of libraries, which take a second.
+        """
+        if self._num_calls == 0 and not gc.get_freeze_count():  # counting a million objects takes 0.1 s
+            return
+        self._num_calls += 1
+        gc.collect(2 if self._num_calls == FREEZE_CALL or self._num_calls % FULL_INTERVAL == 0 else 1)
+        if self._num_calls == FREEZE_CALL:
+            gc.freeze()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
@@ -75,9 +76,7 @@ class SecurityHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = list(message["headers"])
-                added = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
-                message = {**message, "headers": [*headers, *added]}
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

@@ -7,8 +7,7 @@ import statistics
 
 import pytest
 
-from tunesmith.algorithms.advantages.group import RunOutcome
-from tunesmith.algorithms.advantages.pass_at_k import compute_pass_at_k_advantages
+from tunesmith.algorithms.advantages.group import RunOutcome, compute_pass_at_k_advantages
 
 
 def compute(rewards: list[float | None], **args) -> list[float | None]:

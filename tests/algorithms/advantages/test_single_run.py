@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tunesmith.algorithms.advantages.baselines import compute_remax_advantages, keep_rewards
 from tunesmith.algorithms.advantages.group import RunOutcome
-from tunesmith.algorithms.advantages.single_run import compute_remax_advantages, keep_rewards
 
 
 def outcomes(*rewards: float | None, baseline: float | None = None) -> list[RunOutcome]:

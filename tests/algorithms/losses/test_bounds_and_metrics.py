@@ -17,7 +17,6 @@ from tunesmith.algorithms.losses.bounded_ratio import (
     compute_sapo_losses,
     compute_sppo_losses,
 )
-from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.losses.expert_mixture import (
     compute_chord_losses,
     compute_chord_terms,
@@ -26,6 +25,7 @@ from tunesmith.algorithms.losses.expert_mixture import (
 )
 from tunesmith.algorithms.losses.preference import compute_kto_terms
 from tunesmith.algorithms.losses.reinforce import compute_rec_losses
+from tunesmith.algorithms.scores import TokenScores
 from tunesmith.algorithms.sequence_terms import compute_m2po_terms, compute_rloo_terms, compute_topr_terms
 
 
@@ -121,7 +121,7 @@ def test_mixtures_clip_sampled_tokens_like_ppo(compute):
 @pytest.mark.parametrize("step", [0, 1, 7])
 def test_mixtures_weight_experts_by_a_tenth_by_default(compute, step):
     terms = compute(build_scores([[1.0], [1.0, 1.0]], experts=[False, True], step=step))
-    assert terms.weights_E == pytest.approx([0.9, 0.1, 0.1])
+    assert terms.correction_E == pytest.approx([0.9, 0.1, 0.1])
 
 
 def test_kto_metrics():
@@ -187,9 +187,9 @@ def test_m2po_caps_the_mean_of_squared_log_ratios():
     """d = -.1, -.3 where A < 0: the squares' means are .01 and .05, so only the first stays under .04."""
     scores = build_scores([[-1, -1, 1]], old=[[-1, -1, -1]], logprobs=[[-1.1, -1.3, -2.0]])
     terms = compute_m2po_terms(scores)
-    assert terms.weights_E.tolist() == [1.0, 0.0, 1.0]
+    assert terms.correction_E.tolist() == [1.0, 0.0, 1.0]
     assert terms.advantages_E.tolist() == [-1, -1, 1]
-    assert compute_m2po_terms(scores, second_moment_cap=0.051).weights_E.all()
+    assert compute_m2po_terms(scores, second_moment_cap=0.051).correction_E.all()
     assert compute_m2po_terms(build_scores([], logprobs=[])).metrics == {"train/m2po_masked_frac": 0.0}
 
 
@@ -201,7 +201,7 @@ def test_rloo_subtracts_the_mean_kl_of_the_other_runs():
     )  # fmt: skip
     terms = compute_rloo_terms(scores, reward_kl_coef=0.1)
     assert terms.advantages_E == pytest.approx([-0.1 * (1 - 4), -0.1 * (2 - 3.5), -0.1 * (6 - 1.5), 0.0])
-    assert terms.weights_E.tolist() == [1.0] * 4
+    assert terms.correction_E is None
     assert terms.metrics == {"train/reward_kl": pytest.approx(3.5)}
     assert compute_rloo_terms(scores).metrics == {}
 
@@ -209,7 +209,7 @@ def test_rloo_subtracts_the_mean_kl_of_the_other_runs():
 def test_weighting_terms_keep_the_advantages():
     scores = build_scores([[0.5, -0.5]], logprobs=[[-1, -1]], old=[[-1, -1]])
     assert compute_topr_terms(scores).advantages_E.tolist() == [0.5, -0.5]
-    assert compute_reinforce_plus_plus_terms(scores).weights_E.tolist() == [1.0, 1.0]
+    assert compute_reinforce_plus_plus_terms(scores).correction_E is None
 
 
 def test_gae_has_no_value_after_the_last_token():

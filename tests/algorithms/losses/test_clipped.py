@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tunesmith.algorithms.losses.clipped import (
-    TokenScores,
     compute_ppo_clip_losses,
     compute_sft_is_losses,
     compute_sft_losses,
     compute_sft_phi_losses,
 )
+from tunesmith.algorithms.scores import TokenScores
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.losses.divergence import compute_dppo_kl_losses, compute_dppo_tv_losses
+from tunesmith.algorithms.scores import TokenScores
 
 LOSSES = {"tv": compute_dppo_tv_losses, "kl": compute_dppo_kl_losses}
 

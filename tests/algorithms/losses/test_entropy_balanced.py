@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.clipped import TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
 from tunesmith.algorithms.losses.entropy_balanced import compute_aepo_losses, compute_aepo_terms
+from tunesmith.algorithms.scores import TokenScores
 
 
 def test_advantages_grow_with_the_entropy_by_hand():
@@ -20,7 +21,7 @@ def test_advantages_grow_with_the_entropy_by_hand():
     np.testing.assert_allclose(terms.advantages_E, [1.6, -0.8, 2.4, -1.2])
     assert terms.is_selected_E.tolist() == [False, False, True, True]
     assert terms.metrics == {"train/entropy_selected_frac": 0.5}
-    np.testing.assert_allclose(terms.weights_E, 1.0)
+    assert terms.correction_E is None
 
 
 def test_no_advantage_changes_its_sign_and_coefficient_0_keeps_all():

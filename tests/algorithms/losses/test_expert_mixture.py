@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.clipped import TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
 from tunesmith.algorithms.losses.expert_mixture import (
     compute_chord_losses,
     compute_chord_terms,
@@ -17,6 +17,7 @@ from tunesmith.algorithms.losses.expert_mixture import (
     compute_mix_terms,
     compute_mu,
 )
+from tunesmith.algorithms.scores import TokenScores
 
 LOGPROBS = [-0.3, -1.5, -0.7, -2.5]
 OWN = TokenScores(
@@ -85,10 +86,10 @@ def test_clip_metrics_exclude_expert_tokens():
 def test_weights_are_mu_and_one_minus_mu():
     scores = build_scores([[1.0, 1.0], [0.0]], experts=[False, True])
     terms = compute_mix_terms(scores, mu=0.25)
-    assert terms.weights_E.tolist() == [0.75, 0.75, 0.25]
+    assert terms.correction_E.tolist() == [0.75, 0.75, 0.25]
     assert terms.advantages_E.tolist() == [1.0, 1.0, 0.0]
     assert terms.metrics == {"expert/mu": 0.25, "expert/num_sequences": 1.0, "expert/num_tokens": 1.0}
-    assert compute_mix_terms(build_scores([])).weights_E.size == 0
+    assert compute_mix_terms(build_scores([])).correction_E.size == 0
 
 
 def test_mu_has_linear_warmup_and_cosine_decay():
@@ -102,6 +103,6 @@ def test_chord_mu_depends_on_the_step():
     args = {"mu_peak": 0.9, "mu_valley": 0.1, "mu_warmup_steps": 4, "mu_decay_steps": 4}
     for step, mu in ((2, 0.45), (6, 0.5), (99, 0.1)):
         scores = build_scores([[1.0], [0.0]], experts=[False, True], step=step)
-        np.testing.assert_allclose(compute_chord_terms(scores, **args).weights_E, [1 - mu, mu])
+        np.testing.assert_allclose(compute_chord_terms(scores, **args).correction_E, [1 - mu, mu])
     defaults = compute_chord_terms(build_scores([[1.0], [0.0]], experts=[False, True], step=7))
-    np.testing.assert_allclose(defaults.weights_E, [0.9, 0.1])
+    np.testing.assert_allclose(defaults.correction_E, [0.9, 0.1])

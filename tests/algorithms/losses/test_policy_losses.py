@@ -14,13 +14,13 @@ from tunesmith.algorithms.losses.bounded_ratio import (
     compute_sapo_losses,
     compute_sppo_losses,
 )
-from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.losses.reinforce import (
     compute_importance_sampling_losses,
     compute_opmd_losses,
     compute_rec_losses,
     compute_reinforce_losses,
 )
+from tunesmith.algorithms.scores import TokenScores
 
 
 def build_golden():

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
+from tunesmith.algorithms.scores import TokenScores
 
 LENGTHS = [3, 1, 4, 2, 5, 2]
 DPO_LABELS, DPO_GROUPS = [1, -1, -1, 1, 1, -1], [0, 0, 1, 1, 2, 2]
@@ -38,7 +38,8 @@ def run_ours(compute_terms, policy, reference, labels, groups=None, **args) -> t
     )
     terms = compute_terms(scores, **args)
     losses, logprobs = compute_token_losses(terms, policy)
-    loss = (torch.from_numpy(terms.weights_E) * losses).sum()
+    assert terms.correction_E is None
+    loss = losses.sum()
     loss.backward()
     return loss.item(), logprobs.grad, terms.metrics
 

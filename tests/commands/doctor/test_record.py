@@ -146,6 +146,16 @@ def test_configs_of_earlier_versions_are_read_without_what_is_refused_now(run):
     assert record.config.algorithm.group_size == 4 and record.config.engine.page_size == 16
 
 
+def test_knobs_of_earlier_versions_that_need_others_are_left_out_alone(run):
+    folder = run(steps=1).folder
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("  num_samples: 1", "  num_samples: 4"))
+    config.write_text(config.read_text().replace("  min_lr_ratio: 0.0", "  min_lr_ratio: 0.1"))
+    record = open_run(folder)
+    assert record.config.evaluation.num_samples == 1 and record.config.trainer.min_lr_ratio == 0
+    assert record.config.trainer.learning_rate == record.settings["trainer"]["learning_rate"]
+
+
 def test_every_check_is_documented():
     names = SHARED_CHECKS.keys() | RL_CHECKS.keys() | OFFLINE_CHECKS.keys()
     documented = re.findall(r"^\| `([a-z-]+)` \|", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -117,3 +117,19 @@ def test_questions_and_answers_have_the_names_of_several_sets(tmp_path, name):
 def test_a_row_without_an_answer_is_named(tmp_path):
     with pytest.raises(DataError, match=r"row 1 of .* has no answer: none of answer, final_answer"):
         load(tmp_path / "test.jsonl", [{"question": "a", "answer": "x"}, {"question": "b", "solution": "y"}])
+
+
+def test_the_report_names_the_scorer_of_each_set(workplace):
+    result = CliRunner().invoke(app, ["eval", "eval.yaml", "--suite", "tir_paper", "--out", "out"])
+    assert result.exit_code == 0, result.output
+    guessed = "scored 2 by token F1 and 2 by math-verify, chosen by their answers; fields.ability of the set decides"
+    assert f"### set: 4 tasks, 1 rollout of each; {guessed}" in (workplace / "out/comparison.md").read_text()
+    saved = json.loads((workplace / "out/comparison.json").read_text())["set"]
+    assert saved["scorer"] == guessed
+    means = {name: each["mean"] for name, each in saved["models"]["pocket"]["estimates"].items()}
+    assert (means["math_equal"], means["paper_math_equal"]) == (1.0, 2 / 4), "12.0 is not 12 for ET-Agent"
+    assert means["reward"] == 2 / 4
+    overrides = ["eval_datasets.set.fields.ability=qa"]
+    compared = evaluate("eval.yaml", suite="tir", overrides=overrides)
+    assert compared.sets["set"].scorer == "scored by token F1"
+    assert "set/pocket/math_equal" not in compared.metrics

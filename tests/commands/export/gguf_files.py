@@ -9,15 +9,18 @@ from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_token
 from transformers import PreTrainedModel
 
 from tunesmith.commands.export.gguf.architecture import describe_architecture
+from tunesmith.commands.export.gguf.files import GgufPlan
 from tunesmith.commands.export.gguf.vocabulary import describe_vocabulary
-from tunesmith.commands.export.gguf.writer import GgufHeader, write_gguf
+from tunesmith.commands.export.gguf.writer import write_gguf
 
 
-def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architecture: object) -> GgufHeader:
-    """The header of a model with one of the tiny tokenizers; keyword arguments overwrite fields of its architecture."""
-    return GgufHeader(
+def build_gguf_plan(model: PreTrainedModel, tokenizer: str = "qwen2", **architecture: object) -> GgufPlan:
+    """The plan of a model with one of the tiny tokenizers; keyword arguments overwrite fields of its architecture."""
+    return GgufPlan(
         name="tiny",
         license="mit",
+        types=("f32",),
+        num_threads=1,
         architecture=dataclasses.replace(describe_architecture(model.config), **architecture),
         vocabulary=describe_vocabulary(build_tokenizer(tokenizer), model.config),
     )
@@ -26,5 +29,5 @@ def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architectur
 def write_tiny_gguf(name: str, path: Path, *, file_type: str = "f32", **architecture: object) -> PreTrainedModel:
     """Write one of CONFIGS as a GGUF file and return the model."""
     model = build_random_model(CONFIGS[name])
-    write_gguf(path, model, build_header(model, TOKENIZERS[name], **architecture), file_type=file_type)
+    write_gguf(path, model, build_gguf_plan(model, TOKENIZERS[name], **architecture), file_type=file_type)
     return model

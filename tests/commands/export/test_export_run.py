@@ -353,7 +353,7 @@ def test_paths_without_a_model_are_refused(path, message, tmp_path, monkeypatch)
         ({"formats": []}, "formats"),
         ({"formats": ["onnx"]}, "must be 'hf', 'adapter' or 'gguf'"),
         ({"formats": ["hf", "hf"]}, "has a duplicate"),
-        ({"gguf_types": ["f16"]}, "gguf_types has no effect unless formats contains gguf"),
+        ({"gguf_types": ["q8_0"]}, "gguf_types has no effect with formats=hf: set formats=gguf"),
         ({"name": "a/b"}, "name='a/b' must consist of letters"),
         ({"license": " "}, "license=' ' must be one non-empty line"),
         ({"gguf_type": ["f16"]}, "did you mean 'gguf_types'?"),
@@ -368,7 +368,7 @@ def test_invalid_settings_are_refused(values, message):
 def test_the_command_exports_and_prints_the_comparison(source, tmp_path):
     result = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / "out"), "--set", "license=mit"])
     assert result.exit_code == 0, result.output
-    assert "exported tiny-smollm" in result.output and "hf: num_tokens=" in result.output
+    assert "ExportResult\n  name  tiny-smollm" in result.output and "/out/hf (num_tokens " in result.output
     record = json.loads((tmp_path / "out" / "DONE.json").read_text())
     assert record["settings"]["license"] == "mit"
     result = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / "x"), "--format", "onnx"])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 gguf = pytest.importorskip("gguf")
 
 from exported_models import CHAT, CONFIGS, build_random_model, build_tokenizer  # noqa: E402
-from gguf_files import build_header, write_tiny_gguf  # noqa: E402
+from gguf_files import build_gguf_plan, write_tiny_gguf  # noqa: E402
 
 from tunesmith.commands.export.gguf.writer import pair_rotated_rows, write_gguf  # noqa: E402
 from tunesmith.commands.export.run import run_export  # noqa: E402
@@ -69,7 +69,7 @@ def test_q8_0_error_is_at_most_half_a_quantization_step(tmp_path):
 
 def test_rows_that_are_no_multiple_of_a_block_are_f16(tmp_path):
     model = build_random_model(CONFIGS["qwen2"].__class__(**CONFIGS["qwen2"].to_dict() | {"intermediate_size": 40}))
-    write_gguf(tmp_path / "m.gguf", model, build_header(model), file_type="q8_0")
+    write_gguf(tmp_path / "m.gguf", model, build_gguf_plan(model), file_type="q8_0")
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert (types["blk.0.ffn_down.weight"], types["blk.0.ffn_up.weight"]) == ("F16", "Q8_0")
 
@@ -109,14 +109,14 @@ def test_values_out_of_the_range_of_f16_are_refused(value, message, tmp_path):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = value
     with pytest.raises(ModelError, match=f"blk.1.ffn_up.weight has values.*{message}"):
-        write_gguf(tmp_path / "m.gguf", model, build_header(model), file_type="f16")
+        write_gguf(tmp_path / "m.gguf", model, build_gguf_plan(model), file_type="f16")
 
 
 def test_a_tensor_that_gguf_has_no_name_for_is_refused(tmp_path):
     model = build_random_model(CONFIGS["qwen2"])
     model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(ModelError, match="no name for the model's tensor extra"):
-        write_gguf(tmp_path / "m.gguf", model, build_header(model), file_type="f32")
+        write_gguf(tmp_path / "m.gguf", model, build_gguf_plan(model), file_type="f32")
     assert not (tmp_path / "m.gguf").exists()
 
 

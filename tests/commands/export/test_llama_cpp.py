@@ -13,7 +13,7 @@ gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
 
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny  # noqa: E402
-from gguf_files import build_header, write_tiny_gguf  # noqa: E402
+from gguf_files import build_gguf_plan, write_tiny_gguf  # noqa: E402
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
 
 from tunesmith.commands.export.gguf.writer import write_gguf  # noqa: E402
@@ -69,7 +69,7 @@ def test_q4_k_m_loads_and_computes_logits(tmp_path):
     config = CONFIGS["qwen2"]
     config.hidden_size, config.intermediate_size = 256, 512
     model = build_random_model(config, std=0.05)
-    write_gguf(tmp_path / "f32.gguf", model, build_header(model), file_type="f32")
+    write_gguf(tmp_path / "f32.gguf", model, build_gguf_plan(model), file_type="f32")
     quantize_file(tmp_path / "f32.gguf", tmp_path / "q4.gguf", file_type="q4_k_m", num_threads=1)
     types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "q4.gguf").tensors}
     assert {"Q4_K", "Q6_K"} <= types

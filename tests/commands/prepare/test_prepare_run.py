@@ -390,8 +390,8 @@ def test_the_command_prepares_and_reports(data, tmp_path):
     out = tmp_path / "prepared"
     result = CliRunner().invoke(app, ["prepare", str(config), "--out", str(out), "--style", "last", "--set", "seed=3"])
     assert result.exit_code == 0, result.output
-    assert "train: 2 rows of 4; dropped: wrong_calculation 1, no_answer 1" in result.output
-    assert "format: 2 of 2 rows valid" in result.output
+    assert "2 rows of 4; dropped: wrong_calculation 1, no_answer 1" in result.output
+    assert "2 of 2 rows valid" in result.output
     settings = json.loads((out / "DONE.json").read_text())["settings"]
     assert (settings["style"], settings["seed"]) == ("last", 3)
 

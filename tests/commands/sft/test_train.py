@@ -29,7 +29,7 @@ from tunesmith.config import (
     SftTrainerSection,
 )
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
-from tunesmith.model.adapters.dropout import find_dropouts
+from tunesmith.model.adapters.adapter import find_dropouts
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.load_config import build_section, dump_config, load_section
@@ -252,7 +252,7 @@ def strip_times(row):
 
 
 def test_early_stopping_without_held_out_rows_is_refused(folder, data):
-    with pytest.raises(ValueError, match="early_stopping needs held-out rows"):
+    with pytest.raises(ValueError, match="early_stopping has no effect without eval_dataset .*held-out rows"):
         build_config(folder, data, early_stopping=PatienceSection())
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tunesmith.commands.tune.plan import compute_total_steps
-from tunesmith.config import DatasetSection, ModelSection, RunConfig
 from tunesmith.experience.store import load_rollouts
 
 PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192", "monitor.trackers=[]")
@@ -84,10 +83,4 @@ def test_repeated_tasks_are_selected_fed_back_and_resumed(run):
 
 @pytest.mark.parametrize(("epochs", "num_tasks", "steps"), [(1, 2, 1), (8, 2, 3), (1, 5, 1), (2, 14, 5), (1, 4, 1)])
 def test_whole_batches_and_at_least_one(epochs, num_tasks, steps):
-    config = RunConfig(
-        model=ModelSection(path="m"),
-        train_dataset=DatasetSection(path="d"),
-        algorithm={"batch_size": 5},
-        total_epochs=epochs,
-    )
-    assert compute_total_steps(config, num_tasks=num_tasks) == steps
+    assert compute_total_steps(epochs, num_tasks=num_tasks, batch_size=5) == steps

@@ -10,12 +10,7 @@ import pytest
 import yaml
 
 from small_runs import build_small_run, write_splits
-from tunesmith import (
-    AlgorithmConfig,
-    DatasetConfig,
-    JudgeOutput,
-    TaskSelectorConfig,
-)
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TaskSelectorConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
@@ -230,7 +225,7 @@ def test_groups_with_zero_advantage_are_replaced_within_the_budget(run):
             "capacity=9 has no effect with num_groups=0",
         ),
         (("experience.replay={num_groups: 2, capacity: 1}",), ConfigError, "capacity=1 is less than num_groups=2"),
-        (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3.0 has no effect.*experience\.replay"),
+        (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3 has no effect.*experience\.replay"),
         (
             ("algorithm.algorithm_type=opmd", "algorithm.correction.cap=3", "experience.replay.num_groups=2"),
             ConfigError,

@@ -114,7 +114,7 @@ def test_a_prompt_under_which_workflows_fail_is_not_chosen(tune):
 def test_a_failing_proposer_or_initial_prompt_ends_with_one_error(tune):
     with pytest.raises(RolloutError, match="the model that proposes prompts failed: ConnectionError: refused"):
         tune(Proposer(ConnectionError("refused")))
-    with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: .* runs failed.*boom"):
+    with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: .* rollouts failed.*boom"):
         tune(Proposer("Be nice."), init_system_prompt="Crash.")
     for thread in [each for each in threading.enumerate() if each.name == "tunesmith-prompts"]:
         thread.join(timeout=60)

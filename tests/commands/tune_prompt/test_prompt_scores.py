@@ -15,10 +15,8 @@ from tunesmith import DatasetConfig, JudgeOutput, PromptTuneConfig, PromptTuneRe
 from tunesmith.commands.candidates.models import Candidate, LoadedModel
 from tunesmith.commands.candidates.runs import RunLimits
 from tunesmith.commands.eval.statistics import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, PromptScore
+from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptScore, Teacher
 from tunesmith.commands.tune_prompt.result import HeldOutScores, compute_improvement
-from tunesmith.commands.tune_prompt.settings import LiteLlmModel
-from tunesmith.commands.tune_prompt.teacher import Teacher
 from tunesmith.commands.tune_prompt.tune import choose_proposer
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.rollout.service import ExternalModel
@@ -80,7 +78,7 @@ def test_a_prompt_with_too_many_failures_is_never_the_best_and_the_first_one_rai
     runs, _ = build_runs()
     asyncio.run(runs.score("first", range(4)))
     assert asyncio.run(runs.score("fails", range(4))) == -math.inf
-    with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: 4 of 4 runs failed.*boom"):
+    with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: 4 of 4 rollouts failed.*boom"):
         asyncio.run(build_runs()[0].score("fails", range(4)))
 
 

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tunesmith.engine.batch.kv_cache import KVCache, LayerShape, PagedAttentionPlan
-from tunesmith.engine.batch.single_run_plan import MAX_REQUESTS, SingleRunPlan, has_single_runs
+from tunesmith.engine.batch.kv_cache import (
+    MAX_REQUESTS,
+    KVCache,
+    LayerShape,
+    PagedAttentionPlan,
+    SingleRunPlan,
+    has_single_runs,
+)
 from tunesmith.engine.core.span import BlockRun, Span
 from tunesmith.model.forward.attention import AttentionOptions
 

@@ -36,7 +36,7 @@ def run_step(scheduler: Scheduler) -> SchedulerOutput:
     scheduler.commit(step.chunks)
     for chunk in step.chunks:
         if chunk.has_last_token:
-            chunk.request.append(7, -1.0, 0)
+            chunk.request.extend([7], [-1.0], 0)
     return step
 
 
@@ -137,7 +137,7 @@ def test_a_request_that_the_whole_cache_cannot_hold_is_unschedulable() -> None:
     alone = scheduler.running[0]
     scheduler.commit([])
     alone.num_computed = 8
-    alone.append(7, -1.0, 0)
+    alone.extend([7], [-1.0], 0)
     assert scheduler.schedule().unschedulable == [alone]
     assert not scheduler.has_requests
     assert scheduler.pool.num_available == 2

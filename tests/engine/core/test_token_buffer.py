@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunesmith.engine.core.token_buffer import INITIAL_WIDTH, TokenBuffer
+from tunesmith.engine.core.output_processor import INITIAL_WIDTH, TokenBuffer
 
 
 def test_take_returns_each_slots_tokens_once() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tunesmith.engine.cpu.direct_calls import DirectCall, DirectCalls
+from tunesmith.engine.cpu.layers import DirectCall, DirectCalls
 
 
 class Block(nn.Module):

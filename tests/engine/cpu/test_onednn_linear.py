@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
+from tunesmith.engine.cpu.layers import OneDnnLinears
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tunesmith.engine.cpu.rms_norm import RmsNorms
+from tunesmith.engine.cpu.layers import RmsNorms
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):

@@ -19,6 +19,7 @@ from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.custom_ops import Prologue
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind
 from tunesmith.engine.cuda.fx_passes import FusedOps, QuantizedOps, fuse_layer
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import (
@@ -79,7 +80,7 @@ def attend(
 
 
 def paged_decode(*tensors_and_numbers: Any) -> Tensor:
-    query, key, value, keys, values, table, positions, scaling, window, softcap, *prologue = tensors_and_numbers
+    query, key, value, keys, values, table, positions, _, _, scaling, window, softcap, *prologue = tensors_and_numbers
     places = list(enumerate(positions.tolist()))
     return attend(query, key, value, keys, values, table, places, scaling, window, softcap, *(prologue or [None]))
 
@@ -149,7 +150,10 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
         plan = build_prefill_plan(cache, spans, tile_tokens=8, device=CPU)
         row, places = torch.cat([ids[0, :11], ids[1, :5]]), torch.cat([torch.arange(11), torch.arange(5)])
         prefilled = run_body(model, row[None], places[None], plan)[0]
-        plan = build_decode_plan(cache, torch.tensor(blocks, dtype=torch.int32), positions)
+        divider = Divider(block_size=4, num_kv_heads=1, num_heads=1, head_size=16, num_sms=1, window=0)
+        division_7S = torch.zeros((7, 2), dtype=torch.int32)
+        work = DecodeWork.allocate(divider, Kind.WHOLE, positions, division_7S)
+        plan = build_decode_plan(cache, torch.tensor(blocks, dtype=torch.int32), work)
         decoded = run_body(model, ids[[0, 1], positions][None], positions[None], plan)[0]
     num_layers, num_last_norms = len(model.get_decoder().layers), 0 if has_fp32_residual else 2
     assert calls == {

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSection, RunConfig
-from tunesmith.engine.vllm import installation
+from tunesmith.engine.vllm import support
 from tunesmith.engine.vllm.process import VllmProcess, explain_log
 from tunesmith.errors import ConfigError
 from tunesmith.runs.placement import check_workers
@@ -26,7 +26,7 @@ def set_version(monkeypatch, version):
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(installation.metadata, "version", find)
+    monkeypatch.setattr(support.metadata, "version", find)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_engine_of_an_auxiliary_model_is_in_this_process():
 
 def test_vllm_is_a_separate_sampler_whose_correction_may_be_set():
     config = {"model": {"path": "x", "max_model_len": 64}, "algorithm": {"correction": {"cap": 3.0}}}
-    with pytest.raises(ValidationError, match="algorithm.correction.cap=3.0 has no effect"):
+    with pytest.raises(ValidationError, match="algorithm.correction.cap=3 has no effect"):
         RunConfig.model_validate(config)
     assert RunConfig.model_validate(config | {"engine": {"kind": "vllm"}}).engine.has_separate_sampler
 

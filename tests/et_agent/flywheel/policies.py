@@ -10,8 +10,7 @@ from openai.types.chat import ChatCompletion
 from tunesmith.config import EnvironmentSection, FlywheelConfig
 from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.transcript import Segment, wrap_result
-from tunesmith.et_agent.flywheel.hints import list_hints
-from tunesmith.et_agent.flywheel.operators import FlywheelAttempt, Parent
+from tunesmith.et_agent.flywheel.operators import FlywheelAttempt, Parent, list_hints
 from tunesmith.tools.tool import tool
 
 QUESTION = "When was Zaven Union founded?"

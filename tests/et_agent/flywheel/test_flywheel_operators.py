@@ -20,11 +20,9 @@ from policies import (
     think,
 )
 
-from tunesmith.environments.format import find_format_error
-from tunesmith.environments.transcript import Segment
+from tunesmith.environments.transcript import Segment, find_format_error
 from tunesmith.et_agent.flywheel import scripted_roles
-from tunesmith.et_agent.flywheel.hints import BY_TOOL, GENERAL, list_hints
-from tunesmith.et_agent.flywheel.operators import OPERATORS
+from tunesmith.et_agent.flywheel.operators import BY_TOOL, GENERAL, OPERATORS, list_hints
 from tunesmith.et_agent.flywheel.roles import Finding, StepDraft
 from tunesmith.et_agent.flywheel.steps import reopen_end, split_steps
 

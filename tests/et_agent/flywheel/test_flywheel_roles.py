@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from policies import FOUND, REPEATED, WRONG, ScriptedPolicy, call, make_attempt, make_transcript, result, think
 
-from tunesmith.et_agent.flywheel.judging import count_votes, judge_by_votes
+from tunesmith.et_agent.flywheel.crew import count_votes, judge_by_votes
 from tunesmith.et_agent.flywheel.prompted_roles import build_model_analyst, build_model_author, read_thoughts
 from tunesmith.et_agent.flywheel.roles import Finding, StepDraft
 from tunesmith.et_agent.flywheel.scripted_roles import analyst, author

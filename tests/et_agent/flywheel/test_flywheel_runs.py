@@ -218,7 +218,7 @@ def test_two_flywheels_cannot_write_one_folder(values, tmp_path):
 def test_failures_are_counted_and_too_many_end_the_run_without_a_wrong_answer(values, tmp_path):
     broken = FUNCTIONS.replace("    return JudgeOutput", '    raise OSError("down")\n    return JudgeOutput')
     (tmp_path / "functions.py").write_text(broken)
-    with pytest.raises(RolloutError, match="4 of 4 attempts failed(.|\n)*4 x OSError: down"):
+    with pytest.raises(RolloutError, match="4 of 4 rollouts failed(.|\n)*4 x workflow: OSError: down"):
         run(values, tmp_path / "out")
     assert not [row for row in read(tmp_path / "out" / "attempts.jsonl") if "outcome" in row]
     result = run(values | {"rollout": {"chat_model": "openai", "max_failure_rate": 1.0}}, tmp_path / "all")

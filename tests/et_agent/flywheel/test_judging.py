@@ -8,7 +8,7 @@ import pytest
 
 from tunesmith import JudgeOutput
 from tunesmith.environments.transcript import Segment, Transcript
-from tunesmith.et_agent.flywheel.judging import judge_by_function
+from tunesmith.et_agent.flywheel.crew import judge_by_function
 
 pytestmark = pytest.mark.anyio
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.environments.format import find_format_error
+from tunesmith.environments.transcript import find_format_error
 from tunesmith.et_agent.formats.tags import find_failure, parse_trajectory
 from tunesmith.et_agent.formats.validity import find_reward_error, find_sft_error
 

@@ -10,7 +10,7 @@ from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.workers.group_runner import run_groups
+from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.tool_log import record_call
 from tunesmith.types import Distribution, Group, Sampling, Task, WorkflowOutput
 
@@ -70,10 +70,11 @@ async def run_branched(
 ) -> list[Group]:
     """`part`: of the groups that are started together, those that run here."""
     requests = build_requests(tasks, size=group_size, seed=seed, step=1, has_branches=branching is not None)
-    return await run_groups(
-        requests[part],
+    runner = GroupRunner(
         agent=Agent(workflow=workflow, timeout_s=TIMEOUT_S),
         model=service or build_service(),
         max_concurrency=max_concurrency,
         branching=branching,
     )
+    async with runner:
+        return await runner.run_all(requests[part])

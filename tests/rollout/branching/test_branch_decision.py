@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tunesmith.config import BranchingSection
-from tunesmith.rollout.branching.decision import (
+from tunesmith.rollout.branching.tree import (
     choose_num_initial,
     compute_branch_probability,
     compute_window_entropy,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.config import BranchingSection
-from tunesmith.experience.tree_credit import share_credit
+from tunesmith.experience.samples import share_credit
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
 from tunesmith.types import Completion, Sampling, Task, Trajectory, Turn
 

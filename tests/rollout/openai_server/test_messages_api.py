@@ -9,7 +9,7 @@ import httpx
 import pytest
 from served import ADD, SUB, build_service, get_engine
 
-from tunesmith.rollout.openai_server.messages_api.request import translate_request
+from tunesmith.rollout.openai_server.messages_api import translate_request
 
 if importlib.util.find_spec("anthropic") is None:
     pytest.skip("the Anthropic SDK is not installed: pip install anthropic", allow_module_level=True)

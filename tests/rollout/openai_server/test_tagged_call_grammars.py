@@ -15,11 +15,11 @@ from tunesmith.chat.messages import parse_tools
 from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.rollout.openai_server.constraints import (
-    ConstraintError,
     constrain_call,
     constrain_reply,
     parse_constraint,
 )
+from tunesmith.rollout.openai_server.fields import RequestError
 
 pytest.importorskip("llguidance")
 GLM_46 = families.GLM.replace("call.function.name + '\\n' }}", "call.function.name }}").replace(
@@ -198,26 +198,26 @@ def test_keywords_that_text_cannot_be_held_to_are_refused_for_strict_tools_only(
     family: Family, schema: dict[str, Any], keyword: str
 ) -> None:
     parameters = build_schema({"a": schema}, "a")
-    with pytest.raises(ConstraintError, match=keyword) as caught:
+    with pytest.raises(RequestError, match=keyword) as caught:
         family.constrain(parameters)
     assert caught.value.param == "tools"
     grammar = family.constrain(parameters, is_strict=False)
     assert family.accepts(grammar, family.write(("a", "b")))
-    with pytest.raises(ConstraintError, match="minProperties"):
+    with pytest.raises(RequestError, match="minProperties"):
         family.constrain(build_schema({}, minProperties=1))
 
 
 @pytest.mark.parametrize("pattern", ["^(?=a)b", "^a|b$", 3])
 def test_patterns_that_cannot_be_enforced_are_refused(pattern: object) -> None:
     schema = build_schema({"a": {"type": "string", "pattern": pattern}}, "a")
-    with pytest.raises(ConstraintError, match="pattern"):
+    with pytest.raises(RequestError, match="pattern"):
         FAMILY_OF["glm"].constrain(schema, is_strict=False)
 
 
 def test_names_that_the_format_cannot_write_are_refused(family: Family) -> None:
-    with pytest.raises(ConstraintError, match="cannot write an argument named 'a>b'"):
+    with pytest.raises(RequestError, match="cannot write an argument named 'a>b'"):
         family.constrain(build_schema({"a>b": {}}, "a>b"), is_strict=False)
-    with pytest.raises(ConstraintError, match="can write no value of the argument 'a'"):
+    with pytest.raises(RequestError, match="can write no value of the argument 'a'"):
         family.constrain(build_schema({"a": {"enum": ["</tool_call>"]}}, "a"), is_strict=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from single_run import TASK, build_service
 
 from conditions import until
-from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.links import Link, Links
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.queue import TaskQueue
@@ -22,23 +23,15 @@ from tunesmith.types import Trajectory
 
 pytestmark = pytest.mark.anyio
 
-SENT: list[Any] = []
-
-
-class RanksOfOneProcess(Ranks):
-    """Two ranks on one event loop: the first one's broadcasts wait for the other."""
-
-    def broadcast_object(self, value: Any = None) -> Any:
-        if self.is_first:
-            SENT[:] = [value]
-        return SENT[0]
-
 
 @dataclass
 class Served:
     """Two queues, and a worker's client of the first."""
 
     queues: list[TaskQueue]
+    links: list[Links]
+    """Of each rank."""
+    urls: list[str]
     services: list[Any]
     client: httpx.AsyncClient
     agents: list[Agent]
@@ -74,14 +67,15 @@ async def serve(*, lost_after_s=20.0, headers=None, **limits):
     agents = [Agent(workflow=queue.run_attempt, timeout_s=30, max_attempts=2) for queue in queues]
     services = [build_service() for _ in range(2)]
     given = ServerLimits(**({"max_body_bytes": 4096, "max_requests": 64} | limits))
+    ends = [Link(end, timeout_s=20) for end in socket.socketpair()]
+    links = [Links(by_rank={1: ends[0]}), Links(by_rank={0: ends[1]})]
     async with contextlib.AsyncExitStack() as stack:
         urls = []
         for rank, (queue, service) in enumerate(zip(queues, services, strict=True)):
-            ranks = RanksOfOneProcess(rank=rank, world_size=2)
-            served = serve_tasks(queue, service, given, host="127.0.0.1", port=0, ranks=ranks)
+            served = serve_tasks(queue, service, given, host="127.0.0.1", port=0, rank=rank, links=links[rank])
             urls.append(await stack.enter_async_context(served))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=urls[0], headers=headers, timeout=30))
-        yield Served(queues=queues, services=services, client=client, agents=agents)
+        yield Served(queues=queues, links=links, urls=urls, services=services, client=client, agents=agents)
 
 
 def read_message(reply: httpx.Response) -> str:
@@ -103,7 +97,7 @@ async def test_a_worker_of_one_address_runs_the_tasks_of_both_ranks():
         assert [each.reward for each in trajectories] == [0.0, 2.0, 1.0, 3.0]
         assert [each.failure for each in trajectories] == [None] * 4
         assert [len(each.turns) for each in trajectories] == [1] * 4
-        async with asyncio.timeout(20):  # the first rank learns of the end when the other closes its request
+        async with asyncio.timeout(20):  # the first rank learns of the end from the other's message
             while (await served.client.get("/health")).json()["num_open"]:  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.01)
 
@@ -159,19 +153,32 @@ async def test_the_task_of_a_rollout_that_has_ended_is_offered_no_longer():
 
 async def test_a_rank_whose_first_rank_is_gone_fails_its_rollouts():
     async with serve() as served:
-        served.queues[1].first_rank.client.base_url = httpx.URL("http://127.0.0.1:9")
-        trajectory = await served.start(1)
-        assert trajectory.reward is None
-        assert "the first rank no longer offers the task (ConnectError" in trajectory.failure.message
+        running = served.start(1)
+        await served.wait_for_offers(1)
+        await served.links[0].by_rank[1].close()
+        for trajectory in (await running, await served.start(1, seed=2)):
+            assert trajectory.reward is None
+            assert "the first rank no longer offers the task (another rank has ended" in trajectory.failure.message
 
 
-async def test_only_ranks_may_offer_and_only_the_first_hands_out():
+async def test_the_attempts_of_a_lost_rank_are_offered_no_longer_and_their_reports_are_refused():
+    async with serve() as served:
+        rollouts = [served.start(1, seed=seed) for seed in (1, 2)]
+        await served.wait_for_offers(2)
+        taken = await served.take()
+        await served.links[1].by_rank[0].close()
+        await served.wait_for_offers(0)
+        assert (await served.client.get("/health")).json()["num_open"] == 0
+        reply = await served.report(taken, reward=1)
+        assert reply.status_code == 503 and "the rank of the attempt does not answer" in read_message(reply)
+        for each in rollouts:
+            each.cancel()
+
+
+async def test_only_the_first_rank_hands_out_and_reports_for_others_need_the_key():
     key = {"Authorization": "Bearer secret"}
     async with serve(api_key="secret", headers=key) as served:
-        offer = {"attempt_id": "a", "task": {}, "model_name": "m", "rank": 1, "url": "http://127.0.0.1:9"}
-        assert (await served.client.post("/ranks/attempts", json=offer)).status_code == 401
-        other = served.queues[1].first_rank.url
-        assert (await served.client.get(f"{other}/tasks/next")).status_code == 404
+        assert (await served.client.get(f"{served.urls[1]}/tasks/next")).status_code == 404
         rollout = served.start(1)
         taken = await served.take()
         served.client.headers.pop("authorization")

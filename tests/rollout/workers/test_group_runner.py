@@ -25,7 +25,7 @@ from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.statistics import check_failures, compute_rollout_metrics
 from tunesmith.rollout.watchdog import watch_event_loop
-from tunesmith.rollout.workers.group_runner import run_groups
+from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
 TOKENIZER = build_chat_tokenizer(QWEN25)
@@ -47,7 +47,8 @@ async def work(task, model):
 async def collect(service, *, workflow=work, max_concurrency=100, progress=None, sampling=None):
     agent = Agent(workflow=workflow, timeout_s=60)
     requests = build_requests(TASKS, size=3, seed=7, step=1, sampling=sampling)
-    return await run_groups(requests, agent=agent, model=service, max_concurrency=max_concurrency, progress=progress)
+    async with GroupRunner(agent=agent, model=service, max_concurrency=max_concurrency, progress=progress) as runner:
+        return await runner.run_all(requests)
 
 
 @pytest.mark.anyio
@@ -191,7 +192,8 @@ async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog, monk
     agent = Agent(workflow=workflow, timeout_s=0.2, cancel_grace_s=0.05)
     with pytest.raises(RolloutError, match=r"3 rollouts blocked the event loop past rollout.timeout_s=0.2.*block_here"):
         requests = build_requests(TASKS[:1], size=8, seed=7, step=1)
-        await run_groups(requests, agent=agent, model=build_service(), max_concurrency=8)
+        async with GroupRunner(agent=agent, model=build_service(), max_concurrency=8) as runner:
+            await runner.run_all(requests)
     warnings = [record.getMessage().splitlines()[0] for record in caplog.records]
     assert any("test_group_runner.py" in each for each in warnings), warnings
 
@@ -207,12 +209,16 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
         def emit(self, record):
             has_warned.set()
 
-    logger = logging.getLogger("test_watchdog")
-    logger.addHandler(Warned())
-    with watch_event_loop(logger, limit_s=0.1):
-        await asyncio.sleep(0.2)
-        assert not caplog.records
-        block_here()
+    # after caplog's handler, so that the record is there once the loop goes on
+    root, warned = logging.getLogger(), Warned()
+    root.addHandler(warned)
+    try:
+        with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+            await asyncio.sleep(0.2)
+            assert not caplog.records
+            block_here()
+    finally:
+        root.removeHandler(warned)
     assert len(caplog.records) == 1
     assert "block_here" in caplog.text
 

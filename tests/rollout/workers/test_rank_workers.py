@@ -20,6 +20,7 @@ from tunesmith.errors import RankError, RolloutError
 from tunesmith.experience.batch import Batch, BatchSize
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import Dispatcher, DispatchPlan
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
@@ -49,7 +50,7 @@ class End:
 def build_local(workflow, engine, *, max_staleness: int) -> LocalWorker:
     service = ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=9))
     agent = Agent(workflow=workflow, timeout_s=60, cancel_grace_s=1)
-    actors = Actors(engine=engine, service=service, agent=agent, max_concurrency=6)
+    actors = Actors(engine=engine, model=service, service=service, agent=agent, max_concurrency=6)
     return LocalWorker(actors, max_staleness=max_staleness)
 
 
@@ -192,12 +193,12 @@ def test_groups_that_wait_too_long_are_dropped_and_run_again():
 def test_evaluations_run_on_the_samplers_and_do_not_count():
     async def run() -> None:
         ranks, rng, progress = RankRun(talk, build_plan(1)), random.Random(0), RolloutProgress()
-        dispatcher, tasks = ranks.dispatcher, build_tasks()[:5]
-        first = await ranks.drive(dispatcher.evaluate(tasks, size=1, seed=1, progress=progress), rng)
+        dispatcher, requests = ranks.dispatcher, build_requests(build_tasks()[:5], size=1, seed=1)
+        first = await ranks.drive(dispatcher.evaluate(requests, progress=progress), rng)
         assert [group.task.index for group in first] == [0, 1, 2, 3, 4]
         assert len(progress.finished) == 5
         assert len(await ranks.drive(dispatcher.collect(BATCH_SIZE, step=1), rng)) == BATCH_SIZE
-        again = await ranks.drive(dispatcher.evaluate(tasks, size=1, seed=1), rng)
+        again = await ranks.drive(dispatcher.evaluate(requests), rng)
         assert [[run.turns for run in g.trajectories] for g in again] == [
             [run.turns for run in g.trajectories] for g in first
         ]

@@ -21,9 +21,8 @@ from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
 from tunesmith.retrieval import SearchIndex
 from tunesmith.runs.load_function import load_tool
-from tunesmith.tools.search.cache import ResultCache
 from tunesmith.tools.search.settings import SearchToolSection
-from tunesmith.tools.search.sources import FoundPassage, read_bing
+from tunesmith.tools.search.sources import FoundPassage, ResultCache, read_bing
 from tunesmith.tools.search.tool import SearchTool, build_search_tool, format_passages
 from tunesmith.tools.tool import ToolInputError
 
@@ -213,7 +212,7 @@ def test_a_server_without_an_index_hash_is_cached_by_its_address(tmp_path):
 def test_several_processes_share_a_cache(tmp_path):
     program = textwrap.dedent("""
         import sys
-        from tunesmith.tools.search.cache import ResultCache
+        from tunesmith.tools.search.sources import ResultCache
         from tunesmith.tools.search.sources import FoundPassage
         cache = ResultCache("cache.sqlite")
         for number in range(30):

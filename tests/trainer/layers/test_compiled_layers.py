@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses.clipped import TokenLosses
 from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.algorithms.scores import TokenLosses
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
 from tunesmith.trainer import loss_pass as step
@@ -120,8 +120,8 @@ def test_one_graph_computes_the_eager_loss_for_all_chunk_sizes_and_kl_coefs(comp
     section = SECTIONS[kind]
     algorithm = resolve_algorithm(section, own=OwnFunctions(loss=compute_own_losses if kind == "own" else None))
     names = (
-        "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
-        "reference_logprobs_E",
+        "weights_N", "correction_N", "advantages_N", "old_logprobs_N", "sampler_logprobs_N", "is_newest_N",
+        "reference_logprobs_N",
     )  # fmt: skip
     with compiling.compiled_layers(build_trainable("llama")):
         compiled = compile_function(step.compute_chunk_loss)

@@ -20,9 +20,9 @@ from tunesmith.trainer.batch import build_row, copy_inputs_to_device, index_dist
 from tunesmith.trainer.layers.row_graphs import has_live_autograd_graph
 from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention.tile_schedule import NARROW, build_table, compute_table_size, pad_trie
+from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
 CHUNK_TOKENS = 16
@@ -55,7 +55,9 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_padd
     """The gradient, the totals of all chunks, and the sizes of the rows."""
     algorithm = resolve_algorithm(replace_needs(section))
     rows = pack_samples(samples, max_tokens_per_row=120, has_prefix_sharing=True, hidden_size=32)
-    inputs = prepare_update(model, samples, rows, algorithm, norm_length=64, chunk_tokens=CHUNK_TOKENS).inputs
+    inputs = prepare_update(
+        PassSetup(model=model, norm_length=64, chunk_tokens=CHUNK_TOKENS), algorithm, samples, rows
+    ).inputs
     if section.kl_coef > 0:
         inputs = replace(inputs, reference_logprobs_E=inputs.sampler_logprobs_E - 0.1)
     start, parts, sizes = 0, [], []

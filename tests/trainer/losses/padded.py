@@ -14,7 +14,7 @@ import torch
 from test_algorithm_gradients import build_batch, score_plainly
 from torch import Tensor
 
-from tunesmith.trainer.scoring_pass import ProximalScores
+from tunesmith.trainer.update import StepScores
 from tunesmith.types import Sample
 
 
@@ -64,16 +64,18 @@ def build_off_policy(model, labels: list[float], groups: list[int], *, experts=(
             for value, is_sampled in zip(logprobs, sample.is_sampled, strict=True)
         ]
         samples.append(sample if sample.is_expert else replace(sample, logprobs=tuple(shifted)))
-    return samples, ProximalScores(logprobs=proximal, is_weighted=True)
+    return samples, StepScores(columns={"proximal_logprobs_E": proximal}, is_weighted=True)
 
 
-def read_tokens(model, samples: list[Sample], *, proximal: ProximalScores | None = None, reference=None) -> Tokens:
+def read_tokens(model, samples: list[Sample], *, proximal: StepScores | None = None, reference=None) -> Tokens:
     lengths = pad(samples, [torch.ones(sum(sample.is_sampled)) for sample in samples])
     sampler = pad(samples, [select(sample, sample.logprobs) for sample in samples])
     logprobs = pad(samples, [score_plainly(model, sample) for sample in samples])
     scored = sampler
     if proximal is not None:
-        scored = pad(samples, [select(*each) for each in zip(samples, proximal.logprobs, strict=True)])
+        scored = pad(
+            samples, [select(*each) for each in zip(samples, proximal.columns["proximal_logprobs_E"], strict=True)]
+        )
     with torch.no_grad():
         reference_logprobs = (
             sampler if reference is None else pad(samples, [score_plainly(reference, one) for one in samples])

@@ -21,7 +21,8 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels
+from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
 PACKINGS = [
@@ -100,9 +101,16 @@ def assert_equal_to(
         )  # fmt: skip
         chunk_tokens = options.get("chunk_tokens", 1000)
         prepared = prepare_update(
-            model, samples, rows, algorithm,
-            norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(**extra_models),
-        )  # fmt: skip
+            PassSetup(
+                model=model,
+                norm_length=NORM_LENGTH,
+                chunk_tokens=chunk_tokens,
+                scoring_models=ScoringModels(**extra_models),
+            ),
+            algorithm,
+            samples,
+            rows,
+        )
         totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
         assert_same((totals["train/loss"].value.item(), take_gradient(model)), expected)
 

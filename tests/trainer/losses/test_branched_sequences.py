@@ -14,7 +14,8 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import ProximalScores, prepare_update, scatter_to_samples, score_logprobs
+from tunesmith.trainer.scoring_pass import scatter_to_samples, score_logprobs
+from tunesmith.trainer.update import PassSetup, StepScores, prepare_update
 from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 
 TASK = Task(task_id="t/0", index=0, row={})
@@ -130,10 +131,13 @@ def test_what_is_per_sequence_is_over_all_turns_of_a_rollout(case, packing):
         samples, hidden_size=32, **{"max_tokens_per_row": 10_000, "has_prefix_sharing": True, **packing}
     )
     logprobs = score_logprobs(build_trainable(seed=1), samples, rows, chunk_tokens=100)
-    proximal = ProximalScores(
-        logprobs=scatter_to_samples(logprobs, samples, rows), is_weighted=algorithm.correction.importance == "sequence"
+    proximal = StepScores(
+        columns={"proximal_logprobs_E": scatter_to_samples(logprobs, samples, rows)},
+        is_weighted=algorithm.correction.importance == "sequence",
     )
-    inputs = prepare_update(model, samples, rows, algorithm, norm_length=40, chunk_tokens=100, proximal=proximal).inputs
+    inputs = prepare_update(
+        PassSetup(model=model, norm_length=40, chunk_tokens=100), algorithm, samples, rows, scores=proximal
+    ).inputs
     trajectory_R = np.array([samples[index].trajectory_index for row in rows for index in row.sample_E.tolist()])
     expected = [compute(Scored(run, advantage)) for run, advantage in zip(runs, ADVANTAGES, strict=True)]
     assert len(set(expected)) > 1

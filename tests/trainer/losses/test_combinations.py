@@ -30,8 +30,9 @@ from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import ProximalScores, ScoringModels, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.update import PassSetup, StepScores, prepare_update
 
 LABELS, GROUPS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8], [0, 0, 1, 1, 2, 2]
 COMPUTATIONS = [
@@ -76,17 +77,22 @@ def compute_expected(model, tokens, section: AlgorithmSection, correction: dict)
 def run_package(model, samples, section, *, proximal, reference=None, chunk_tokens, **packing):
     algorithm, rows = resolve_algorithm(section), pack_samples(samples, hidden_size=32, **packing)
     prepared = prepare_update(
-        model, samples, rows, algorithm,
-        norm_length=1, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference), proximal=proximal,
-    )  # fmt: skip
+        PassSetup(
+            model=model, norm_length=1, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference)
+        ),
+        algorithm,
+        samples,
+        rows,
+        scores=proximal,
+    )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return (totals["train/loss"].value.item(), take_gradient(model)), prepared.metrics
+    return (totals["train/loss"].value.item(), take_gradient(model)), prepared.inputs.metrics
 
 
-def choose_proximal(proximal: ProximalScores, correction: dict) -> ProximalScores | None:
+def choose_proximal(proximal: StepScores, correction: dict) -> StepScores:
     """The proximal scores that the trainer would pass."""
     is_weighted = correction.get("importance", "none") != "none"
-    return replace(proximal, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
+    return replace(proximal, is_weighted=is_weighted) if is_weighted or "mask" in correction else StepScores()
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)

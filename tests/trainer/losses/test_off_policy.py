@@ -13,11 +13,17 @@ from test_trainer import build_trainer, read_parameters, score
 from trainable_models import build_trainable
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError, TrainingError
-from tunesmith.trainer import trainer as trainer_module
-from tunesmith.trainer.scoring_pass import score_logprobs
 from tunesmith.types import Sample
 
 GRPO = {"algorithm_type": "grpo"}
+WIDE = {"level": "token", "low": 1e-9, "high": 1e9}
+
+
+def count_forwards(model) -> list[None]:
+    """One element for each forward of the body from now on."""
+    forwards: list[None] = []
+    model.get_decoder().register_forward_pre_hook(lambda *_: forwards.append(None))
+    return forwards
 
 
 def set_version(samples: list[Sample], version: int, *, shift: float = 0.0) -> list[Sample]:
@@ -103,25 +109,22 @@ def test_correction_cancels_a_sampler_error_below_the_cap(algorithm_type):
         {"correction": {"importance": "token", "floor": 0.8}},
     ],
 )
-def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(monkeypatch, options):
-    """In one update the policy of the loss pass is the proximal policy."""
-    section, forwards = AlgorithmSection(**GRPO | options), []
+def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(options):
+    """In one update the policy of the loss pass is the proximal policy; a mask needs the forward and masks nothing."""
     reference = {"reference_model": build_trainable(seed=3)} if "kl_coef" in options else {}
 
-    def run():
+    def run(**correction):
         model = build_trainable()
         samples = build_mixed(model, shift=0.4 if "correction" in options else -0.4)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                trainer_module, "score_logprobs", lambda *a, **o: forwards.append(1) or score_logprobs(*a, **o)
-            )
-            metrics = build_trainer(model, section, **reference).step(samples, policy_version=4)
-        return metrics, read_parameters(model)
+        section = AlgorithmSection(**GRPO | options | {"correction": options.get("correction", {}) | correction})
+        forwards = count_forwards(model)
+        metrics = build_trainer(model, section, **reference).step(samples, policy_version=4)
+        return metrics, read_parameters(model), len(forwards)
 
-    (late, late_weights), num_late = run(), len(forwards)
-    monkeypatch.setattr(trainer_module, "can_weigh_in_loss_pass", lambda algorithm: False)
-    early, early_weights = run()
-    assert (num_late, len(forwards)) == (0, 1)
+    late, late_weights, num_late = run()
+    early, early_weights, num_early = run(mask=WIDE)
+    assert (num_late, num_early) == (1, 2)
+    assert early.pop("correction/masked_frac") == 0
     assert late == pytest.approx(early, rel=1e-4, abs=1e-6)
     assert ("correction/raised_frac" in late) == ("correction" in options)
     assert late.get("correction/raised_frac", 1) > 0
@@ -129,15 +132,13 @@ def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(monkeypatch
     assert (late_weights - early_weights).norm() < 1e-3 * (early_weights - before).norm()
 
 
-@pytest.mark.parametrize(
-    "correction",
-    [{"importance": "sequence"}, {"mask": {"level": "token", "low": 0.5, "high": 5}}, {"negative_sequence_delta": 0.1}],
-)
-def test_weights_that_need_other_tokens_are_computed_before_the_loss_pass(monkeypatch, correction):
-    calls = []
-    monkeypatch.setattr(trainer_module, "score_logprobs", lambda *a, **o: calls.append(1) or score_logprobs(*a, **o))
-    run_step(AlgorithmSection(**GRPO, correction=correction), shift=-0.7)
-    assert calls == [1]
+@pytest.mark.parametrize("correction", [{"importance": "sequence"}, {"mask": WIDE}, {"negative_sequence_delta": 0.1}])
+def test_weights_that_need_other_tokens_are_computed_before_the_loss_pass(correction):
+    """`negative_sequence_delta` takes one more forward, for the logprobs of its mask."""
+    model = build_trainable()
+    samples, forwards = build_mixed(model, shift=-0.7), count_forwards(model)
+    build_trainer(model, AlgorithmSection(**GRPO, correction=correction)).step(samples, policy_version=4)
+    assert len(forwards) == (3 if "negative_sequence_delta" in correction else 2)
 
 
 def test_tokens_of_a_quantized_sampler_are_weighted_as_off_policy():

@@ -115,8 +115,8 @@ def test_the_policy_loss_is_that_of_the_tokens_of_highest_entropy(fraction, aggr
         found, prepared = run(model, samples, section, packing=packing, chunk_tokens=3)
         assert_same(found, expected)
         share = kept.sum().item() / tokens.is_real.sum().item()
-        assert prepared.metrics["train/entropy_masked_frac"] == pytest.approx(1 - share)
-        assert prepared.metrics["train/entropy_threshold"] == pytest.approx(entropies[kept].min().item())
+        assert prepared.inputs.metrics["train/entropy_masked_frac"] == pytest.approx(1 - share)
+        assert prepared.inputs.metrics["train/entropy_threshold"] == pytest.approx(entropies[kept].min().item())
 
 
 def test_the_mask_by_entropy_applies_with_corrections():
@@ -153,13 +153,13 @@ def test_the_mask_by_entropy_does_not_depend_on_packing(name):
         samples = [replace(each, is_expert=each.trajectory_index % 3 == 0) for each in samples]
     section = AlgorithmSection(algorithm_type=name, top_entropy_fraction=0.3)
     expected, prepared = run(model, samples, section)
-    assert 0.6 < prepared.metrics["train/entropy_masked_frac"] <= 0.7
+    assert 0.6 < prepared.inputs.metrics["train/entropy_masked_frac"] <= 0.7
     if name == "mix":
         assert (prepared.inputs.correction_E[prepared.inputs.is_expert_E == 1] == 0.1).all()
     for packing in PACKINGS:
         found, again = run(model, samples, section, packing=packing, chunk_tokens=3)
         assert_same(found, expected, tolerance=1e-9)
-        assert again.metrics == pytest.approx(prepared.metrics, rel=1e-9)
+        assert again.inputs.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
 
 
 def test_scored_entropies_are_those_of_the_sampling_distributions():

@@ -16,10 +16,9 @@ from torch import multiprocessing
 from free_ports import find_free_port
 from trainable_models import build_trainable
 from tunesmith.algorithms.table import ALGORITHMS
-from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.process_group import open_ranks, split_ranks
 from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import split_ranks
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.trainer.sharding.sharded_model import gather_state, iter_whole_weights, shard_model

@@ -1,4 +1,4 @@
-"""Advantages as rewards minus a baseline, and selection of the rollouts to train on.
+"""Rewards, rewards minus a baseline, and selection of the rollouts to train on.
 
 As in `group.py`, a rollout without a reward gets None and is excluded from all statistics; None is not trained.
 """
@@ -12,14 +12,34 @@ from typing import Literal
 
 from pydantic import PositiveFloat
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_groups
+from tunesmith.algorithms.advantages.group import (
+    Advantages,
+    RunOutcome,
+    map_groups,
+    standardize,
+    subtract_mean,
+)
 from tunesmith.errors import ConfigError
-from tunesmith.types import are_equal, is_above
+from tunesmith.types import RunAdvantage, are_equal, is_above
+
+
+def keep_rewards(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
+    """The raw rewards, for algorithms whose `compute_terms` computes the advantages."""
+    return [[run.reward for run in group] for group in groups]
 
 
 def compute_reinforce_advantages(groups: Sequence[Sequence[RunOutcome]], *, baseline: float = 0.0) -> Advantages:
     """R - baseline, a constant (Williams, 1992, REINFORCE); also defined for a group of one."""
     return [[None if run.reward is None else run.reward - baseline for run in group] for group in groups]
+
+
+def compute_remax_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
+    """R - R_greedy, with the reward of one rollout at temperature 0 as the baseline (Li et al., 2024, ReMax).
+
+    The baseline does not depend on the sampled rollouts, so the gradient is unbiased, also in a group of one. A group
+    whose greedy rollout failed, or whose rewards all equal the baseline, is dropped.
+    """
+    return [_subtract_baseline(group) for group in groups]
 
 
 def compute_rloo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -111,11 +131,15 @@ def compute_rec_advantages(
         raise ConfigError(
             f"epsilon={epsilon:g} has no effect without std_normalize: set it to true, or leave epsilon out"
         )
+
+    def normalize(rewards: list[float]) -> list[float]:
+        return standardize(rewards, epsilon=epsilon, ddof=0) if std_normalize else subtract_mean(rewards)
+
     advantages: Advantages = []
     for group in groups:
         kept = _select_balanced(group) if drop == "balance" else [run.reward is not None for run in group]
         kept_groups = [[run for run, is_kept in zip(group, kept, strict=True) if is_kept]]
-        values = iter(map_groups(kept_groups, lambda rewards: _normalize(rewards, std_normalize, epsilon))[0])
+        values = iter(map_groups(kept_groups, normalize)[0])
         advantages.append([next(values) if is_kept else None for is_kept in kept])
     return advantages
 
@@ -150,7 +174,10 @@ def _select_balanced(group: Sequence[RunOutcome]) -> list[bool]:
     return [run.reward is not None and index not in dropped for index, run in enumerate(group)]
 
 
-def _normalize(rewards: list[float], std_normalize: bool, epsilon: float) -> list[float]:
-    mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    return [(reward - mean) / (std + epsilon if std_normalize else 1.0) for reward in rewards]
+def _subtract_baseline(group: Sequence[RunOutcome]) -> list[RunAdvantage]:
+    compared = [reward for run in group for reward in (run.reward, run.baseline_reward) if reward is not None]
+    if are_equal(compared):
+        return [None] * len(group)
+    return [
+        None if run.reward is None or run.baseline_reward is None else run.reward - run.baseline_reward for run in group
+    ]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
+from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, spread_scored, standardize, subtract_mean
 from tunesmith.errors import ConfigError
 from tunesmith.types import are_equal
 
@@ -49,9 +49,7 @@ def compute_gigpo_advantages(
             for of_run, turns in zip(run_advantages, turn_advantages, strict=True)
         ]
         has_nonzero = any(value for row in rows for value in row)
-        remaining = iter(rows)
-        values = [None if run.reward is None else next(remaining) for run in group]
-        advantages.append(list(values) if has_nonzero else [None] * len(group))
+        advantages.append(list(spread_scored(group, rows)) if has_nonzero else [None] * len(group))
     return advantages
 
 
@@ -104,7 +102,6 @@ def _normalize(values: Sequence[float], fnorm: str, epsilon: float) -> list[floa
     """(x - mean) / (scale + epsilon), scale the sample std or 1; exact zeros if all values are equal."""
     if are_equal(values):
         return [0.0] * len(values)
-    mean = math.fsum(values) / len(values)
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    scale = (std if fnorm == "std" else 1.0) + epsilon
-    return [(value - mean) / scale for value in values]
+    if fnorm == "std":
+        return standardize(values, epsilon=epsilon)
+    return [value / (1.0 + epsilon) for value in subtract_mean(values)]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage, are_equal, is_above
@@ -20,6 +20,9 @@ from tunesmith.types import RunAdvantage, are_equal, is_above
 Advantages = list[list[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
 Share = Annotated[float, Field(ge=0, le=1)]
+V = TypeVar("V")
+DEFAULT_K = 4
+"""Of pass@k."""
 MIN_VARIANCE = 1e-4
 """Success rates of smaller variance are treated as equal: a Beta distribution fitted to them is almost a point mass."""
 
@@ -90,7 +93,7 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
     Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2. The paper's second change is the aggregation
     (`seq-mean-token-sum-norm`).
     """
-    return map_groups(groups, _subtract_mean)
+    return map_groups(groups, subtract_mean)
 
 
 def compute_maxrl_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -125,7 +128,7 @@ def compute_batch_normalized_advantages(
     advantage is zero. The paper also subtracts the mean of R - mean over the batch, which is zero. Each rollout counts
     once (verl and OpenRLHF count each token, so long rollouts weigh more).
     """
-    return normalize_over_batch(map_scored(groups, _subtract_mean), groups, epsilon=epsilon)
+    return normalize_over_batch(map_scored(groups, subtract_mean), groups, epsilon=epsilon)
 
 
 def normalize_over_batch(
@@ -164,9 +167,35 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 
     def normalize(rewards: list[float]) -> list[float]:
         density = compute_beta_density(math.fsum(rewards) / len(rewards), 1 + a / 3, 1 + b / 3)
-        return [value / density for value in _subtract_mean(rewards)]
+        return [value / density for value in subtract_mean(rewards)]
 
     return map_groups(groups, normalize)
+
+
+def compute_pass_at_k_advantages(
+    groups: Sequence[Sequence[RunOutcome]], *, k: PositiveInt = DEFAULT_K, min_reward: float = 1.0
+) -> Advantages:
+    """The mean advantage of a rollout over all subsets of k rollouts that contain it.
+
+    Chen et al. (2025), "Pass@k training for adaptively balancing exploration and exploitation". The reward of a subset
+    is 1 if one of its rollouts succeeded, with a reward of at least `min_reward`; its advantage is
+    (reward - P) / sqrt(P (1 - P)), where P is the mean over all subsets. In closed form (the paper's analytical
+    derivation), with n scored rollouts of which f failed, P = 1 - C(f, k) / C(n, k), a success gets (1 - P) / std and a
+    failure (1 - P - C(f - 1, k - 1) / C(n - 1, k - 1)) / std. A group is dropped if all subsets have the same reward:
+    no success, fewer than k failures, or no more than k scored rollouts. With k = 1 this is GRPO with the population
+    std.
+    """
+
+    def average_over_subsets(rewards: list[float]) -> list[float] | None:
+        n, f = len(rewards), sum(reward < min_reward for reward in rewards)
+        if f in (0, n) or not k <= f:
+            return None
+        mean = 1 - math.comb(f, k) / math.comb(n, k)
+        std = math.sqrt(mean * (1 - mean))
+        failed = (1 - mean - math.comb(f - 1, k - 1) / math.comb(n - 1, k - 1)) / std
+        return [failed if reward < min_reward else (1 - mean) / std for reward in rewards]
+
+    return map_groups(groups, average_over_subsets)
 
 
 def map_groups(
@@ -184,9 +213,14 @@ def map_scored(
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
         values = None if are_equal(rewards) else compute(rewards)
-        remaining = iter(values if values is not None else [None] * len(rewards))
-        advantages.append([None if run.reward is None else next(remaining) for run in group])
+        advantages.append([None] * len(group) if values is None else spread_scored(group, values))
     return advantages
+
+
+def spread_scored(group: Sequence[RunOutcome], values: Sequence[V]) -> list[V | None]:
+    """The values of the scored rollouts, None for the others."""
+    remaining = iter(values)
+    return [None if run.reward is None else next(remaining) for run in group]
 
 
 def apply_rank_penalty(group: Sequence[RunOutcome], penalty: float) -> list[RunOutcome]:
@@ -229,9 +263,16 @@ def _compute_mean(rewards: Sequence[float]) -> float | None:
     return math.fsum(rewards) / len(rewards) if rewards else None
 
 
-def _subtract_mean(rewards: Sequence[float]) -> list[float]:
-    mean = math.fsum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+def subtract_mean(values: Sequence[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    return [value - mean for value in values]
+
+
+def standardize(values: Sequence[float], *, epsilon: float, ddof: int = 1) -> list[float]:
+    """(x - mean) / (std + epsilon)."""
+    centered = subtract_mean(values)
+    std = math.sqrt(math.fsum(value**2 for value in centered) / (len(values) - ddof))
+    return [value / (std + epsilon) for value in centered]
 
 
 def _compute_advantages(

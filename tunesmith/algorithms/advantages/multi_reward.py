@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import PositiveFloat
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_scored, normalize_over_batch
+from tunesmith.algorithms.advantages.group import (
+    Advantages,
+    RunOutcome,
+    map_scored,
+    normalize_over_batch,
+    standardize,
+)
 from tunesmith.errors import ConfigError
 from tunesmith.types import are_equal
 
@@ -35,7 +41,7 @@ def compute_gdpo_advantages(
     rows: list[list[float | None]] = [[0.0 if run.reward is not None else None for run in group] for group in groups]
     for name, weight in rewards.items():
         parts = [[_read_part(run, name) for run in group] for group in groups]
-        normalized = map_scored(parts, lambda values: _normalize(values, epsilon))
+        normalized = map_scored(parts, lambda values: standardize(values, epsilon=epsilon))
         for row, added in zip(rows, normalized, strict=True):
             row[:] = [
                 None if total is None else total + weight * (value or 0.0)
@@ -67,9 +73,3 @@ def _read_part(run: RunOutcome, name: str) -> RunOutcome:
             "name another metric"
         )
     return RunOutcome(reward=float(run.metrics[name]), num_turns=run.num_turns)
-
-
-def _normalize(values: Sequence[float], epsilon: float) -> list[float]:
-    mean = math.fsum(values) / len(values)
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    return [(value - mean) / (std + epsilon) for value in values]

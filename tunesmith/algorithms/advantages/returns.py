@@ -2,74 +2,67 @@
 
 Each sampled token is one step of an episode. Tokens that the policy did not sample are no steps, so a long tool result
 is not discounted. The reward is that of the rollout's last sampled token; branches of a rollout follow each other in
-the order of its samples. `scores.advantages_E` holds the raw reward of the rollout at every token.
+the order of its samples. `tokens.advantages_E` holds the raw reward of the rollout at every token.
 
 Axes: E trained tokens of one update, ordered by sequence then time.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat
 
-from tunesmith.algorithms.scores import BatchScores, TokenTerms
+from tunesmith.algorithms.scores import TokenInputs
 
 WHITENING_EPSILON = 1e-8
 Discount = Annotated[float, Field(ge=0, le=1)]
 
 
 def compute_ppo_terms(
-    scores: BatchScores, *, gamma: Discount = 1.0, lam: Discount = 1.0, reward_kl_coef: NonNegativeFloat = 0.0
-) -> TokenTerms:
+    tokens: TokenInputs, *, gamma: Discount = 1.0, lam: Discount = 1.0, reward_kl_coef: NonNegativeFloat = 0.0
+) -> TokenInputs:
     """Whitened GAE advantages, and the returns as targets of the critic (Schulman et al., 2016, eq. 16; 2017, eq. 11).
 
     Returns are advantage plus value before whitening. `reward_kl_coef` times the k1 estimate of the KL to the reference
     is subtracted from each token's reward (Ouyang et al., 2022, eq. 2). With gamma = lam = 1 the advantage before
     whitening is the return minus the value.
     """
-    assert scores.values_E is not None
-    rewards_E = compute_token_rewards(scores, reward_kl_coef=reward_kl_coef)
-    advantages_E = compute_gae(rewards_E, scores.values_E, scores.sequence_E, gamma=gamma, lam=lam)
-    returns_E = advantages_E + scores.values_E
+    assert tokens.values_E is not None
+    rewards_E = compute_token_rewards(tokens, reward_kl_coef=reward_kl_coef)
+    advantages_E = compute_gae(rewards_E, tokens.values_E, tokens.sequence_E, gamma=gamma, lam=lam)
+    returns_E = advantages_E + tokens.values_E
     metrics = {
-        "critic/value_mean": _compute_mean(scores.values_E),
+        "critic/value_mean": _compute_mean(tokens.values_E),
         "critic/return_mean": _compute_mean(returns_E),
-        "critic/explained_variance": compute_explained_variance(scores.values_E, returns_E),
+        "critic/explained_variance": compute_explained_variance(tokens.values_E, returns_E),
     }
-    return TokenTerms(
-        advantages_E=whiten(advantages_E),
-        weights_E=np.ones(len(advantages_E)),
-        returns_E=returns_E,
-        metrics=metrics,
-    )
+    return replace(tokens, advantages_E=whiten(advantages_E), returns_E=returns_E, metrics=metrics)
 
 
 def compute_reinforce_plus_plus_terms(
-    scores: BatchScores, *, gamma: Discount = 1.0, reward_kl_coef: NonNegativeFloat = 0.0
-) -> TokenTerms:
+    tokens: TokenInputs, *, gamma: Discount = 1.0, reward_kl_coef: NonNegativeFloat = 0.0
+) -> TokenInputs:
     """Returns, whitened over all tokens of the update (Hu, 2025, "REINFORCE++").
 
     `reward_kl_coef` times the k1 estimate of the KL to the reference is subtracted from each token's reward. At gamma 1
     without it, the return of every token of a rollout is the rollout's reward.
     """
-    rewards_E = compute_token_rewards(scores, reward_kl_coef=reward_kl_coef)
-    returns_E = compute_returns(rewards_E, scores.sequence_E, gamma=gamma)
-    return TokenTerms(
-        advantages_E=whiten(returns_E),
-        weights_E=np.ones(len(returns_E)),
-        metrics={"algorithm/return_mean": _compute_mean(returns_E)},
-    )
+    rewards_E = compute_token_rewards(tokens, reward_kl_coef=reward_kl_coef)
+    returns_E = compute_returns(rewards_E, tokens.sequence_E, gamma=gamma)
+    metrics = {"algorithm/return_mean": _compute_mean(returns_E)}
+    return replace(tokens, advantages_E=whiten(returns_E), metrics=metrics)
 
 
-def compute_token_rewards(scores: BatchScores, *, reward_kl_coef: float) -> np.ndarray:
+def compute_token_rewards(tokens: TokenInputs, *, reward_kl_coef: float) -> np.ndarray:
     """Rewards [E]: the rollout's reward at its last token, minus `reward_kl_coef` (old - reference) at every token."""
-    rewards_E = np.where(find_last(scores.sequence_E), scores.advantages_E, 0.0)
+    rewards_E = np.where(find_last(tokens.sequence_E), tokens.advantages_E, 0.0)
     if reward_kl_coef == 0:
         return rewards_E
-    assert scores.reference_logprobs_E is not None
-    return rewards_E - reward_kl_coef * (scores.old_logprobs_E - scores.reference_logprobs_E)
+    assert tokens.reference_logprobs_E is not None
+    return rewards_E - reward_kl_coef * (tokens.old_logprobs_E - tokens.reference_logprobs_E)
 
 
 def compute_gae(

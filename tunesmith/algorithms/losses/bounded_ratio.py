@@ -6,16 +6,14 @@ Axes: N sampled tokens. r is the ratio at a token, d = log r, A the advantage, s
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, clamp_log_ratio
+from tunesmith.algorithms.losses.clipped import Share, clamp_log_ratio
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.errors import ConfigError
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def compute_cispo_losses(

@@ -1,4 +1,4 @@
-"""The interface of loss functions, PPO's clipped loss and the losses of supervised fine-tuning.
+"""PPO's clipped loss and the losses of supervised fine-tuning.
 
 A loss function takes `TokenScores` of N tokens and returns one loss per token, which depends on that token alone, so
 the gradient does not depend on how tokens are batched. Gradients flow through `logprobs_N` only. Aggregation over the
@@ -9,51 +9,26 @@ Axes: N sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
+
+Share = Annotated[float, Field(ge=0, le=1)]
+DualClip = Annotated[float, Field(gt=1)]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, so that no token overflows the loss."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenScores:
-    """Inputs of a loss function."""
-
-    logprobs_N: Tensor
-    """Under the current policy, with gradient."""
-    old_logprobs_N: Tensor
-    """Under the old policy: the sampling policy or the proximal one, see `scores.BatchScores`."""
-    advantages_N: Tensor
-    sequence_log_ratios_N: Tensor | None = None
-    """Mean log-ratio of policy and old policy over the token's sequence."""
-    constants_N: Tensor | None = None
-    """Constant part of the loss, without gradient."""
-    is_selected_N: Tensor | None = None
-    """1 for the tokens that `compute_terms` selected."""
-    is_expert_N: Tensor | None = None
-    """1 for expert tokens; None if there are none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLosses:
-    """One loss per token, and per-token metrics that are averaged over the batch."""
-
-    losses_N: Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def compute_ppo_clip_losses(
     scores: TokenScores,
     *,
-    clip_range_low: Annotated[float, Field(ge=0, le=1)] = 0.2,
+    clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
     fallback_to_policy_gradient: bool = False,
 ) -> TokenLosses:
     """Clipped surrogate (Schulman et al., 2017, eq. 7) with the dual clip for A < 0 (Ye et al., 2020, eq. 5).

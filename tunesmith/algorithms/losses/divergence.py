@@ -11,15 +11,12 @@ Axes: N sampled tokens. p and q are the probabilities of the token under policy 
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, clamp_log_ratio
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from tunesmith.algorithms.losses.clipped import Share, clamp_log_ratio
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 
 
 def compute_dppo_tv_losses(

@@ -8,34 +8,34 @@ Axes: E trained tokens of one update, N sampled tokens.
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import NonNegativeFloat
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, clamp_log_ratio, compute_ppo_clip_losses
-from tunesmith.algorithms.scores import BatchScores, TokenTerms
+from tunesmith.algorithms.losses.clipped import DualClip, Share, clamp_log_ratio, compute_ppo_clip_losses
+from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores
 from tunesmith.algorithms.token_selection import ENTROPY_TOLERANCE
 
 
-def compute_aepo_terms(scores: BatchScores, *, entropy_advantage_coef: NonNegativeFloat = 0.2) -> TokenTerms:
+def compute_aepo_terms(tokens: TokenInputs, *, entropy_advantage_coef: NonNegativeFloat = 0.2) -> TokenInputs:
     """A (1 + coef z), z the entropy of the token in standard deviations from the mean; selects tokens above the mean.
 
     The factor is at least 0, so that no advantage changes its sign. Metric: `entropy_selected_frac`, the share of
     tokens above the mean.
     """
-    num_tokens = len(scores.advantages_E)
+    num_tokens = len(tokens.advantages_E)
     if num_tokens == 0:
-        return TokenTerms(advantages_E=scores.advantages_E, weights_E=np.ones(0), is_selected_E=np.zeros(0, dtype=bool))
-    assert scores.entropies_E is not None
-    mean, std = scores.entropies_E.mean(), scores.entropies_E.std()
-    centered_E = scores.entropies_E - mean
+        return replace(tokens, is_selected_E=np.zeros(0, dtype=bool))
+    assert tokens.entropies_E is not None
+    mean, std = tokens.entropies_E.mean(), tokens.entropies_E.std()
+    centered_E = tokens.entropies_E - mean
     z_E = centered_E / std if std > ENTROPY_TOLERANCE else np.zeros(num_tokens)
     is_selected_E = centered_E > ENTROPY_TOLERANCE
-    return TokenTerms(
-        advantages_E=scores.advantages_E * np.maximum(1 + entropy_advantage_coef * z_E, 0.0),
-        weights_E=np.ones(num_tokens),
+    return replace(
+        tokens,
+        advantages_E=tokens.advantages_E * np.maximum(1 + entropy_advantage_coef * z_E, 0.0),
         is_selected_E=is_selected_E,
         metrics={"train/entropy_selected_frac": float(is_selected_E.mean())},
     )
@@ -44,9 +44,9 @@ def compute_aepo_terms(scores: BatchScores, *, entropy_advantage_coef: NonNegati
 def compute_aepo_losses(
     scores: TokenScores,
     *,
-    clip_range_low: Annotated[float, Field(ge=0, le=1)] = 0.2,
+    clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """PPO's clip, where selected tokens above the upper clip keep the gradient of (1 + clip_range_high) A log p.
 

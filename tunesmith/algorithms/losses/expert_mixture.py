@@ -9,34 +9,32 @@ Axes: E trained tokens of one update, N tokens of a chunk.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from dataclasses import replace
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, compute_ppo_clip_losses
-from tunesmith.algorithms.scores import BatchScores, TokenTerms
+from tunesmith.algorithms.losses.clipped import DualClip, Share, compute_ppo_clip_losses
+from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 
-Share = Annotated[float, Field(ge=0, le=1)]
 
-
-def compute_mix_terms(scores: BatchScores, *, mu: Share = 0.1) -> TokenTerms:
+def compute_mix_terms(tokens: TokenInputs, *, mu: Share = 0.1) -> TokenInputs:
     """Constant weight mu for expert tokens and 1 - mu for sampled tokens (Zhang et al., 2025, CHORD)."""
-    return _build_mixture_terms(scores, mu)
+    return _build_mixture_terms(tokens, mu)
 
 
 def compute_chord_terms(
-    scores: BatchScores,
+    tokens: TokenInputs,
     *,
     mu_peak: Share = 0.1,
     mu_valley: Share = 0.1,
     mu_warmup_steps: NonNegativeInt = 0,
     mu_decay_steps: NonNegativeInt = 0,
-) -> TokenTerms:
+) -> TokenInputs:
     """As `compute_mix_terms` with mu from `compute_mu` (Zhang et al., 2025, CHORD).
 
     The defaults are those of CHORD-phi: a constant 0.1. CHORD-mu decays from 0.9 to 0.05.
@@ -47,9 +45,9 @@ def compute_chord_terms(
             "mu_decay_steps, or leave mu_valley out"
         )
     mu = compute_mu(
-        scores.step, peak=mu_peak, valley=mu_valley, num_warmup_steps=mu_warmup_steps, num_decay_steps=mu_decay_steps
+        tokens.step, peak=mu_peak, valley=mu_valley, num_warmup_steps=mu_warmup_steps, num_decay_steps=mu_decay_steps
     )
-    return _build_mixture_terms(scores, mu)
+    return _build_mixture_terms(tokens, mu)
 
 
 def compute_mu(step: int, *, peak: float, valley: float, num_warmup_steps: int, num_decay_steps: int) -> float:
@@ -70,7 +68,7 @@ def compute_mix_losses(
     *,
     clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """PPO's clipped loss for sampled tokens, cross entropy for expert tokens."""
     return _mix_losses(scores, torch.ones_like(scores.logprobs_N), clip_range_low, clip_range_high, clip_ratio_c)
@@ -81,7 +79,7 @@ def compute_chord_losses(
     *,
     clip_range_low: Share = 0.2,
     clip_range_high: NonNegativeFloat = 0.2,
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+    clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """As `compute_mix_losses` with each expert token's cross entropy times p (1 - p) (Zhang et al., 2025, CHORD-phi).
 
@@ -93,14 +91,14 @@ def compute_chord_losses(
     return _mix_losses(scores, phi_N, clip_range_low, clip_range_high, clip_ratio_c)
 
 
-def _build_mixture_terms(scores: BatchScores, mu: float) -> TokenTerms:
-    is_expert_E = scores.is_expert_Q[scores.sequence_E]
+def _build_mixture_terms(tokens: TokenInputs, mu: float) -> TokenInputs:
+    is_expert_E = ~tokens.find_sampled()
     metrics = {
         "expert/mu": mu,
-        "expert/num_sequences": Count(scores.is_expert_Q.sum()),
+        "expert/num_sequences": Count(len(np.unique(tokens.sequence_E[is_expert_E]))),
         "expert/num_tokens": Count(is_expert_E.sum()),
     }
-    return TokenTerms(advantages_E=scores.advantages_E, weights_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
+    return replace(tokens, correction_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
 
 
 def _mix_losses(

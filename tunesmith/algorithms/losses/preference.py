@@ -11,13 +11,13 @@ Axes: E trained tokens of one update, Q sequences, P pairs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
-from tunesmith.algorithms.scores import BatchScores, TokenTerms, sum_sequences
+from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores, sum_sequences
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 
@@ -26,13 +26,13 @@ FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 def compute_dpo_terms(
-    scores: BatchScores,
+    tokens: TokenInputs,
     *,
     beta: PositiveFloat = 0.1,
     loss_type: DpoLossType = "sigmoid",
     label_smoothing: FlipRate = 0.0,
     has_length_norm: bool = False,
-) -> TokenTerms:
+) -> TokenInputs:
     """Mean over pairs of a loss of d = r_chosen - r_rejected (Rafailov et al., 2023, DPO, eq. 7, and later forms).
 
     With m = beta d and e = `label_smoothing`, the assumed share of pairs whose labels are swapped:
@@ -48,10 +48,10 @@ def compute_dpo_terms(
     a sum. A completion without its partner in the update is not trained.
     """
     _check_label_smoothing(loss_type, label_smoothing)
-    rewards_Q, labels_Q = compute_implicit_rewards(scores), find_labels(scores)
-    scale_Q = 1 / np.maximum(count_tokens(scores), 1) if has_length_norm else np.ones(len(rewards_Q))
+    rewards_Q, labels_Q = compute_implicit_rewards(tokens), find_labels(tokens)
+    scale_Q = 1 / np.maximum(count_tokens(tokens), 1) if has_length_norm else np.ones(len(rewards_Q))
     rewards_Q = rewards_Q * scale_Q
-    chosen_P, rejected_P = find_pairs(scores.group_Q, labels_Q)
+    chosen_P, rejected_P = find_pairs(tokens.find_groups(), labels_Q)
     gaps_P = rewards_Q[chosen_P] - rewards_Q[rejected_P]
     losses_P, slopes_P = compute_pair_losses(gaps_P, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
     metrics: dict[str, float] = {"preference/num_pairs": Count(len(gaps_P))}
@@ -62,9 +62,9 @@ def compute_dpo_terms(
             "preference/chosen_reward": float(beta * rewards_Q[chosen_P].mean()),
             "preference/rejected_reward": float(beta * rewards_Q[rejected_P].mean()),
         }
-    slopes_Q = spread_pairs(scores, chosen_P, rejected_P, chosen=slopes_P, rejected=-slopes_P) * scale_Q
-    losses_Q = spread_pairs(scores, chosen_P, rejected_P, chosen=losses_P)
-    return build_terms(scores, slopes_Q, losses_Q, metrics)
+    slopes_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=slopes_P, rejected=-slopes_P) * scale_Q
+    losses_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=losses_P)
+    return build_terms(tokens, slopes_Q, losses_Q, metrics)
 
 
 def compute_pair_losses(
@@ -96,19 +96,19 @@ def _check_label_smoothing(loss_type: DpoLossType, label_smoothing: float) -> No
 
 
 def compute_kto_terms(
-    scores: BatchScores,
+    tokens: TokenInputs,
     *,
     beta: PositiveFloat = 0.1,
     desirable_weight: NonNegativeFloat = 1.0,
     undesirable_weight: NonNegativeFloat = 1.0,
-) -> TokenTerms:
+) -> TokenInputs:
     """Mean over completions of weight (1 - v): Kahneman-Tversky optimization (Ethayarajh et al., 2024, eq. 7).
 
     v = sigmoid(beta (r - z)) of a desirable and sigmoid(beta (z - r)) of an undesirable completion. The reference point
     z estimates the KL of policy and reference: the mean r, clamped at 0, of *probes*, completions after the prompt of
     another row. Probes have advantage 0 and are not trained; without probes z is 0.
     """
-    rewards_Q, labels_Q = compute_implicit_rewards(scores), find_labels(scores)
+    rewards_Q, labels_Q = compute_implicit_rewards(tokens), find_labels(tokens)
     probes_Q = rewards_Q[labels_Q == 0]
     reference_point = max(float(probes_Q.mean()), 0.0) if len(probes_Q) else 0.0
     num_labeled = max(int((labels_Q != 0).sum()), 1)
@@ -123,7 +123,7 @@ def compute_kto_terms(
     for name, label in (("desirable_reward", 1), ("undesirable_reward", -1)):
         if (labels_Q == label).any():
             metrics[f"preference/{name}"] = float(beta * rewards_Q[labels_Q == label].mean())
-    return build_terms(scores, slopes_Q, weights_Q * (1 - values_Q), metrics)
+    return build_terms(tokens, slopes_Q, weights_Q * (1 - values_Q), metrics)
 
 
 def compute_preference_losses(scores: TokenScores) -> TokenLosses:
@@ -133,16 +133,16 @@ def compute_preference_losses(scores: TokenScores) -> TokenLosses:
     return TokenLosses(losses_N=scores.constants_N - scores.advantages_N * zero_N)
 
 
-def compute_implicit_rewards(scores: BatchScores) -> np.ndarray:
+def compute_implicit_rewards(tokens: TokenInputs) -> np.ndarray:
     """log policy(y | x) - log reference(y | x) [Q] of each sequence."""
-    assert scores.logprobs_E is not None and scores.reference_logprobs_E is not None
-    return sum_sequences(scores.logprobs_E - scores.reference_logprobs_E, scores)
+    assert tokens.logprobs_E is not None and tokens.reference_logprobs_E is not None
+    return sum_sequences(tokens.logprobs_E - tokens.reference_logprobs_E, tokens)
 
 
-def find_labels(scores: BatchScores) -> np.ndarray:
+def find_labels(tokens: TokenInputs) -> np.ndarray:
     """1, -1 or 0 [Q]: the sign of each sequence's advantage."""
-    labels_Q = np.zeros(scores.num_sequences)
-    labels_Q[scores.sequence_E] = np.sign(scores.advantages_E)
+    labels_Q = np.zeros(tokens.num_sequences)
+    labels_Q[tokens.sequence_E] = np.sign(tokens.advantages_E)
     return labels_Q
 
 
@@ -157,13 +157,13 @@ def find_pairs(group_Q: np.ndarray, labels_Q: np.ndarray) -> tuple[np.ndarray, n
     )
 
 
-def count_tokens(scores: BatchScores) -> np.ndarray:
+def count_tokens(tokens: TokenInputs) -> np.ndarray:
     """Trained tokens [Q] of each sequence."""
-    return np.bincount(scores.sequence_E, minlength=scores.num_sequences)
+    return np.bincount(tokens.sequence_E, minlength=tokens.num_sequences)
 
 
 def spread_pairs(
-    scores: BatchScores,
+    tokens: TokenInputs,
     chosen_P: np.ndarray,
     rejected_P: np.ndarray,
     *,
@@ -171,7 +171,7 @@ def spread_pairs(
     rejected: np.ndarray | None = None,
 ) -> np.ndarray:
     """Values [Q] of sequences from values [P] of their pairs; 0 elsewhere."""
-    values_Q = np.zeros(scores.num_sequences)
+    values_Q = np.zeros(tokens.num_sequences)
     values_Q[chosen_P] = chosen
     if rejected is not None:
         values_Q[rejected_P] = rejected
@@ -184,12 +184,12 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def build_terms(
-    scores: BatchScores, slopes_Q: np.ndarray, losses_Q: np.ndarray, metrics: dict[str, float]
-) -> TokenTerms:
+    tokens: TokenInputs, slopes_Q: np.ndarray, losses_Q: np.ndarray, metrics: dict[str, float]
+) -> TokenInputs:
     """The slope of the sequence as the advantage of each token, and an equal share of the loss of the sequence."""
-    return TokenTerms(
-        advantages_E=slopes_Q[scores.sequence_E],
-        weights_E=np.ones(len(scores.sequence_E)),
-        constants_E=(losses_Q / np.maximum(count_tokens(scores), 1))[scores.sequence_E],
+    return replace(
+        tokens,
+        advantages_E=slopes_Q[tokens.sequence_E],
+        constants_E=(losses_Q / np.maximum(count_tokens(tokens), 1))[tokens.sequence_E],
         metrics=metrics,
     )

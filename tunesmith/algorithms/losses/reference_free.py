@@ -20,26 +20,28 @@ from tunesmith.algorithms.losses.preference import (
     sigmoid,
     spread_pairs,
 )
-from tunesmith.algorithms.scores import BatchScores, TokenTerms, sum_sequences
+from tunesmith.algorithms.scores import TokenInputs, sum_sequences
 from tunesmith.metric import Count
 
 MAX_MEAN_LOGPROB = -1e-6
 """Upper bound of a in odds, which are infinite at a = 0."""
 
 
-def compute_simpo_terms(scores: BatchScores, *, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0) -> TokenTerms:
+def compute_simpo_terms(
+    tokens: TokenInputs, *, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0
+) -> TokenInputs:
     """Mean over pairs of -log sigmoid(beta (a_chosen - a_rejected) - gamma) (Meng et al., 2024, SimPO, eq. 6).
 
     `gamma` is the margin by which the reward beta a of the chosen completion should exceed that of the rejected one.
     The defaults are from the ranges that the paper searched; TRL's `simpo_gamma` is the same gamma.
     """
-    means_Q, chosen_P, rejected_P = _compare_pairs(scores)
+    means_Q, chosen_P, rejected_P = _compare_pairs(tokens)
     margins_P = beta * (means_Q[chosen_P] - means_Q[rejected_P])
     num_pairs = max(len(margins_P), 1)
     losses_P = np.logaddexp(0.0, gamma - margins_P) / num_pairs
     slopes_P = beta * sigmoid(gamma - margins_P) / num_pairs
     return _build_pair_terms(
-        scores,
+        tokens,
         chosen_P,
         rejected_P,
         losses_P=losses_P,
@@ -49,14 +51,14 @@ def compute_simpo_terms(scores: BatchScores, *, beta: PositiveFloat = 2.0, gamma
     )
 
 
-def compute_orpo_terms(scores: BatchScores, *, odds_coef: NonNegativeFloat = 0.1) -> TokenTerms:
+def compute_orpo_terms(tokens: TokenInputs, *, odds_coef: NonNegativeFloat = 0.1) -> TokenInputs:
     """Mean over pairs of -a_chosen - odds_coef log sigmoid(o_chosen - o_rejected) (Hong et al., 2024, ORPO, eq. 6, 7).
 
     o = a - log(1 - e^a) is the log odds of a completion, whose probability is the geometric mean over its tokens
     (eq. 3, 4). The first term is cross entropy of the chosen completion, each pair with the same weight. TRL averages
     that term over all tokens of the batch, prompts included, and calls `odds_coef` beta.
     """
-    means_Q, chosen_P, rejected_P = _compare_pairs(scores)
+    means_Q, chosen_P, rejected_P = _compare_pairs(tokens)
     odds_Q, odds_slopes_Q = compute_log_odds(means_Q)
     gaps_P = odds_Q[chosen_P] - odds_Q[rejected_P]
     num_pairs = max(len(gaps_P), 1)
@@ -65,7 +67,7 @@ def compute_orpo_terms(scores: BatchScores, *, odds_coef: NonNegativeFloat = 0.1
     if len(gaps_P):
         metrics["preference/sft_loss"] = float(-means_Q[chosen_P].mean())
     return _build_pair_terms(
-        scores,
+        tokens,
         chosen_P,
         rejected_P,
         losses_P=(odds_coef * np.logaddexp(0.0, -gaps_P) - means_Q[chosen_P]) / num_pairs,
@@ -82,11 +84,11 @@ def compute_log_odds(means_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return bounded_Q - np.log(complement_Q), 1 / complement_Q
 
 
-def _compare_pairs(scores: BatchScores) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _compare_pairs(tokens: TokenInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean logprob [Q] of the tokens of each sequence, and the indices [P] of the pairs."""
-    assert scores.logprobs_E is not None
-    chosen_P, rejected_P = find_pairs(scores.group_Q, find_labels(scores))
-    return sum_sequences(scores.logprobs_E, scores) / np.maximum(count_tokens(scores), 1), chosen_P, rejected_P
+    assert tokens.logprobs_E is not None
+    chosen_P, rejected_P = find_pairs(tokens.find_groups(), find_labels(tokens))
+    return sum_sequences(tokens.logprobs_E, tokens) / np.maximum(count_tokens(tokens), 1), chosen_P, rejected_P
 
 
 def _describe_pairs(
@@ -104,7 +106,7 @@ def _describe_pairs(
 
 
 def _build_pair_terms(
-    scores: BatchScores,
+    tokens: TokenInputs,
     chosen_P: np.ndarray,
     rejected_P: np.ndarray,
     *,
@@ -112,8 +114,8 @@ def _build_pair_terms(
     chosen_slopes_P: np.ndarray,
     rejected_slopes_P: np.ndarray,
     metrics: dict[str, float],
-) -> TokenTerms:
+) -> TokenInputs:
     """Terms from the loss of each pair and minus its derivatives by the mean logprobs."""
-    slopes_Q = spread_pairs(scores, chosen_P, rejected_P, chosen=chosen_slopes_P, rejected=rejected_slopes_P)
-    losses_Q = spread_pairs(scores, chosen_P, rejected_P, chosen=losses_P)
-    return build_terms(scores, slopes_Q / np.maximum(count_tokens(scores), 1), losses_Q, metrics)
+    slopes_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=chosen_slopes_P, rejected=rejected_slopes_P)
+    losses_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=losses_P)
+    return build_terms(tokens, slopes_Q / np.maximum(count_tokens(tokens), 1), losses_Q, metrics)

@@ -6,14 +6,15 @@ gradient.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from tunesmith.algorithms.losses.bounded_ratio import compute_sequence_ratios
-from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, clamp_log_ratio
+from tunesmith.algorithms.losses.clipped import Share, clamp_log_ratio
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.errors import ConfigError
 
 
@@ -58,9 +59,9 @@ def compute_opmd_losses(scores: TokenScores, *, tau: NonNegativeFloat = 1.0) -> 
 def compute_rec_losses(
     scores: TokenScores,
     *,
-    epsilon_low: Annotated[float, Field(ge=0, le=1)] = 0.2,
+    epsilon_low: Share = 0.2,
     epsilon_high: NonNegativeFloat = 0.2,
-    epsilon_low_prime: Annotated[float, Field(ge=0, le=1)] = 0.6,
+    epsilon_low_prime: Share = 0.6,
     epsilon_high_prime: NonNegativeFloat = 2.0,
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = "none",
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none",

@@ -1,4 +1,4 @@
-"""What a format of tool calls is to the reply parser: its tags, and a reader of one block of calls.
+"""Formats of tool calls, as the reply parser sees them: their tags, and a reader of one block of calls.
 
 A block starts with an opener, such as `<tool_call>`, and holds one call or several. A reader gets the text from the
 opener on, as often as it grows, and decides as soon as the text determines where the block ends. So the result does
@@ -60,6 +60,8 @@ class CallFormat:
     """Texts that start a block anywhere in the content."""
     first_openers: tuple[str, ...] = ()
     """Texts that start a block only as the first text of the content."""
+    template_tags: tuple[str, ...]
+    """Texts of which one is in each chat template that writes calls in this format."""
     close: str | None = None
     """Tag after which a reply with at most one call is complete."""
     markup: tuple[str, ...] = ()
@@ -71,7 +73,8 @@ class CallFormat:
     argument_ends: tuple[str, ...] = ()
     """In formats with a tag for each argument, the tag that ends one, and others that no value can contain; empty if
     the arguments are one JSON object."""
-    open_reader: Callable[[Tools], BlockReader]
+    open_reader: Callable[[Tools], BlockReader] | None
+    """Opens the reader of a block; None for harmony, whose calls are messages of their own (`HarmonyParser`)."""
 
     @property
     def inner_markup(self) -> frozenset[str]:

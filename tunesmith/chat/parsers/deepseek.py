@@ -57,6 +57,7 @@ def _build_call(name: str, arguments: str) -> ReadCall | None:
 DEEPSEEK = CallFormat(
     name="deepseek",
     openers=(CALLS_BEGIN,),
+    template_tags=(CALLS_BEGIN,),
     close=CALL_END,
     markup=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
     arguments_start=r'\{\s*"a"',

@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, Tools, build_call, load_json
-from tunesmith.chat.parsers.incremental import IncrementalParser
-from tunesmith.chat.parsers.stop_strings import count_overlap
+from tunesmith.chat.parsers.call_format import CallFormat, ReadCall, build_call, load_json
+from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -139,23 +138,13 @@ class HarmonyParser(IncrementalParser):
         return has_ended
 
 
-class _NoBlocks:
-    """Harmony has no blocks of calls inside content."""
-
-    def read(self, text: str, *, is_end: bool) -> Block | None:
-        raise AssertionError("HarmonyParser reads harmony")
-
-
-def _open_reader(tools: Tools) -> _NoBlocks:
-    return _NoBlocks()
-
-
 HARMONY = CallFormat(
     name="harmony",
     openers=(CHANNEL,),
+    template_tags=(CHANNEL,),
     close=None,
     markup=(CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS),
     turn_ends=ENDS,
     arguments_start=r'\{\s*"a"',
-    open_reader=_open_reader,
+    open_reader=None,
 )

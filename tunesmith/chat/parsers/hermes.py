@@ -38,6 +38,7 @@ class _HermesReader:
 
 
 def _parse(body: str) -> ReadCall | None:
+    """The call in `{"name": str, "arguments": object}`; None for another text."""
     try:
         call = load_json(body)
     except ValueError:
@@ -45,15 +46,10 @@ def _parse(body: str) -> ReadCall | None:
     return build_call(call.get("name"), call.get("arguments")) if isinstance(call, dict) else None
 
 
-def parse_call(body: str) -> tuple[str, str] | None:
-    """Name and JSON arguments of a call; None unless it is `{"name": str, "arguments": object}`."""
-    call = _parse(body)
-    return None if call is None else (call.name, call.arguments)
-
-
 HERMES = CallFormat(
     name="hermes",
     openers=(CALL_OPEN,),
+    template_tags=(CALL_OPEN,),
     close=CALL_CLOSE,
     arguments_start=r'\{\s*"a"',
     open_reader=lambda tools: _HermesReader(),

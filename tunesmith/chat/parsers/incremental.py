@@ -7,12 +7,35 @@ may go on; what it leaves in the buffer may still change.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers.call_format import ReadCall
-from tunesmith.chat.parsers.delta import Delta, join_deltas
-from tunesmith.chat.parsers.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Reasoning, content and calls that one piece of text adds to the message."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.tool_calls)
+
+
+def join_deltas(deltas: Iterable[Delta]) -> Message:
+    """Concatenate deltas into the assistant message."""
+    deltas = list(deltas)
+    return Message(
+        role="assistant",
+        content="".join(delta.content for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas) or None,
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+    )
+
 
 CALL_ID_LENGTH = 9
 """Length of tool call ids, as the strictest templates require it."""
@@ -98,3 +121,38 @@ class IncrementalParser(ABC):
         """Final state of a single-call reply: drop what the last token has after the call."""
         self._buffer = ""
         return False
+
+
+class StopStrings:
+    """The text before the first stop string, with `keeps_stop` up to its end; a suffix that may be the start of one is
+    held back."""
+
+    def __init__(self, stop: Sequence[str], *, keeps_stop: bool = False) -> None:
+        self.found: str | None = None
+        """The stop string that was found; later text is ignored."""
+        self._stop = tuple(text for text in stop if text)
+        self._keeps_stop = keeps_stop
+        self._held = ""
+
+    def cut(self, text: str, *, is_end: bool) -> str:
+        """The next text, up to the first stop string."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        self._held = ""
+        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:
+            index, self.found = min(found, key=lambda each: each[0])
+            return text[: index + len(self.found) * self._keeps_stop]
+        if not is_end:
+            num_held = max((count_overlap(text, stop) for stop in self._stop), default=0)
+            text, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        return text
+
+
+def count_overlap(text: str, tag: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
+    for length in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0

@@ -86,7 +86,7 @@ def _build_llama_call(call: Any) -> ReadCall | None:
 
 
 def _read_builtin(text: str, start: int) -> Block | None:
-    """A call of a built-in tool, which has keyword arguments with literal values."""
+    """A call of a built-in tool with literal values as keyword arguments."""
     found = _BUILTIN.fullmatch(text, start)
     if found is None:
         return None
@@ -158,6 +158,7 @@ LLAMA3 = CallFormat(
     name="llama3_json",
     openers=(PYTHON_TAG,),
     first_openers=("{",),
+    template_tags=('"parameters":',),
     markup=(PYTHON_TAG,),
     arguments_start=r'\{\s*"a"',
     open_reader=lambda tools: _LlamaReader(),
@@ -165,6 +166,7 @@ LLAMA3 = CallFormat(
 MISTRAL = CallFormat(
     name="mistral",
     openers=(TOOL_CALLS,),
+    template_tags=(TOOL_CALLS,),
     markup=(TOOL_CALLS, CALL_ID, ARGS),
     arguments_start=r'\{\s*"a"',
     open_reader=lambda tools: _MistralReader(),

@@ -13,8 +13,7 @@ from typing import Any
 from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers.call_format import Block, BlockReader, CallFormat, Tools
 from tunesmith.chat.parsers.hermes import HERMES
-from tunesmith.chat.parsers.incremental import IncrementalParser
-from tunesmith.chat.parsers.stop_strings import count_overlap
+from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -118,6 +117,7 @@ class ReplyParser(IncrementalParser):
         if start is not None:
             self._add_content(self._buffer[:start])
             self._buffer = self._buffer[start:]
+            assert self._format.open_reader is not None, "HarmonyParser reads harmony"
             self._reader = self._format.open_reader(self._tools)
             self._parse_state = self._parse_block
             return True

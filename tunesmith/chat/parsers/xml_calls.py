@@ -26,7 +26,7 @@ from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, ClosingTag
 FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
-"""As templates write these values with the `string` filter."""
+"""Python's constants: templates write them with the `string` filter."""
 
 _QWEN_BODY = re.compile(
     rf"(?:{CALL_OPEN}\s*)?{FUNCTION_OPEN}({NAME_PATTERN})>\s*((?:<parameter=[^>\n]+>(?>.*?</parameter>)\s*)*){FUNCTION_CLOSE}",
@@ -118,7 +118,7 @@ def convert_argument(text: str, schema: Any) -> Any:
 
 
 def _read_literal(text: str) -> Any:
-    """A Python list or dict, which models write instead of JSON; the text if it is neither."""
+    """A Python list or dict that the model wrote instead of JSON; the text if it is neither."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -142,6 +142,7 @@ def _list_types(schema: Any) -> set[str]:
 QWEN3_CODER = CallFormat(
     name="qwen3_coder",
     openers=(CALL_OPEN, FUNCTION_OPEN),
+    template_tags=(FUNCTION_OPEN,),
     close=CALL_CLOSE,
     arguments_start=r"<parameter=a>",
     argument_ends=("</parameter>", CALL_CLOSE),
@@ -150,6 +151,7 @@ QWEN3_CODER = CallFormat(
 GLM = CallFormat(
     name="glm",
     openers=(CALL_OPEN,),
+    template_tags=("<arg_key>",),
     close=CALL_CLOSE,
     markup=GLM_TAGS,
     arguments_start=r"<arg_key>a</arg_key>",

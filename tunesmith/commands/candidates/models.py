@@ -48,7 +48,7 @@ class LoadedModel:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Within: the engine samples, from an empty prefix cache."""
+        """Within: the engine samples, from an empty prefix cache. Rollouts see to that themselves."""
         if self.engine is None:
             yield
             return

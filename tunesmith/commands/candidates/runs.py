@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelProvider
-from tunesmith.rollout.workers.group_runner import run_groups
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.rollout.statistics import describe_failures
+from tunesmith.types import Engine, Group, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,15 @@ async def run_agent(
     *,
     agent: Agent,
     model: ModelProvider,
+    engine: Engine | None,
     limits: RunLimits,
 ) -> list[Trajectory]:
-    """One trajectory per task, in their order; a task has the same seed in every call."""
+    """One trajectory per task, in their order; a task has the same seed in every call. `engine`: the model's, if it is
+    in this process."""
     requests = [GroupRequest(number=task.index, task=task, size=1, seed=(limits.seed, 0, task.index)) for task in tasks]
-    groups = await run_groups(requests, agent=agent, model=model, max_concurrency=limits.max_concurrency)
+    actors = Actors(engine=engine, model=model, agent=agent, max_concurrency=limits.max_concurrency)
+    async with build_evaluator(actors) as dispatcher:
+        groups = await dispatcher.evaluate(requests)
     return [group.trajectories[0] for group in groups]
 
 
@@ -42,12 +48,15 @@ def count_failures(trajectories: Sequence[Trajectory]) -> int:
     return sum(each.failure is not None for each in trajectories)
 
 
-def has_too_many_failures(trajectories: Sequence[Trajectory], limits: RunLimits) -> bool:
-    """Whether nothing was scored, or more runs failed than the limits allow."""
-    num_failures = count_failures(trajectories)
-    return num_failures == len(trajectories) or num_failures / len(trajectories) > limits.max_failure_rate
+def list_run_causes(trajectories: Sequence[Trajectory]) -> list[str]:
+    """The most frequent causes of failures, one line each."""
+    return list_causes(to_groups(trajectories))
 
 
-def describe_failures(trajectories: Sequence[Trajectory]) -> list[str]:
-    """The most frequent causes, one line each."""
-    return list_causes([Group(task=each.task, trajectories=(each,)) for each in trajectories])
+def find_problem(trajectories: Sequence[Trajectory], limits: RunLimits) -> str | None:
+    """What is wrong if more runs failed than the limits allow; None if not."""
+    return describe_failures(to_groups(trajectories), limits.max_failure_rate)
+
+
+def to_groups(trajectories: Sequence[Trajectory]) -> list[Group]:
+    return [Group(task=each.task, trajectories=(each,)) for each in trajectories]

@@ -12,7 +12,7 @@ from typing import Any
 
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
-from tunesmith.config import RunConfig
+from tunesmith.config import RolloutSection
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
@@ -111,24 +111,28 @@ class ObservedModel:
 async def observe_rollout(
     task: Task,
     *,
-    config: RunConfig,
+    rollout: RolloutSection,
+    seed: int,
+    model_name: str,
     policy: Policy,
     agent: Agent,
     auxiliary_models: Mapping[str, ModelProvider],
     build_model: BuildModel,
 ) -> Observation:
-    """Run the agent once with the seed of the config, from an empty prefix cache."""
+    """Run the agent once with the seed, from an empty prefix cache.
+
+    Without a dispatcher: the rollout has an endpoint and a watchdog of its own, which keep what a run does not.
+    """
     policy.engine.resume(0)
-    service = build_service(policy, config, build_model)
+    service = build_service(policy, build_model, model_name=model_name)
     endpoint, model = service.endpoint, ObservedModel(service)
     assert isinstance(endpoint, LoggedEndpoint)
-    port = config.rollout.http_port
-    max_body_bytes = int(config.rollout.max_body_mib * 2**20)
+    port, max_body_bytes = rollout.http_port, int(rollout.max_body_mib * 2**20)
     serving = contextlib.nullcontext() if port is None else service.serve(port=port, max_body_bytes=max_body_bytes)
     async with serving:
         with watch_blocking() as watchdog:
             trajectory = await run_trajectory(
-                task, 0, agent=agent, model=model, auxiliary_models=auxiliary_models, seed=config.seed,
+                task, 0, agent=agent, model=model, auxiliary_models=auxiliary_models, seed=seed,
                 watchdog=watchdog,
             )  # fmt: skip
         await asyncio.sleep(LATE_CALLS_S)
@@ -144,13 +148,13 @@ async def observe_rollout(
     )
 
 
-def build_service(policy: Policy, config: RunConfig, build_model: BuildModel) -> ModelService:
+def build_service(policy: Policy, build_model: BuildModel, *, model_name: str) -> ModelService:
     """The policy's endpoint with a log of its own."""
     renderer: Renderer = policy.service.recorder.renderer
     return ModelService(
         policy.engine,
         renderer,
-        model_name=config.model.path,
+        model_name=model_name,
         sampling=policy.sampling,
         build_model=lambda endpoint: build_model(endpoint, {}),
         build_endpoint=LoggedEndpoint,
@@ -178,9 +182,9 @@ class LoggedEndpoint(ChatEndpoint):
         with self._log_refusal():
             return super().find_session(key)
 
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
+    async def admit(self, session: Session, fields: Any, **options: Any) -> PendingChatCompletion:
         with self._log_refusal():
-            pending = await super().admit(session, fields)
+            pending = await super().admit(session, fields, **options)
         self.calls.append(pending.call)
         return pending
 

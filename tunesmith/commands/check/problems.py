@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tunesmith.commands.check.branches import count_equal, describe_key, find_branches
-from tunesmith.commands.check.observe import Observation
-from tunesmith.commands.check.text_difference import quote_difference
-from tunesmith.commands.doctor.finding import Evidence, Finding
-from tunesmith.config import RunConfig
+from tunesmith.chat.messages import MatchKey
+from tunesmith.commands.check.observe import Observation, ObservedConversation
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, name_findings
+from tunesmith.rollout.recording.recorder import SessionCall
 from tunesmith.types import Failure, StopReason
 
 ENDINGS: dict[StopReason, str] = {
@@ -20,33 +19,37 @@ ENDINGS: dict[StopReason, str] = {
 """Stop reasons of replies that are incomplete, and what to change."""
 
 
-def find_problems(first: Observation, second: Observation, *, config: RunConfig) -> list[Finding]:
-    """All problems; those of a single run are read from the first."""
-    found = [
-        find_failure(first, config), find_refused_calls(first), find_late_calls(first), find_truncation(first),
-        find_branches(first), find_blocking_code(first, second), find_differences(first, second),
-    ]  # fmt: skip
-    return [finding for finding in found if finding is not None]
+def find_problems(first: Observation, second: Observation, *, timeout_s: float) -> tuple[CheckFinding, ...]:
+    """All problems, most severe first; those of a single run are read from the first."""
+    return name_findings(
+        {
+            "no-reward": find_failure(first, timeout_s),
+            "refused-calls": find_refused_calls(first),
+            "late-calls": find_late_calls(first),
+            "truncation": find_truncation(first),
+            "branches": find_branches(first),
+            "blocking-code": find_blocking_code(first, second),
+            "repetition": find_differences(first, second),
+        }
+    )
 
 
-def find_failure(run: Observation, config: RunConfig) -> Finding | None:
+def find_failure(run: Observation, timeout_s: float) -> CheckFinding | None:
     """A rollout without a reward: none of its tokens is trained."""
     failure = run.trajectory.failure
     if failure is None:
         return None
-    evidence = [Evidence(source=failure.line or failure.where, observed=failure.message)]
-    return Finding(
-        check="no-reward",
+    return CheckFinding(
         severity="error",
         problem=f"the rollout has no reward ({failure.where}), so none of its tokens is trained",
-        evidence=tuple(evidence),
-        change=advise_on_failure(failure, config, has_turns=bool(run.trajectory.turns)),
+        evidence=(Evidence(source=failure.line or failure.where, observed=failure.message),),
+        change=advise_on_failure(failure, timeout_s, has_turns=bool(run.trajectory.turns)),
     )
 
 
-def advise_on_failure(failure: Failure, config: RunConfig, *, has_turns: bool) -> str:
+def advise_on_failure(failure: Failure, timeout_s: float, *, has_turns: bool) -> str:
     if failure.where == "timeout":
-        return f"make the workflow faster, or raise rollout.timeout_s={config.rollout.timeout_s:g}"
+        return f"make the workflow faster, or raise rollout.timeout_s={timeout_s:g}"
     if failure.where == "engine":
         return "the sampler failed, see the message; the workflow is not the cause"
     if "returned a reward" in failure.message:
@@ -60,14 +63,12 @@ def advise_on_failure(failure: Failure, config: RunConfig, *, has_turns: bool) -
     return "fix this line; where the model's reply caused the error, catch it and return a low reward"
 
 
-def find_refused_calls(run: Observation) -> Finding | None:
+def find_refused_calls(run: Observation) -> CheckFinding | None:
     """Calls that the endpoint refused: nothing is sampled, so nothing is trained."""
     if not run.refused:
         return None
     counts = Counter((error.status, str(error)) for error in run.refused)
-    return Finding(
-        check="refused-calls",
-        severity="warning",
+    return CheckFinding(
         problem=f"{len(run.refused)} calls were refused, so nothing was sampled for them",
         evidence=tuple(
             Evidence(source=f"status {status}", observed=f"{message} ({number} times)", value=number)
@@ -77,27 +78,23 @@ def find_refused_calls(run: Observation) -> Finding | None:
     )
 
 
-def find_late_calls(run: Observation) -> Finding | None:
+def find_late_calls(run: Observation) -> CheckFinding | None:
     """Calls after the workflow had returned; they are refused and not trained."""
     if not run.late:
         return None
-    return Finding(
-        check="late-calls",
-        severity="warning",
+    return CheckFinding(
         problem=f"{len(run.late)} calls came after the workflow had returned and were refused",
         evidence=(Evidence(source="status 401", observed=str(run.late[0]), value=len(run.late)),),
         change="await every task that calls the model before the workflow returns",
     )
 
 
-def find_truncation(run: Observation) -> Finding | None:
+def find_truncation(run: Observation) -> CheckFinding | None:
     """Replies that did not end by themselves."""
     endings = Counter(turn.stop_reason for turn in run.trajectory.turns if turn.stop_reason in ENDINGS)
     if not endings:
         return None
-    return Finding(
-        check="truncation",
-        severity="warning",
+    return CheckFinding(
         problem=f"{sum(endings.values())} of {len(run.trajectory.turns)} replies are incomplete",
         evidence=tuple(
             Evidence(source=f"turn {number}", observed=f"{len(turn.sampled_ids)} tokens, ended by {turn.stop_reason}")
@@ -108,7 +105,7 @@ def find_truncation(run: Observation) -> Finding | None:
     )
 
 
-def find_blocking_code(first: Observation, second: Observation) -> Finding | None:
+def find_blocking_code(first: Observation, second: Observation) -> CheckFinding | None:
     """Synchronous code that stopped the event loop, and with it all other rollouts, in both runs.
 
     A stall of the machine, and what a library imports at its first call, is in one of them.
@@ -116,9 +113,7 @@ def find_blocking_code(first: Observation, second: Observation) -> Finding | Non
     run = min(first, second, key=lambda each: len(each.blocked))
     if not run.blocked:
         return None
-    return Finding(
-        check="blocking-code",
-        severity="warning",
+    return CheckFinding(
         problem="the workflow or the judge blocks the event loop, so every other rollout waits and no timeout can fire",
         evidence=tuple(
             Evidence(source=step.line or "unknown line", observed=f"{step.seconds:.1f} s", value=step.seconds)
@@ -133,7 +128,7 @@ PROMPTS = (
 )
 
 
-def find_differences(first: Observation, second: Observation) -> Finding | None:
+def find_differences(first: Observation, second: Observation) -> CheckFinding | None:
     """The first prompt, reply or reward that differs between the runs."""
     for one, other in zip(first.calls, second.calls, strict=False):
         if one.prompt_ids != other.prompt_ids:
@@ -160,12 +155,92 @@ def find_differences(first: Observation, second: Observation) -> Finding | None:
     return None
 
 
-def _report(what: str, source: str, observed: str, change: str) -> Finding:
-    return Finding(
-        check="repetition",
-        severity="warning",
+def _report(what: str, source: str, observed: str, change: str) -> CheckFinding:
+    return CheckFinding(
         problem=f"{what} when the workflow runs again with the same seed, so runs cannot be repeated and the "
         "members of a group differ by more than what the model samples",
         evidence=(Evidence(source=source, observed=observed),),
         change=change,
     )
+
+
+MAX_SHOWN = 5
+CHANGE = (
+    "append to the history and send every reply back as it came; each branch is a sample of its own, whose prompt is "
+    "computed again. Sub-agents and several samples of one prompt branch by design"
+)
+
+
+def find_branches(run: Observation) -> CheckFinding | None:
+    """Calls after the first whose prompt extends no recorded turn."""
+    starts = [call for call in run.calls[1:] if not is_extension(call, run)]
+    if not starts:
+        return None
+    return CheckFinding(
+        problem=f"{len(starts)} of {len(run.calls)} calls do not extend what was recorded, so each starts a new "
+        "training sample",
+        evidence=tuple(
+            Evidence(source=f"call {call.index + 1}", observed=describe_branch(call, run.conversations))
+            for call in starts[:MAX_SHOWN]
+        ),
+        change=CHANGE,
+    )
+
+
+def is_extension(call: SessionCall, run: Observation) -> bool:
+    """Whether the prompt starts with the tokens of a recorded turn."""
+    for turn in run.trajectory.turns:
+        token_ids = turn.prompt_ids + turn.sampled_ids
+        if call.prompt_ids[: len(token_ids)] == token_ids:
+            return True
+    return False
+
+
+def describe_branch(call: SessionCall, conversations: tuple[ObservedConversation, ...]) -> str:
+    """Why the call extends no recorded conversation: the first message that differs from the closest one."""
+    earlier = [each for each in conversations if each.call_index < call.index]
+    if not earlier:
+        return "no earlier call has a recorded reply"
+    closest = max(earlier, key=lambda each: (count_equal(each.keys, call.keys), each.call_index))
+    num_equal, recorded = count_equal(closest.keys, call.keys), f"that of call {closest.call_index + 1}"
+    if num_equal == len(closest.keys):
+        if closest.scope != call.scope:
+            return f"its tools or template variables differ from {recorded}"
+        return f"its messages extend {recorded}, but the chat template renders the earlier ones differently"
+    if num_equal == len(call.keys):
+        if num_equal == len(closest.keys) - 1:
+            return f"its prompt repeats {recorded}: a retry, or several samples of one prompt"
+        return f"it goes back to the first {num_equal} messages of {recorded}"
+    before, after = closest.keys[num_equal], call.keys[num_equal]
+    shown = quote_difference(describe_key(before), describe_key(after))
+    return f"message {num_equal + 1} ({after[0]}) differs from {recorded}: recorded {shown[0]}, sent {shown[1]}"
+
+
+def count_equal(keys: tuple[MatchKey, ...], others: tuple[MatchKey, ...]) -> int:
+    """Number of equal messages at the start of both."""
+    for number, (one, other) in enumerate(zip(keys, others, strict=False)):
+        if one != other:
+            return number
+    return min(len(keys), len(others))
+
+
+def describe_key(key: MatchKey) -> str:
+    """A message as text: role, content and tool calls."""
+    role, text, extra = key
+    calls = " ".join(f"{name}({arguments})" for name, arguments in extra) if role == "assistant" else ""
+    return f"{role}: {text} {calls}".rstrip()
+
+
+NUM_BEFORE, NUM_AFTER = 30, 60
+
+
+def quote_difference(one: str, other: str) -> tuple[str, str]:
+    """Both texts from shortly before their first different character."""
+    pairs = zip(one, other, strict=False)
+    first = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    start = max(first - NUM_BEFORE, 0)
+    return _quote(one, start, first + NUM_AFTER), _quote(other, start, first + NUM_AFTER)
+
+
+def _quote(text: str, start: int, end: int) -> str:
+    return ("..." if start else "") + repr(text[start:end]) + ("..." if end < len(text) else "")

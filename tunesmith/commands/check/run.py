@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import Any
 from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.check.observe import Observation, observe_rollout
 from tunesmith.commands.check.problems import find_problems
-from tunesmith.commands.check.result import CheckedSample, TokenSpan, WorkflowCheck
-from tunesmith.commands.doctor.finding import SEVERITIES
+from tunesmith.commands.doctor.finding import CheckFinding, format_findings
 from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
@@ -22,11 +22,77 @@ from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_config import change_section
 from tunesmith.runs.load_function import load_functions, load_run_tasks
-from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSpan:
+    """Consecutive tokens of a sample with the same mask."""
+
+    is_sampled: bool
+    """Whether the model sampled these tokens, so that they are trained; the others are context."""
+    num_tokens: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedSample:
+    """One training sample: turns of the rollout that extend each other."""
+
+    spans: tuple[TokenSpan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(span.num_tokens for span in self.spans if span.is_sampled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowCheck:
+    """All that `tunesmith check` says about a workflow."""
+
+    task_id: str
+    model: str
+    num_turns: int
+    samples: tuple[CheckedSample, ...]
+    """Samples of the first of the two runs; they would be trained if it has a reward."""
+    reward: float | None
+    """None if the rollout failed: nothing of it would be trained."""
+    metrics: Mapping[str, float]
+    response_text: str
+    seconds: float
+    """Time of the first run."""
+    findings: tuple[CheckFinding, ...]
+    """Most severe first."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return format_check(self)
+
+
+def format_check(check: WorkflowCheck) -> str:
+    """The check as text: the samples with their masks, the reward, the findings."""
+    lines = [f"task {check.task_id}, model {check.model}: {check.num_turns} turns in {check.seconds:.1f} s"]
+    for number, sample in enumerate(check.samples, start=1):
+        lines += ["", f"sample {number}: {sample.num_tokens} tokens, {sample.num_sampled_tokens} sampled by the model"]
+        for span in sample.spans:
+            lines.append(f"--- {'sampled' if span.is_sampled else 'context'}, {span.num_tokens} tokens")
+            lines.append(span.text)
+    is_trained = check.reward is not None
+    lines += ["", f"response: {check.response_text}", f"reward: {check.reward if is_trained else 'none'}"]
+    lines += [f"metric {name}: {value:g}" for name, value in check.metrics.items()]
+    num_trained = sum(sample.num_sampled_tokens for sample in check.samples) if is_trained else 0
+    lines.append(f"tokens that would be trained: {num_trained}")
+    return "\n".join(lines + format_findings(check.findings, otherwise="no problem found"))
+
 
 DEFAULT_WORKFLOW = "workflow"
 """The function of a Python file that is checked if none is named."""
@@ -54,7 +120,10 @@ def check(
     if judge_func is not None:
         check_judge_function(judge_func)
     build_model = choose_chat_model(settings)
-    row = load_task(settings, task) if isinstance(task, int) else Task(task_id="given", index=0, row=dict(task))
+    if isinstance(task, int):
+        row = load_task(settings, task)
+    else:
+        row = Task(task_id="given", index=0, row=dict(task))
     with agent_output(is_shown=settings.rollout.has_agent_output):
         return run_outside_of_loops(
             lambda: run_check(settings, row, workflow=workflow, judge=judge_func, build_model=build_model)
@@ -108,8 +177,8 @@ def run_check(
     check_policy(config.model)
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
     observe = partial(
-        observe_rollout, task, config=config, policy=policy, agent=actors.agent,
-        auxiliary_models=actors.auxiliary_models, build_model=build_model,
+        observe_rollout, task, rollout=config.rollout, seed=config.seed, model_name=config.model.path, policy=policy,
+        agent=actors.agent, auxiliary_models=actors.auxiliary_models, build_model=build_model,
     )  # fmt: skip
 
     async def observe_twice() -> tuple[Observation, Observation]:
@@ -117,7 +186,6 @@ def run_check(
 
     first, second = run_lockstep(observe_twice(), config.rollout)
     trajectory, renderer = first.trajectory, policy.service.recorder.renderer
-    findings = find_problems(first, second, config=config)
     return WorkflowCheck(
         task_id=task.task_id,
         model=config.model.path,
@@ -127,7 +195,7 @@ def run_check(
         metrics=trajectory.metrics,
         response_text=trajectory.response_text,
         seconds=trajectory.duration_s,
-        findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
+        findings=find_problems(first, second, timeout_s=config.rollout.timeout_s),
     )
 
 

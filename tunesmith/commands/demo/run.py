@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import datasets
@@ -43,14 +44,11 @@ from tunesmith.config import (
 from tunesmith.errors import ConfigError
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
-from tunesmith.runs.load_function import load_function
 from tunesmith.runs.policy import BuildModel
 from tunesmith.storage import save_text, storage_errors
 from tunesmith.tasks.arithmetic import build_problems, save_problems
-from tunesmith.types import JudgeType, WorkflowType
 
 AGENT_MODULE = "tunesmith.commands.demo.agent"
-AGENT_FUNCTIONS = ("solve_problem", "judge_answer", "build_demonstrations")
 TEST_SET = "test"
 DEMONSTRATIONS = "demonstrations.jsonl"
 FINETUNE_SAVE_INTERVAL = 1000
@@ -79,15 +77,8 @@ class DemoSettings:
 
 
 DEFAULTS = DemoSettings()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoAgent:
-    """Functions of the agent's module."""
-
-    workflow: WorkflowType
-    judge: JudgeType
-    build_demonstrations: Callable[..., list[dict[str, Any]]]
+Demonstrate = Callable[..., list[dict[str, Any]]]
+"""Writes a row for each problem; also takes the seed."""
 
 
 def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSettings = DEFAULTS) -> dict[str, float]:
@@ -102,10 +93,10 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     screen.print(f"1/4  writing a pocket model and {settings.num_train_tasks} word problems to {root}")
     base = save_base(root, seed=seed, settings=settings)
     screen.print(f"2/4  fine-tuning on {settings.num_demonstrations} demonstrations")
-    finetuned = finetune(base, agent, root, seed=seed, settings=settings)
+    finetuned = finetune(base, agent.build_demonstrations, root, seed=seed, settings=settings)
     screen.print(f"3/4  reinforcement learning in AgentScope's ReActAgent, {settings.num_steps} steps")
     config = build_config(finetuned, root, seed=seed, settings=settings)
-    trained = run_tuning(config, workflow=agent.workflow, judge=agent.judge, build_model=build_model)
+    trained = run_tuning(config, workflow=agent.solve_problem, judge=agent.judge_answer, build_model=build_model)
     assert trained.checkpoint is not None, "the last step is always saved"
     screen.print(f"4/4  evaluating three models on {settings.num_test_tasks} held-out problems")
     models = {"base": base, "sft": finetuned, "rl": trained.checkpoint}
@@ -116,16 +107,11 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     return accuracies | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def load_agent() -> DemoAgent:
-    """Load the agent's module, which requires AgentScope."""
+def load_agent() -> ModuleType:
+    """The agent's module, which requires AgentScope."""
     if importlib.util.find_spec("agentscope") is None:
         raise ConfigError("the demo's agent needs AgentScope: pip install 'tunesmith[agentscope]'")
-    functions = {name: load_function(f"{AGENT_MODULE}:{name}", knob="demo") for name in AGENT_FUNCTIONS}
-    return DemoAgent(
-        workflow=functions["solve_problem"],
-        judge=functions["judge_answer"],
-        build_demonstrations=functions["build_demonstrations"],
-    )
+    return importlib.import_module(AGENT_MODULE)
 
 
 def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
@@ -139,10 +125,10 @@ def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
     return folder
 
 
-def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: DemoSettings) -> Path:
+def finetune(base: Path, demonstrate: Demonstrate, root: Path, *, seed: int, settings: DemoSettings) -> Path:
     """Fine-tune the base model on demonstrations; return the model's folder."""
     problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
-    rows = agent.build_demonstrations(problems, seed=seed)
+    rows = demonstrate(problems, seed=seed)
     save_text(root / DEMONSTRATIONS, "".join(json.dumps(row) + "\n" for row in rows))
     config = SftConfig(
         model=build_model_section(base),
@@ -194,15 +180,15 @@ def build_model_section(path: Path, **sampling: Any) -> ModelSection:
 
 
 def evaluate(
-    models: Mapping[str, Path], config: RunConfig, agent: DemoAgent, *, build_model: BuildModel
+    models: Mapping[str, Path], config: RunConfig, agent: ModuleType, *, build_model: BuildModel
 ) -> dict[str, dict[str, Estimate]]:
     """Accuracy of each model in each mode."""
     comparisons = {
         mode: run_comparison(
             config.model_copy(update={"evaluation": EvaluationSection(temperature=temperature)}),
             models={name: str(path) for name, path in models.items()},
-            workflow=agent.workflow,
-            judge=agent.judge,
+            workflow=agent.solve_problem,
+            judge=agent.judge_answer,
             build_model=build_model,
         )[TEST_SET]
         for mode, temperature in MODES.items()

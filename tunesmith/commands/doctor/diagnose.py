@@ -6,26 +6,29 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunesmith.commands.doctor.drift import (
-    find_entropy,
-    find_kl,
-    find_large_updates,
-    find_mismatch,
-    find_stale_samples,
-)
+from tunesmith.commands.doctor.drift import find_entropy, find_kl, find_large_updates, find_mismatch, find_stale_samples
 from tunesmith.commands.doctor.evaluations import find_evaluation_trend
 from tunesmith.commands.doctor.failures import find_failures, find_late_calls, find_stop
-from tunesmith.commands.doctor.finding import SEVERITIES, Diagnosis, Finding, Outcome, Passed
-from tunesmith.commands.doctor.fine_tuning import find_evaluation_loss, find_loss_trend
-from tunesmith.commands.doctor.in_flight import find_dropped_groups
+from tunesmith.commands.doctor.finding import Diagnosis, Outcome, Passed, name_findings
 from tunesmith.commands.doctor.lengths import find_length_growth, find_refused_prompts, find_truncation
-from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
-from tunesmith.commands.doctor.record import CheckedRun, open_run
-from tunesmith.commands.doctor.rewards import find_equal_rewards, find_reward_trend, find_small_batch
-from tunesmith.commands.doctor.samples import find_branches, find_repeated_tasks
+from tunesmith.commands.doctor.optimizer import (
+    find_dead_learning_rate,
+    find_evaluation_loss,
+    find_gradients,
+    find_loss_trend,
+)
+from tunesmith.commands.doctor.record import CheckedRun, NotRecordedError, open_run
+from tunesmith.commands.doctor.rewards import (
+    find_branches,
+    find_equal_rewards,
+    find_repeated_tasks,
+    find_reward_trend,
+    find_small_batch,
+)
 from tunesmith.commands.doctor.speed import (
     describe_step_time,
     find_blocking_code,
+    find_dropped_groups,
     find_idle_engine,
     find_preemptions,
     find_slow_evaluation,
@@ -78,15 +81,22 @@ def diagnose(run: str | Path | RunResult) -> Diagnosis:
     """Check a run by its folder, a checkpoint or model in it, or its result; StorageError if there is no run."""
     record = open_run(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
     checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if record.is_offline else RL_CHECKS)}
-    outcomes = {name: check(record) for name, check in checks.items()}
-    findings = [each for each in outcomes.values() if isinstance(each, Finding)]
+    outcomes = {name: run_check(check, record) for name, check in checks.items()}
     return Diagnosis(
         folder=record.root,
         state=record.state,
         num_steps=record.num_steps,
         total_steps=record.total_steps,
-        findings=tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))),
-        passed=tuple(each for each in outcomes.values() if isinstance(each, Passed)),
+        findings=name_findings(outcomes),
+        passed=tuple(Passed(check=name, figure=each) for name, each in outcomes.items() if isinstance(each, str)),
         not_checked=tuple(name for name, each in outcomes.items() if each is None),
         step_time=describe_step_time(record),
     )
+
+
+def run_check(check: Check, run: CheckedRun[Any]) -> Outcome:
+    """The outcome of a check; None if a metric that it needs is not recorded."""
+    try:
+        return check(run)
+    except NotRecordedError:
+        return None

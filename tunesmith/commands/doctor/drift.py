@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import RlRun
+from tunesmith.commands.doctor.finding import CheckFinding, Outcome, format_settings, observe
+from tunesmith.commands.doctor.record import RlRun, need_ends, split_ends
 from tunesmith.commands.doctor.rewards import is_solved
-from tunesmith.commands.doctor.series import split_ends
 
 MISMATCH_GROWTH, MIN_GROWN_MISMATCH = 10.0, 1e-3
 """bfloat16 alone gives 1e-4 to 2e-3 nats per token; growth within float32's 1e-12 means nothing."""
@@ -26,24 +25,20 @@ MAX_TRUNCATED_WEIGHTS = 0.1
 
 def find_mismatch(run: RlRun) -> Outcome:
     """Sampler and trainer disagree about the probability of sampled tokens."""
-    series = run.get("mismatch/kl")
-    if series is None:
-        return None
+    series = run.need("mismatch/kl")
     recent, ends, warn = series.recent, split_ends(series), run.config.trainer.mismatch_warn
     growth = 1.0 if ends is None or ends[0].mean <= 0 else ends[1].mean / ends[0].mean
     observed = f"{recent.mean:.2g} nats per token"
     has_grown = growth >= MISMATCH_GROWTH and ends is not None and ends[1].mean >= MIN_GROWN_MISMATCH
     if recent.mean < warn and not has_grown:
-        return Passed(check="mismatch", figure=observed)
+        return observed
     problem = f"sampler and trainer logprobs differ by {observed}, above trainer.mismatch_warn={warn:g}"
     if has_grown and ends is not None:
         problem = f"the mismatch of sampler and trainer has grown from {ends[0].mean:.2g} to {ends[1].mean:.2g} nats"
     settings: dict[str, object] = {"model.residual_dtype": "float32", "algorithm.correction.importance": "token"}
     if run.config.model.residual_dtype == "float32":
         settings["model.dtype"] = settings.pop("model.residual_dtype")
-    return Finding(
-        check="mismatch",
-        severity="warning",
+    return CheckFinding(
         problem=problem,
         evidence=(observe(series.recent, observed),),
         change=f"set {format_settings(settings)}; if gradients are large too, lower trainer.learning_rate",
@@ -53,20 +48,15 @@ def find_mismatch(run: RlRun) -> Outcome:
 
 def find_entropy(run: RlRun) -> Outcome:
     """Entropy that collapsed before the tasks were solved, or that rises without bound."""
-    series = run.get("train/entropy")
-    ends = None if series is None else split_ends(series)
-    if series is None or ends is None:
-        return None
-    first, last = ends
+    series = run.need("train/entropy")
+    first, last = need_ends(series)
     observed = f"{first.mean:.3g} nats per token in the first steps, {last.mean:.3g} in the last"
-    evidence = (Evidence(source=series.name, observed=observed, value=last.mean, steps=series.span),)
+    evidence = (observe(series, observed, last.mean),)
     rate = run.config.trainer.learning_rate
     if last.mean < COLLAPSED_ENTROPY and last.mean < COLLAPSED_SHARE * first.mean and not is_solved(run):
         coef = max(10 * run.config.algorithm.entropy_coef, 1e-3)
         settings = {"algorithm.entropy_coef": coef, "trainer.learning_rate": rate / 3}
-        return Finding(
-            check="entropy",
-            severity="warning",
+        return CheckFinding(
             problem=f"entropy has collapsed to {last.mean / first.mean:.0%} of its start while tasks are unsolved: "
             "rollouts of a task hardly differ any more",
             evidence=evidence,
@@ -75,32 +65,26 @@ def find_entropy(run: RlRun) -> Outcome:
         )
     if last.mean > RISEN_FACTOR * first.mean and last.mean - first.mean > RISEN_NATS:
         settings = {"trainer.learning_rate": rate / 10, "algorithm.entropy_coef": 0.0}
-        return Finding(
-            check="entropy",
-            severity="warning",
+        return CheckFinding(
             problem="entropy has risen until the policy samples almost at random",
             evidence=evidence,
             change=f"start again with {format_settings(settings)}",
             settings=settings,
         )
-    return Passed(check="entropy", figure=observed)
+    return observed
 
 
 def find_kl(run: RlRun) -> Outcome:
     """The policy runs away from the model that it started from."""
-    series = run.get("train/kl")
-    if series is None:
-        return None
+    series = run.need("train/kl")
     recent, ends = series.last(max(3, len(series) // 5)), split_ends(series)
     observed = f"{recent.mean:.3g} nats per token to the starting model"
     has_grown = ends is not None and ends[1].mean > KL_GROWTH * max(ends[0].mean, 0.0)
     if not (recent.mean > KL_LIMIT or (recent.mean > KL_RUNAWAY and has_grown)):
-        return Passed(check="kl", figure=observed)
+        return observed
     rate, coef = run.config.trainer.learning_rate, run.config.algorithm.kl_coef
     settings = {"trainer.learning_rate": rate / 10, "algorithm.kl_coef": 10 * coef}
-    return Finding(
-        check="kl",
-        severity="warning",
+    return CheckFinding(
         problem=f"the policy has run away from its start: KL is {recent.mean:.2g} nats per token",
         evidence=(observe(recent, observed),),
         change=f"start again with {format_settings(settings)}, or let the coefficient follow a target with "
@@ -118,13 +102,11 @@ def find_large_updates(run: RlRun) -> Outcome:
     size, share = abs(kl.mean) if kl is not None else 0.0, clipped.mean if clipped is not None else 0.0
     observed = f"mean log-ratio {size:.2g}, {share:.1%} of the tokens clipped"
     if size < MAX_UPDATE_KL and share < MAX_CLIP_SHARE:
-        return Passed(check="update-size", figure=observed)
+        return observed
     settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
     if run.config.trainer.num_minibatches > 1:
         settings["trainer.num_minibatches"] = max(1, run.config.trainer.num_minibatches // 2)
-    return Finding(
-        check="update-size",
-        severity="warning",
+    return CheckFinding(
         problem="the updates of a step move the policy too far from the one that sampled its rollouts",
         evidence=tuple(observe(series, f"{series.mean:.2g} on average", series.mean) for series in found),
         change=f"set {format_settings(settings)}",
@@ -134,23 +116,20 @@ def find_large_updates(run: RlRun) -> Outcome:
 
 def find_stale_samples(run: RlRun) -> Outcome:
     """Replay of old groups that the policy has moved away from."""
-    replayed, trained = run.sum_recent("experience/num_replayed_groups"), run.sum_recent("algorithm/num_trained_groups")
-    recent = run.get_recent("experience/num_replayed_groups")
-    if recent is None or not run.config.experience.replay.num_groups:
+    if not run.config.experience.replay.num_groups:
         return None
-    share = 0.0 if not trained or replayed is None else replayed / trained
+    recent, trained = run.need_recent("experience/num_replayed_groups"), run.sum_recent("algorithm/num_trained_groups")
+    share = recent.total / trained if trained else 0.0
     truncated = run.get_recent("correction/truncated_frac")
     cut = 0.0 if truncated is None else truncated.mean
     observed = f"{share:.0%} of the trained groups are replayed, {cut:.1%} of their importance weights truncated"
     if share <= MAX_REPLAYED_SHARE and cut <= MAX_TRUNCATED_WEIGHTS:
-        return Passed(check="stale-samples", figure=observed)
+        return observed
     replay = run.config.experience.replay
     settings: dict[str, object] = {"experience.replay.max_staleness": max(1, replay.max_staleness // 2)}
     if share > MAX_REPLAYED_SHARE:
         settings["experience.replay.num_groups"] = max(1, replay.num_groups // 2)
-    return Finding(
-        check="stale-samples",
-        severity="warning",
+    return CheckFinding(
         problem="much of what is trained was sampled by older policies",
         evidence=(observe(recent, observed, share),),
         change=f"set {format_settings(settings)}",

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RlRun
-from tunesmith.commands.doctor.series import compute_slope_t
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome
+from tunesmith.commands.doctor.record import RlRun, compute_slope_t
 from tunesmith.commands.eval.statistics import Difference, compare_paired
-from tunesmith.config import RunConfig
 from tunesmith.monitor.metrics_log import Series
 
 REWARD = re.compile(r"eval/(.+)/reward")
@@ -24,27 +22,25 @@ MIN_TREND_STEPS = 10
 def find_evaluation_trend(run: RlRun) -> Outcome:
     """The first task set whose evaluations fall, or do not rise significantly."""
     outcomes = [
-        judge_set(run, run.config, match[1], series.finite)
+        judge_set(run, match[1], series.finite)
         for series in run.metrics.list_series("eval")
         if (match := REWARD.fullmatch(series.name)) and len(series.finite) > 1
     ]
-    findings = [each for each in outcomes if isinstance(each, Finding)]
-    passed = [each for each in outcomes if isinstance(each, Passed)]
-    if findings:
-        return findings[0]
-    return Passed(check="evaluation", figure="; ".join(each.figure for each in passed)) if passed else None
+    found = next((each for each in outcomes if isinstance(each, CheckFinding)), None)
+    return found or "; ".join(map(str, outcomes)) or None
 
 
-def judge_set(run: RlRun, config: RunConfig, name: str, series: Series) -> Finding | Passed:
+def judge_set(run: RlRun, name: str, series: Series) -> CheckFinding | str:
     """Compare the last evaluation of a set with the first and with the best one."""
     first, best, last = 0, int(np.argmax(series.values)), len(series) - 1
     gain, loss = compare(run, name, series, first, last), compare(run, name, series, best, last)
     steps, values = series.steps.tolist(), series.values.tolist()
+    interval = min(
+        run.config.save_interval_steps, run.config.evaluation.interval_steps or run.config.save_interval_steps
+    )
     observed = f"{name}: {values[first]:.3f} at step {steps[first]}, {values[last]:.3f} at step {steps[last]}"
     if best != last and loss is not None and loss.interval[1] < 0:
-        return Finding(
-            check="evaluation",
-            severity="warning",
+        return CheckFinding(
             problem=f"the held-out reward fell significantly after step {steps[best]}"
             + (", while the training reward rose: the model overfits the tasks or exploits the judge"
                if is_training_rising(run) else ""),
@@ -52,15 +48,14 @@ def judge_set(run: RlRun, config: RunConfig, name: str, series: Series) -> Findi
             change=f"use the checkpoint of step {steps[best]} or the one nearest before it (shorter "
             "save_interval_steps keeps more), read responses with a high reward for tricks, and set "
             "algorithm.kl_coef=0.001",
-            settings={"save_interval_steps": min_interval(config), "algorithm.kl_coef": 1e-3},
+            settings={"save_interval_steps": interval, "algorithm.kl_coef": 1e-3},
         )  # fmt: skip
     if gain is None:
-        return Passed(check="evaluation", figure=observed)
+        return observed
     low, high = gain.interval
     if low <= 0 <= high:
-        samples = 4 * config.evaluation.num_samples
-        return Finding(
-            check="evaluation",
+        samples = 4 * run.config.evaluation.num_samples
+        return CheckFinding(
             severity="note",
             problem=f"the held-out reward of {name} has not changed significantly between step {steps[first]} and step "
             f"{steps[last]}",
@@ -68,7 +63,7 @@ def judge_set(run: RlRun, config: RunConfig, name: str, series: Series) -> Findi
             change=f"train longer, or narrow the interval with more held-out tasks or evaluation.num_samples={samples}",
             settings={"evaluation.num_samples": samples},
         )
-    return Passed(check="evaluation", figure=f"{observed}, difference {low:+.3f} to {high:+.3f}")
+    return f"{observed}, difference {low:+.3f} to {high:+.3f}"
 
 
 def compare(run: RlRun, name: str, series: Series, before: int, after: int) -> Difference | None:
@@ -106,8 +101,3 @@ def describe(series: Series, name: str, before: int, after: int, difference: Dif
 def is_training_rising(run: RlRun) -> bool:
     rewards = run.get("rollout/reward_mean")
     return rewards is not None and len(rewards) >= MIN_TREND_STEPS and compute_slope_t(rewards) > RISING_T
-
-
-def min_interval(config: RunConfig) -> int:
-    """Steps between checkpoints such that each evaluation has one."""
-    return min(config.save_interval_steps, config.evaluation.interval_steps or config.save_interval_steps)

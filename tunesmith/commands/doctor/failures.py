@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, observe
 from tunesmith.commands.doctor.record import AnyRun, RlRun
-from tunesmith.config import RunConfig
 from tunesmith.rollout.failures import list_causes
 from tunesmith.runs.record import RunState
 from tunesmith.types import Failure, FailureWhere, Group, Task, Trajectory
@@ -29,16 +28,14 @@ def find_stop(run: AnyRun) -> Outcome:
     if run.error is not None:
         message = " ".join(str(run.error["message"]).split())
         step = int(run.error["step"])
-        return Finding(
-            check="stopped",
+        return CheckFinding(
             severity="error",
             problem=f"the run failed at step {step} with a {run.error['error']}",
             evidence=(Evidence(source="error.json", observed=message, steps=(step, step)),),
             change="change what the message names, then repeat the command with --resume",
         )
     if run.state is RunState.INTERRUPTED:
-        return Finding(
-            check="stopped",
+        return CheckFinding(
             severity="note",
             problem="the run was interrupted or killed: it did not make and save all its steps, and recorded no error",
             evidence=(Evidence(source="metrics.jsonl", observed=f"the last step is {run.num_steps}"),),
@@ -47,7 +44,7 @@ def find_stop(run: AnyRun) -> Outcome:
             settings={"continue_from_checkpoint": True},
         )
     reason = "no error recorded" if run.stop_reason is None else run.stop_reason
-    return Passed(check="stopped", figure=f"{run.state}, {reason}")
+    return f"{run.state}, {reason}"
 
 
 def find_failures(run: RlRun) -> Outcome:
@@ -68,17 +65,20 @@ def find_failures(run: RlRun) -> Outcome:
         return None
     failed = sum(counts.values())
     if not failed:
-        return Passed(check="failures", figure=f"none of {total:.0f} recent rollouts failed")
+        return f"none of {total:.0f} recent rollouts failed"
     by_boundary = ", ".join(f"{number:.0f} {where}" for where, number in counts.items() if number)
     evidence = [Evidence(source="rollout/num_failed", observed=by_boundary, value=failed, steps=steps)]
     evidence += [
         Evidence(source="rollouts/", observed=line) for failures in causes.values() for line in list_causes(failures)
     ]
     worst: FailureWhere = max(get_args(FailureWhere), key=lambda where: counts[where])
-    advice, settings = advise(worst, run.config)
+    advice, settings = ADVICE.get(worst), {}
+    if advice is None:
+        timeout_s = 2 * run.config.rollout.timeout_s
+        settings = {"rollout.timeout_s": timeout_s}
+        advice = f"set rollout.timeout_s={timeout_s:g}, or find out why the line named above takes so long"
     is_limit = stopped_at is not None and failed / total > run.config.rollout.max_failure_rate
-    return Finding(
-        check="failures",
+    return CheckFinding(
         severity="error" if is_limit else "warning" if failed / total >= MAX_FAILURE_SHARE else "note",
         problem=f"{failed:.0f} of {total:.0f} recent rollouts ({failed / total:.1%}) failed, most of them at the "
         f"boundary `{worst}`",
@@ -86,15 +86,6 @@ def find_failures(run: RlRun) -> Outcome:
         change=advice,
         settings=settings,
     )
-
-
-def advise(worst: FailureWhere, config: RunConfig) -> tuple[str, dict[str, float]]:
-    """What to change for failures at a boundary."""
-    if worst != "timeout":
-        return ADVICE[worst], {}
-    timeout_s = 2 * config.rollout.timeout_s
-    change = f"set rollout.timeout_s={timeout_s:g}, or find out why the line named above takes so long"
-    return change, {"rollout.timeout_s": timeout_s}
 
 
 def list_causes_by_boundary(run: RlRun, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
@@ -117,12 +108,11 @@ def find_late_calls(run: RlRun) -> Outcome:
     series = run.get("rollout/num_late_calls")
     if series is None:
         calls = run.get("rollout/num_calls")
-        return None if calls is None else Passed(check="late-calls", figure="no call after the end of its workflow")
+        return None if calls is None else "no call after the end of its workflow"
     number = math.fsum(series.values)
-    return Finding(
-        check="late-calls",
+    return CheckFinding(
         severity="note",
         problem=f"{number:.0f} model calls were made after their workflow had returned, and were refused",
-        evidence=(Evidence(source=series.name, observed=f"{number:.0f} calls", value=number, steps=series.span),),
+        evidence=(observe(series, f"{number:.0f} calls", number),),
         change="await all tasks that the workflow starts before it returns",
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,12 +36,12 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """Something that is wrong with a run."""
 
-    check: str
-    """Name of the check, as in docs/doctor.md."""
-    severity: Severity
+    check: str = ""
+    """Name of the check; its table gives it."""
+    severity: Severity = "warning"
     problem: str
     """What is wrong, in one sentence."""
     evidence: tuple[Evidence, ...]
@@ -59,8 +59,8 @@ class Passed:
     figure: str
 
 
-Outcome = Finding | Passed | None
-"""Result of a check; None if it does not apply to the run, or a metric that it needs is not recorded."""
+Outcome = CheckFinding | str | None
+"""Result of a check: what is wrong, or the figure that is within its limits, or None if it does not apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Diagnosis:
     """The last step with metrics."""
     total_steps: int | None
     """Steps that the run was to make; None if that depends on the size of the data set."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     """Most severe first."""
     passed: tuple[Passed, ...]
     not_checked: tuple[str, ...]
@@ -102,6 +102,22 @@ def format_settings(settings: Mapping[str, object]) -> str:
     )
 
 
+def name_findings(outcomes: Mapping[str, Outcome]) -> tuple[CheckFinding, ...]:
+    """The findings with the names of their checks, most severe first."""
+    found = [replace(each, check=name) for name, each in outcomes.items() if isinstance(each, CheckFinding)]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def format_findings(findings: Sequence[CheckFinding], *, otherwise: str) -> list[str]:
+    """The lines of all findings, or the line `otherwise`."""
+    lines: list[str] = []
+    for finding in findings:
+        lines += ["", f"{finding.severity}: {finding.check}: {finding.problem}"]
+        lines += [f"  evidence: {each}" for each in finding.evidence]
+        lines.append(f"  change: {finding.change}")
+    return lines or ["", otherwise]
+
+
 def format_diagnosis(diagnosis: Diagnosis) -> str:
     """The diagnosis as text."""
     steps = f"{diagnosis.num_steps} steps" if diagnosis.num_steps != 1 else "1 step"
@@ -110,12 +126,7 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
     lines = [f"{diagnosis.folder}: {diagnosis.state}, {steps}"]
     if diagnosis.step_time is not None:
         lines.append(f"time of a step: {diagnosis.step_time}")
-    for finding in diagnosis.findings:
-        lines += ["", f"{finding.severity}: {finding.check}: {finding.problem}"]
-        lines += [f"  evidence: {each}" for each in finding.evidence]
-        lines.append(f"  change: {finding.change}")
-    if not diagnosis.findings:
-        lines += ["", "no finding"]
+    lines += format_findings(diagnosis.findings, otherwise="no finding")
     if diagnosis.passed:
         lines += ["", "checked and within limits:"]
         lines += [f"  {each.check}: {each.figure}" for each in diagnosis.passed]

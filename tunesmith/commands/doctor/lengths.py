@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed
-from tunesmith.commands.doctor.record import RlRun
-from tunesmith.commands.doctor.series import compute_slope_t, split_ends
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, observe
+from tunesmith.commands.doctor.record import RlRun, compute_slope_t, need_ends
 from tunesmith.types import TRUNCATED
 
 MAX_TRUNCATED_SHARE = 0.1
@@ -21,20 +20,17 @@ def find_truncation(run: RlRun) -> Outcome:
     """Responses cut off by `max_tokens` or the context."""
     truncated, total = run.sum_recent("rollout/num_truncated"), run.sum_recent("rollout/num_trajectories")
     source, unit = "rollout/num_truncated", "rollouts"
-    length, context = run.sum_recent("rollout/num_stop_length"), run.sum_recent("rollout/num_stop_context")
+    length, context = (run.need_recent(f"rollout/num_stop_{name}").total for name in ("length", "context"))
     if truncated is None:  # runs of earlier versions count turns only
-        truncated, total = (
-            run.sum_recent("rollout/num_stop_length", "rollout/num_stop_context"),
-            run.sum_recent("rollout/num_turns"),
-        )
+        truncated, total = length + context, run.sum_recent("rollout/num_turns")
         source, unit = "rollout/num_stop_length", "turns"
-    recent = run.get_recent(source)
-    if not total or truncated is None or length is None or context is None or recent is None:
+    if not total:
         return None
+    recent = run.need_recent(source)
     share, longest = truncated / total, run.get_recent("rollout/sampled_tokens_per_turn_max")
     longest_text = "" if longest is None else f", the longest turn has {longest.values.max():.0f} tokens"
     if share < MAX_TRUNCATED_SHARE:
-        return Passed(check="truncation", figure=f"{share:.1%} of recent {unit} were truncated{longest_text}")
+        return f"{share:.1%} of recent {unit} were truncated{longest_text}"
     model = run.config.model
     is_context = context > length or 2 * model.max_tokens > model.max_model_len
     knob = "model.max_model_len" if is_context else "model.max_tokens"
@@ -47,12 +43,7 @@ def find_truncation(run: RlRun) -> Outcome:
         settings["model.max_tokens"] = 2 * model.max_tokens
     listed = " and ".join(f"{each}={number}" for each, number in settings.items())
     evidence = [
-        Evidence(
-            source=source,
-            observed=f"{truncated:.0f} of {total:.0f} {unit}{longest_text}",
-            value=share,
-            steps=recent.span,
-        ),
+        observe(recent, f"{truncated:.0f} of {total:.0f} {unit}{longest_text}", share),
         Evidence(
             source="rollout/num_stop_context",
             observed=f"{context:.0f} turns ended at the end of the context, {length:.0f} at max_tokens",
@@ -60,8 +51,7 @@ def find_truncation(run: RlRun) -> Outcome:
         ),
     ]
     evidence += find_truncated_rollout(run)
-    return Finding(
-        check="truncation",
+    return CheckFinding(
         severity="error" if share >= MOSTLY_TRUNCATED_SHARE else "warning",
         problem=f"{share:.0%} of the recent {unit} were cut off at {limit}",
         evidence=tuple(evidence),
@@ -83,25 +73,13 @@ def find_truncated_rollout(run: RlRun) -> list[Evidence]:
 
 def find_refused_prompts(run: RlRun) -> Outcome:
     """Model calls refused because the prompt leaves no room for a token."""
-    refused, calls = run.sum_recent("rollout/num_overlong"), run.sum_recent("rollout/num_calls")
-    recent = run.get_recent("rollout/num_overlong")
-    if refused is None or not calls or recent is None:
-        return None
-    share = refused / calls
+    recent, num_calls, share = run.need_share("rollout/num_overlong", "rollout/num_calls")
     if share < MAX_REFUSED_SHARE:
-        return Passed(
-            check="refused-prompts", figure=f"{refused:.0f} of {calls:.0f} recent calls had too long a prompt"
-        )
+        return f"{recent.total:.0f} of {num_calls:.0f} recent calls had too long a prompt"
     value = 2 * run.config.model.max_model_len
-    return Finding(
-        check="refused-prompts",
-        severity="warning",
+    return CheckFinding(
         problem=f"{share:.0%} of the model calls were refused because their prompt fills the context",
-        evidence=(
-            Evidence(
-                source=recent.name, observed=f"{refused:.0f} of {calls:.0f} calls", value=share, steps=recent.span
-            ),
-        ),
+        evidence=(observe(recent, f"{recent.total:.0f} of {num_calls:.0f} calls", share),),
         change=f"set model.max_model_len={value}, or let the workflow shorten its history and tool results",
         settings={"model.max_model_len": value},
     )
@@ -109,20 +87,16 @@ def find_refused_prompts(run: RlRun) -> Outcome:
 
 def find_length_growth(run: RlRun) -> Outcome:
     """Responses that get longer while the reward does not rise, near their limit."""
-    lengths, rewards = run.get("rollout/sampled_tokens_per_turn_mean"), run.get("rollout/reward_mean")
-    ends = None if lengths is None else split_ends(lengths)
-    if lengths is None or ends is None or rewards is None:
-        return None
-    first, last = ends
+    lengths, rewards = run.need("rollout/sampled_tokens_per_turn_mean"), run.need("rollout/reward_mean")
+    first, last = need_ends(lengths)
     observed = f"{first.mean:.0f} tokens a turn in the first steps, {last.mean:.0f} in the last"
     is_longer = last.mean > GROWTH * first.mean and compute_slope_t(lengths) > 2
     if not is_longer or len(rewards) < 3 or compute_slope_t(rewards) > 1:
-        return Passed(check="length-growth", figure=observed)
-    return Finding(
-        check="length-growth",
+        return observed
+    return CheckFinding(
         severity="warning" if last.mean > NEAR_LIMIT * run.config.model.max_tokens else "note",
         problem="responses get longer and the reward does not rise",
-        evidence=(Evidence(source=lengths.name, observed=observed, value=last.mean, steps=lengths.span),),
+        evidence=(observe(lengths, observed, last.mean),),
         change="set algorithm.algorithm_type=dr_grpo, whose loss does not favour long wrong answers, and "
         "experience.operators mask_response_truncated",
         settings={"algorithm.algorithm_type": "dr_grpo"},

@@ -1,15 +1,20 @@
-"""Checks of the optimizer: weights that do not change, clipped, exploding or non-finite gradients.
-
-They apply to fine-tuning as well as to reinforcement learning.
+"""Checks of the optimizer, of fine-tuning as well as of reinforcement learning: weights that do not change, clipped,
+exploding or non-finite gradients; and of the loss of fine-tuning and preference training.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
-from tunesmith.commands.doctor.record import AnyRun
-from tunesmith.commands.doctor.series import find_longest_streak, find_spikes
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
+from tunesmith.commands.doctor.record import (
+    AnyRun,
+    OfflineRun,
+    compute_slope_t,
+    find_longest_streak,
+    find_spikes,
+    need_ends,
+)
 from tunesmith.monitor.metrics_log import Series
 
 MIN_RELATIVE_UPDATE = 1e-6
@@ -31,9 +36,7 @@ NEAR_ZERO = 1e-12
 
 def find_dead_learning_rate(run: AnyRun) -> Outcome:
     """Updates too small to change the model, or a schedule that has ended."""
-    rates = run.get("train/learning_rate")
-    if rates is None or not len(rates):
-        return None
+    rates = run.need("train/learning_rate")
     updates, changed = run.get("train/relative_update"), run.get("train/changed_ratio")
     peak = run.config.trainer.learning_rate
     if updates is not None and updates.values.max() < MIN_RELATIVE_UPDATE:
@@ -49,9 +52,7 @@ def find_dead_learning_rate(run: AnyRun) -> Outcome:
     if number >= max(MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE * len(rates)):
         dead = rates.select(is_dead)
         settings: dict[str, object] = {"trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1}
-        return Finding(
-            check="learning-rate",
-            severity="warning",
+        return CheckFinding(
             problem=f"the learning rate was below a thousandth of its peak {peak:g} in {number} steps in a row",
             evidence=(observe(dead, f"{dead.mean:.1g} on average"),),
             change=f"set {format_settings(settings)}, and trainer.warmup_steps to less than a tenth of the steps",
@@ -59,15 +60,12 @@ def find_dead_learning_rate(run: AnyRun) -> Outcome:
         )
     observed = f"{rates.values[-1]:.2g} at the last step"
     observed += "" if updates is None else f", an update changes the weights by {updates.mean:.1g} of their size"
-    return Passed(check="learning-rate", figure=observed)
+    return observed
 
 
-def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: float) -> Finding:
-    rates = run.get("train/learning_rate")
-    assert rates is not None
-    settings = {"trainer.learning_rate": suggested}
-    return Finding(
-        check="learning-rate",
+def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: float) -> CheckFinding:
+    rates, settings = run.need("train/learning_rate"), {"trainer.learning_rate": suggested}
+    return CheckFinding(
         severity="error",
         problem=f"the updates are too small to change the model: {observed}",
         evidence=(observe(series, observed), observe(rates, f"at most {rates.values.max():.2g}", rates.values.max())),
@@ -82,14 +80,11 @@ def find_gradients(run: AnyRun) -> Outcome:
     lost = find_non_finite(run)
     if lost is not None:
         return lost
-    series = run.get("train/grad_norm")
-    if series is None:
-        return None
+    series = run.need("train/grad_norm")
     limit, rate = run.config.trainer.max_grad_norm, run.config.trainer.learning_rate
     observed = f"median norm {series.median:.3g}, largest {series.values.max():.3g}, clipped at {limit:g}"
     if series.recent.values.max() <= NEAR_ZERO:
-        return Finding(
-            check="gradients",
+        return CheckFinding(
             severity="error",
             problem="the gradient is zero in all recent updates",
             evidence=(observe(series.recent, observed, 0.0),),
@@ -99,9 +94,7 @@ def find_gradients(run: AnyRun) -> Outcome:
     if len(series) >= MIN_SPIKE_STEPS and is_spike.mean() > MAX_SPIKE_SHARE:
         spikes, settings = series.select(is_spike), {"trainer.learning_rate": rate / 3, "trainer.betas": [0.9, 0.95]}
         listed = ", ".join(map(str, spikes.steps[:5].tolist()))
-        return Finding(
-            check="gradients",
-            severity="warning",
+        return CheckFinding(
             problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
             evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
             change=f"read the rollouts of these steps for degenerate text, and set {format_settings(settings)}",
@@ -109,18 +102,17 @@ def find_gradients(run: AnyRun) -> Outcome:
         )
     if series.median > CLIP_FACTOR * limit and (series.values > limit).mean() >= MIN_CLIPPED_SHARE:
         settings = {"trainer.max_grad_norm": float(f"{series.median:.1g}")}
-        return Finding(
-            check="gradients",
+        return CheckFinding(
             severity="note",
             problem=f"gradients are clipped on almost every step, to a {series.median / limit:.0f}th of their size",
             evidence=(observe(series, observed, series.median),),
             change=f"set {format_settings(settings)}, so that only unusual gradients are clipped",
             settings=settings,
         )
-    return Passed(check="gradients", figure=observed)
+    return observed
 
 
-def find_non_finite(run: AnyRun) -> Finding | None:
+def find_non_finite(run: AnyRun) -> CheckFinding | None:
     """Metrics of training that were NaN or infinite."""
     bad = [series.select(~np.isfinite(series.values)) for series in run.metrics.list_series("train")]
     bad = [series for series in bad if len(series)]
@@ -129,8 +121,7 @@ def find_non_finite(run: AnyRun) -> Finding | None:
     settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
     if run.config.model.dtype != "float32":
         settings["model.dtype"] = "float32"
-    return Finding(
-        check="gradients",
+    return CheckFinding(
         severity="error",
         problem="numbers of the training were not finite",
         evidence=tuple(
@@ -138,5 +129,53 @@ def find_non_finite(run: AnyRun) -> Finding | None:
             for series in bad[:3]
         ),
         change=f"set {format_settings(settings)}",
+        settings=settings,
+    )
+
+
+MIN_LOSS_FALL = 0.05
+"""A loss that falls by less than a twentieth has learned next to nothing."""
+RISEN_T = 3.0
+OVERFIT_RISE = 0.02
+"""Share by which the evaluation loss exceeds its lowest value at the end."""
+
+
+def find_loss_trend(run: OfflineRun) -> Outcome:
+    """A training loss that rises or does not fall."""
+    series = run.need("train/loss")
+    first, last = need_ends(series)
+    rate = run.config.trainer.learning_rate
+    observed = f"{first.mean:.3g} in the first steps, {last.mean:.3g} in the last"
+    if last.mean > first.mean and compute_slope_t(series) > RISEN_T:
+        problem, settings = "the training loss rises", {"trainer.learning_rate": rate / 10}
+    elif last.mean > (1 - MIN_LOSS_FALL) * first.mean:
+        problem, settings = "the training loss hardly falls", {"trainer.learning_rate": rate * 3}
+    else:
+        return observed
+    return CheckFinding(
+        problem=problem,
+        evidence=(observe(series, observed, last.mean),),
+        change=f"set {format_settings(settings)}, or train longer with num_epochs={run.config.num_epochs + 1}",
+        settings=settings,
+    )
+
+
+def find_evaluation_loss(run: OfflineRun) -> Outcome:
+    """An evaluation loss that rises again: overfitting."""
+    series = run.metrics.get("eval/loss", "eval")
+    if series is None or len(series.finite) < 2:
+        return None
+    series = series.finite
+    best, last = int(np.argmin(series.values)), float(series.values[-1])
+    lowest = float(series.values[best])
+    observed = f"{lowest:.4g} at step {series.steps[best]}, {last:.4g} at step {series.steps[-1]}"
+    if last <= (1 + OVERFIT_RISE) * lowest:
+        return observed
+    settings = {"num_epochs": max(1, run.config.num_epochs - 1)}
+    return CheckFinding(
+        severity="note",
+        problem=f"the model overfits after step {series.steps[best]}, whose weights are kept",
+        evidence=(observe(series, observed, last),),
+        change=f"set {format_settings(settings)}, lower trainer.learning_rate, or add rows",
         settings=settings,
     )

@@ -1,4 +1,4 @@
-"""Checks of rewards: groups without variance, small batches, rewards that fall or stay."""
+"""Checks of what is trained: groups without variance, small batches, rewards that fall or stay, branches, few tasks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from tunesmith.commands.doctor.finding import Evidence, Finding, Outcome, Passed, Severity
-from tunesmith.commands.doctor.record import RlRun
-from tunesmith.commands.doctor.series import compute_slope_t, find_best_window, split_ends
+from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, Severity, observe
+from tunesmith.commands.doctor.record import (
+    NotRecordedError,
+    RlRun,
+    compute_slope_t,
+    find_best_window,
+    need_ends,
+    split_ends,
+)
 from tunesmith.config import RunConfig
 
 MAX_EQUAL_SHARE = 0.75
@@ -50,12 +56,9 @@ class EqualGroups:
 
 def find_equal_rewards(run: RlRun) -> Outcome:
     """Groups whose rollouts all have one reward give no gradient."""
-    share = compute_equal_share(run)
-    useful = run.get_recent("experience/num_useful_groups")
-    if share is None or useful is None:
-        return None
+    useful, share = run.need_recent("experience/num_useful_groups"), compute_equal_share(run)
     if share < MAX_EQUAL_SHARE:
-        return Passed(check="equal-rewards", figure=f"{share:.0%} of recent groups have equal rewards")
+        return f"{share:.0%} of recent groups have equal rewards"
     groups = explain_equal_groups(run)
     is_solved = groups.cause == "high" and has_risen(run)
     severity: Severity = "note" if is_solved else "error" if share > ALL_EQUAL_SHARE else "warning"
@@ -63,9 +66,8 @@ def find_equal_rewards(run: RlRun) -> Outcome:
     if is_solved:
         problem = "the reward has risen until the tasks hold little to learn: all rollouts get the highest reward"
     text = f"{share:.0%} of the groups have equal rewards, {useful.mean:.1f} a step are trained"
-    counted = Evidence(source=useful.name, observed=text, value=share, steps=useful.span)
-    return Finding(
-        check="equal-rewards",
+    counted = observe(useful, text, share)
+    return CheckFinding(
         severity=severity,
         problem=f"{share:.0%} of the groups give no gradient: {problem}",
         evidence=(counted, groups.evidence),
@@ -74,11 +76,13 @@ def find_equal_rewards(run: RlRun) -> Outcome:
     )
 
 
-def compute_equal_share(run: RlRun) -> float | None:
+def compute_equal_share(run: RlRun) -> float:
     """Share of the recent groups with a reward whose advantages are all zero."""
-    tried, useful = run.sum_recent("experience/num_tasks_tried"), run.sum_recent("experience/num_useful_groups")
-    scored = None if tried is None else tried - (run.sum_recent("algorithm/num_unscored_groups") or 0.0)
-    return None if not scored or useful is None else 1 - useful / scored
+    tried, useful = (run.need_recent(f"experience/num_{name}") for name in ("tasks_tried", "useful_groups"))
+    scored = tried.total - (run.sum_recent("algorithm/num_unscored_groups") or 0.0)
+    if not scored:
+        raise NotRecordedError("algorithm/num_unscored_groups")
+    return 1 - useful.total / scored
 
 
 def has_risen(run: RlRun) -> bool:
@@ -135,7 +139,7 @@ def explain_by_metrics(run: RlRun) -> EqualGroups:
     cause: Cause = "constant" if lowest == highest else "mixed"
     cause = "low" if position < 0.5 - MAX_EQUAL_SHARE / 2 else "high" if position > 0.5 + MAX_EQUAL_SHARE / 2 else cause
     observed = f"{mean.mean:.3g} on average, lowest {lowest:g}, highest {highest:g}"
-    evidence = Evidence(source=mean.name, observed=observed, value=mean.mean, steps=mean.span)
+    evidence = observe(mean, observed, mean.mean)
     return EqualGroups(cause=cause, lowest=lowest, highest=highest, evidence=evidence)
 
 
@@ -177,23 +181,21 @@ def describe_cause(config: RunConfig, groups: EqualGroups) -> tuple[str, str, di
 
 def find_small_batch(run: RlRun) -> Outcome:
     """Updates on very few groups, because the others were dropped or minibatches are many."""
-    groups, updates = run.sum_recent("experience/num_useful_groups"), run.sum_recent("train/num_updates")
-    share, useful = compute_equal_share(run), run.get_recent("experience/num_useful_groups")
-    if not groups or not updates or useful is None or share is None:
+    useful, updates = run.need_recent("experience/num_useful_groups"), run.need_recent("train/num_updates").total
+    share = compute_equal_share(run)
+    if not useful.total or not updates:
         return None
-    per_update = groups / updates
+    per_update = useful.total / updates
     configured = run.config.algorithm.batch_size / run.config.trainer.num_minibatches
     observed = f"{per_update:.1f} groups an update; batch_size / num_minibatches is {configured:g}"
     if per_update >= min(MIN_GROUPS_PER_UPDATE, configured / 2) or is_solved(run):
-        return Passed(check="small-batch", figure=observed)
+        return observed
     settings: dict[str, float] = {"experience.refill_budget": min(math.ceil(1 / (1 - share)), MAX_REFILL_BUDGET)}
     if run.config.trainer.num_minibatches > 1:
         settings["trainer.num_minibatches"] = 1
-    return Finding(
-        check="small-batch",
-        severity="warning",
+    return CheckFinding(
         problem=f"an update is computed from {per_update:.1f} groups, since {share:.0%} of the groups give no gradient",
-        evidence=(Evidence(source=useful.name, observed=observed, value=per_update, steps=useful.span),),
+        evidence=(observe(useful, observed, per_update),),
         change="set " + ", or ".join(f"{knob}={value:g}" for knob, value in settings.items()),
         settings=settings,
     )
@@ -201,43 +203,34 @@ def find_small_batch(run: RlRun) -> Outcome:
 
 def find_reward_trend(run: RlRun) -> Outcome:
     """Rewards that fall, or stay where they were for many steps."""
-    rewards = run.get("rollout/reward_mean")
-    ends = None if rewards is None else split_ends(rewards)
-    low, high = run.get("rollout/reward_min"), run.get("rollout/reward_max")
-    if rewards is None or ends is None or low is None or high is None or not chooses_steadily(run):
+    rewards, low, high = (run.need(f"rollout/reward_{name}") for name in ("mean", "min", "max"))
+    first, last = need_ends(rewards)
+    if not chooses_steadily(run):
         return None
-    first, last = ends
     best = find_best_window(rewards, len(last))
     range_ = float(high.values.max() - low.values.min())
     observed = f"{first.mean:.3g} in the first steps, {last.mean:.3g} in the last"
-    evidence = Evidence(source=rewards.name, observed=observed, value=last.mean, steps=rewards.span)
+    evidence = observe(rewards, observed, last.mean)
     rate = run.config.trainer.learning_rate
     error = math.hypot(float(best.values.std()), float(last.values.std())) / math.sqrt(len(last))
     fall = best.mean - last.mean
     if fall > max(MIN_FALL * range_, SIGNIFICANT_T * error):
-        best_evidence = Evidence(
-            source=rewards.name, observed=f"{best.mean:.3g} at its best", value=best.mean, steps=best.span
-        )
-        return Finding(
-            check="reward-trend",
-            severity="warning",
+        return CheckFinding(
             problem=f"the reward has fallen from {best.mean:.3g} to {last.mean:.3g}",
-            evidence=(best_evidence, evidence),
+            evidence=(observe(best, f"{best.mean:.3g} at its best"), evidence),
             change=f"resume from a checkpoint at or before step {best.span[1]} under another name with "
             f"trainer.learning_rate={rate / 3:.1g}, and set algorithm.kl_coef=0.001",
             settings={"trainer.learning_rate": rate / 3, "algorithm.kl_coef": 1e-3},
         )
     if len(rewards) >= MIN_FLAT_STEPS and abs(compute_slope_t(rewards)) < FLAT_T and range_ > 0:
-        return Finding(
-            check="reward-trend",
-            severity="warning",
+        return CheckFinding(
             problem=f"the reward has not changed beyond its noise in {len(rewards)} steps",
             evidence=(evidence,),
             change=f"first change what the other findings name; without any, set trainer.learning_rate={rate * 3:.1g} "
-            f"or algorithm.batch_size={2 * _get_batch_size(run)}",
-            settings={"trainer.learning_rate": rate * 3, "algorithm.batch_size": 2 * _get_batch_size(run)},
+            f"or algorithm.batch_size={2 * run.config.algorithm.batch_size}",
+            settings={"trainer.learning_rate": rate * 3, "algorithm.batch_size": 2 * run.config.algorithm.batch_size},
         )
-    return Passed(check="reward-trend", figure=observed)
+    return observed
 
 
 def is_solved(run: RlRun) -> bool:
@@ -255,5 +248,60 @@ def chooses_steadily(run: RlRun) -> bool:
     return all(each.task_selector.selector_type in STEADY_SELECTORS for each in sets)
 
 
-def _get_batch_size(run: RlRun) -> int:
-    return run.config.algorithm.batch_size
+MAX_BRANCH_SHARE = 0.1
+"""Branches per trained rollout: retries happen, but a branch in every tenth rollout is the way the agent works."""
+MAX_PASSES = 20
+"""Passes over the tasks; small models memorize a task within some tens of visits."""
+NUM_SAMPLED_STEPS = 32
+"""Steps, evenly spaced over the run, whose task ids are read."""
+MIN_VISITS = 2.0
+"""Visits per distinct task in the steps read, from which the distinct tasks are nearly all tasks."""
+
+
+def find_branches(run: RlRun) -> Outcome:
+    """Turns that do not extend the history of their rollout, so that it is trained as several samples."""
+    recent, _, share = run.need_share("rollout/num_branches", "rollout/num_trained_trajectories")
+    unextended = run.get_recent("rollout/num_unextended")
+    observed = f"{share:.2g} branches per trained rollout"
+    if share <= MAX_BRANCH_SHARE:
+        return observed
+    evidence = [observe(recent, observed, share)]
+    if unextended is not None and unextended.total:
+        observed = f"{unextended.total:.0f} calls repeated earlier messages whose tokens could not be reused"
+        evidence.append(observe(unextended, observed, unextended.total))
+    return CheckFinding(
+        severity="note",
+        problem="many model calls do not extend the conversation of their rollout, which is then trained in pieces",
+        evidence=tuple(evidence),
+        change="if the workflow has no sub-agents or retries, let it only append to its messages (do not edit, "
+        "summarize or remove any, nor put the time into the system prompt), and keep the reasoning of earlier turns",
+    )
+
+
+def find_repeated_tasks(run: RlRun) -> Outcome:
+    """A task pool so small that the model sees every task many times."""
+    tried, steps = run.need("experience/num_tasks_tried"), run.rollouts.list_steps()
+    if not steps:
+        return None
+    visits, tasks = 0, set()
+    for step in steps[:: -(-len(steps) // NUM_SAMPLED_STEPS)]:
+        ids = {
+            (row["group_index"], row["task_id"])
+            for row in run.rollouts.read_table(step, ("group_index", "task_id")).to_pylist()
+        }
+        visits += len(ids)
+        tasks |= {task_id for _, task_id in ids}
+    passes = tried.total / max(len(tasks), 1)
+    if visits < MIN_VISITS * len(tasks):
+        return f"{len(tasks)} different tasks in {visits} sampled groups"
+    observed = f"about {len(tasks)} different tasks, visited {passes:.0f} times each"
+    if passes <= MAX_PASSES:
+        return observed
+    return CheckFinding(
+        severity="note",
+        problem=f"the run has few tasks: {observed}",
+        evidence=(Evidence(source="rollouts/", observed=observed, value=passes, steps=(steps[0], steps[-1])),),
+        change="add tasks to train_dataset, or stop when the held-out reward no longer rises "
+        "(evaluation.interval_steps=10)",
+        settings={"evaluation.interval_steps": 10},
+    )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,22 +23,21 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.eval.comparison import Comparison, ModelResult, compare_results, compute_result
 from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
 from tunesmith.commands.eval.comparison_table import format_comparison
-from tunesmith.commands.eval.held_out import run_held_out
+from tunesmith.commands.eval.results import run_held_out
 from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
+from tunesmith.judges.tir import describe_scorers
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.rollout.statistics import check_failures
-from tunesmith.rollout.workers.local import LocalWorker
-from tunesmith.runs.actors import load_actors
 from tunesmith.runs.load_function import load_functions, load_run_tasks
-from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy
+from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
@@ -81,9 +81,12 @@ def run_comparison(
             raise ConfigError("a plot is written to the output folder: set --out")
     check_output_folder(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
-    num_evaluations = len(models) * len(sets)
+    load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
     progress = ConsoleProgress(
-        first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
+        first_step=0,
+        total_steps=len(models) * len(sets),
+        has_progress=config.monitor.has_progress,
+        log_interval_steps=1,
     )
     with nullcontext() if out is None else Workspace(out), closing(progress):
         for number, (label, path) in enumerate(models.items()):
@@ -93,10 +96,8 @@ def run_comparison(
                 model_config,
                 sets,
                 partial_files,
+                load,
                 label=label,
-                workflow=workflow,
-                judge=judge,
-                build_model=build_model,
                 progress=progress,
                 num_done=number * len(sets),
             )
@@ -110,7 +111,15 @@ def run_comparison(
                     seconds=set_scores.seconds,
                     outcome_key=config.experience.outcome_key,
                 )
-        comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
+        comparison = {
+            name: compare_results(
+                name,
+                by_label,
+                seed=config.seed,
+                scorer="" if suite is None else describe_scorers(task.row for task in sets[name]),
+            )
+            for name, by_label in results.items()
+        }
         if out is not None:
             save_comparison(out, comparison, has_plot=has_plot)
     return comparison
@@ -178,11 +187,9 @@ def evaluate_model(
     config: RunConfig,
     sets: Mapping[str, Sequence[Task]],
     partial_files: Mapping[str, Path | None],
+    load: Callable[[RunConfig], tuple[Policy, Actors]],
     *,
     label: str,
-    workflow: WorkflowType,
-    judge: JudgeType | None,
-    build_model: BuildModel,
     progress: ConsoleProgress,
     num_done: int,
 ) -> dict[str, SetScores]:
@@ -200,7 +207,7 @@ def evaluate_model(
             progress.show_done(number, f"{label} on {name}: already evaluated")
             continue
         progress.show_status(f"{label} on {name}: loading")
-        loaded = loaded or load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        loaded = loaded or load(config)
         found = evaluate_set(config, *loaded, name, tasks, progress)
         scores[name] = found
         if partial_file is not None:
@@ -218,12 +225,19 @@ def evaluate_set(
     started = time.perf_counter()
 
     async def run() -> list[Group]:
-        async with Dispatcher([LocalWorker(actors)]) as dispatcher:
-            return await run_held_out(config, dispatcher, name, tasks, policy_version=0, status=progress)
+        async with build_evaluator(actors) as dispatcher:
+            return await run_held_out(
+                config,
+                dispatcher,
+                name,
+                tasks,
+                policy_version=0,
+                max_failure_rate=config.rollout.max_failure_rate,
+                status=progress,
+            )
 
     groups = run_lockstep(run(), config.rollout)
     seconds = time.perf_counter() - started
-    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     renderer = Renderer(
         policy.tokenizer,
         tool_call_parser=config.model.tool_call_parser,
@@ -265,3 +279,31 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def check_stage(config: EvalConfig) -> None:
+    run = apply_suite(config.to_run_config(), config.suite)
+    check_run(run, models=[find_model(path) for path in config.models.values()])
+    if config.has_plot:
+        check_plot()
+
+
+def run_stage(config: EvalConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Compare the models; a killed evaluation resumes in `out_dir`."""
+    comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
+    results = {
+        f"{label} on {name}": result
+        for name, set_comparison in comparison.items()
+        for label, result in set_comparison.results.items()
+    }
+    figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
+    return StageResult(
+        tokens=sum(result.num_sampled_tokens for result in results.values()),
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures=figures | {name: describe_result(result) for name, result in results.items()},
+        result=comparison,
+    )
+
+
+def describe_result(result: ModelResult) -> str:
+    return f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"

@@ -85,6 +85,8 @@ class SetComparison:
     results: Mapping[str, ModelResult]
     """By label."""
     contrasts: Sequence[Contrast]
+    scorer: str = ""
+    """Which measure a suite scored the tasks by; empty without a suite."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of comparison.json, with every rollout of every task."""
@@ -103,6 +105,7 @@ class SetComparison:
                 for label, result in self.results.items()
             },
             "contrasts": [asdict(contrast) for contrast in self.contrasts],
+            **({"scorer": self.scorer} if self.scorer else {}),
         }
 
 
@@ -147,7 +150,7 @@ def estimate(scores: Sequence[float], *, is_share: bool, seed: int) -> Estimate:
     )
 
 
-def compare_results(name: str, results: Mapping[str, ModelResult], *, seed: int) -> SetComparison:
+def compare_results(name: str, results: Mapping[str, ModelResult], *, seed: int, scorer: str = "") -> SetComparison:
     """Compare each model with each later one, in the reward and in every reported metric."""
     contrasts = []
     for before, after in combinations(results.values(), 2):
@@ -155,7 +158,7 @@ def compare_results(name: str, results: Mapping[str, ModelResult], *, seed: int)
             difference = compare_quantity(quantity, before.tasks, after.tasks, seed=seed)
             if difference is not None:
                 contrasts.append(Contrast(before=before.label, after=after.label, name=quantity, difference=difference))
-    return SetComparison(name=name, results=results, contrasts=contrasts)
+    return SetComparison(name=name, results=results, contrasts=contrasts, scorer=scorer)
 
 
 def compare_quantity(

@@ -1,11 +1,18 @@
-"""A comparison as Markdown tables, aligned so that they are readable on a terminal."""
+"""A comparison as Markdown tables, aligned so that they are readable on a terminal, and as the result of `evaluate`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunesmith.commands.eval.comparison import Comparison, Contrast, Estimate, SetComparison
+from tunesmith.runs.result import Result
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SMALLEST_P_VALUE = 1e-4
 """Smaller p-values are printed as `< 0.0001`."""
@@ -35,7 +42,8 @@ def describe_set(comparison: SetComparison) -> str:
     results = comparison.results.values()
     num_tasks = max(len(result.tasks) for result in results)
     num_runs = max(len(task.samples) for result in results for task in result.tasks)
-    return f"{comparison.name}: {num_tasks} tasks, {num_runs} {'rollout' if num_runs == 1 else 'rollouts'} of each"
+    text = f"{comparison.name}: {num_tasks} tasks, {num_runs} {'rollout' if num_runs == 1 else 'rollouts'} of each"
+    return f"{text}; {comparison.scorer}" if comparison.scorer else text
 
 
 def list_tables(comparison: SetComparison) -> list[list[list[str]]]:
@@ -94,3 +102,44 @@ def format_html_table(table: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table[0])
     rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table[1:])
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class EvalResult(Result):
+    """Result of an evaluation. It prints as the tables of `comparison.md`, without the rollouts."""
+
+    folder: Path | None
+    """Folder of comparison.json (with every rollout) and comparison.md; None if nothing was written."""
+    sets: Comparison
+    """Task set -> the results of each model and their paired differences."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Every mean, by `<task set>/<model>/<quantity>`."""
+        return {
+            f"{name}/{label}/{quantity}": each.mean
+            for name, comparison in self.sets.items()
+            for label, result in comparison.results.items()
+            for quantity, each in result.estimates.items()
+        }
+
+    def to_pandas(self) -> DataFrame:
+        """One row per task set, model and quantity: mean, 95 % interval, number of tasks."""
+        from pandas import DataFrame  # half a second to import
+
+        rows = [
+            (name, label, quantity, each.mean, *each.interval, each.num_tasks)
+            for name, comparison in self.sets.items()
+            for label, result in comparison.results.items()
+            for quantity, each in result.estimates.items()
+        ]
+        return DataFrame(rows, columns=["set", "model", "quantity", "mean", "low", "high", "num_tasks"])
+
+    def list_facts(self) -> Mapping[str, str]:
+        return {"folder": str(self.folder)}
+
+    def __repr__(self) -> str:
+        return format_comparison(self.sets)
+
+    def _repr_html_(self) -> str:
+        return format_html(self.sets)

@@ -1,4 +1,4 @@
-"""Results of one evaluation of a policy on held-out tasks, as metrics and as `eval/step_N.json`.
+"""Evaluations of a policy on held-out tasks, and their results as metrics and as `eval/step_N.json`.
 
 A task's score is the mean reward of its rollouts; the interval is a bootstrap over tasks. A failed rollout has no
 reward: it is excluded from the mean and counted.
@@ -11,10 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunesmith.commands.eval.behavior import add_behavior
 from tunesmith.commands.eval.sample_scores import compute_pass_at_k_by_task, describe_row
 from tunesmith.commands.eval.statistics import Interval, compute_bootstrap_interval
+from tunesmith.config import RunConfig
 from tunesmith.experience.outcomes import compute_outcome
-from tunesmith.types import Group
+from tunesmith.rollout.dispatcher import Dispatcher
+from tunesmith.rollout.group import build_requests
+from tunesmith.rollout.progress import RolloutProgress, StatusLine
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.rollout.statistics import collect_reported
+from tunesmith.runs.policy import build_sampling
+from tunesmith.types import Group, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +93,6 @@ def compute_evaluation(
     """Summarize the groups of one task set; `outcome_key` is the metric that is 1 for a passed rollout."""
     scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    reported: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.failure is None:
-            for key, value in trajectory.metrics.items():
-                reported.setdefault(key, []).append(value)
     outcomes = [[compute_outcome(trajectory, outcome_key) for trajectory in group.scored] for group in groups]
     return EvaluationResult(
         name=name,
@@ -98,6 +101,54 @@ def compute_evaluation(
         mean=statistics.fmean(scores) if scores else None,
         interval=compute_bootstrap_interval(scores, seed=seed) if scores else None,
         num_failures=sum(trajectory.failure is not None for trajectory in trajectories),
-        metric_means={key: statistics.fmean(values) for key, values in reported.items()},
+        metric_means={key: statistics.fmean(values) for key, values in collect_reported(trajectories).items()},
         pass_at_k={k: statistics.fmean(values) for k, values in compute_pass_at_k_by_task(outcomes).items()},
     )
+
+
+async def evaluate_all(
+    config: RunConfig,
+    dispatcher: Dispatcher,
+    eval_tasks: Mapping[str, Sequence[Task]],
+    *,
+    policy_version: int,
+    status: StatusLine | None = None,
+) -> dict[str, EvaluationResult]:
+    """Evaluate every held-out set. Seeds do not depend on the step, so all evaluations of a run use the same seeds."""
+    results = {}
+    for name, tasks in eval_tasks.items():
+        groups = await run_held_out(config, dispatcher, name, tasks, policy_version=policy_version, status=status)
+        results[name] = compute_evaluation(
+            name,
+            groups,
+            policy_version=policy_version,
+            seed=config.seed,
+            outcome_key=config.experience.outcome_key,
+        )
+    return results
+
+
+async def run_held_out(
+    config: RunConfig,
+    dispatcher: Dispatcher,
+    name: str,
+    tasks: Sequence[Task],
+    *,
+    policy_version: int,
+    max_failure_rate: float = 1.0,
+    status: StatusLine | None = None,
+) -> list[Group]:
+    """Run one held-out set."""
+    requests = build_requests(
+        tasks,
+        size=config.evaluation.num_samples,
+        seed=derive_seed(config.seed, "evaluation", name),
+        sampling=build_sampling(config.model, temperature=config.evaluation.temperature),
+    )
+    groups = await dispatcher.evaluate(
+        requests,
+        policy_version=policy_version,
+        max_failure_rate=max_failure_rate,
+        progress=RolloutProgress(status=status),
+    )
+    return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

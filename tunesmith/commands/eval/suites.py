@@ -1,7 +1,9 @@
 """Evaluation suites: a judge and measures of behavior under one name, and the data files that they read.
 
 `tir` evaluates agents with tools on files of questions and answers, such as ET-Agent's test.jsonl: `question` and
-`answer` (one or a list), or the names that other sets use.
+`answer` (one or a list), or the names that other sets use. `tir_paper` is the same with ET-Agent's own scores beside.
+What a task is scored as, mathematics or a question, is its field `ability`, else that of its set in the run file, else
+that of the published set whose name the set or its file has.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from typing import Any, Literal
 
 from tunesmith.config import BehaviorSection, DatasetSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.judges.tir import ABILITIES, find_known_ability
 from tunesmith.storage import load_json, load_json_lines
-from tunesmith.tasks.load import load_tasks
+from tunesmith.tasks.load import add_fields, load_tasks
 from tunesmith.types import Task
 
-Suite = Literal["tir"]
-SUITES: tuple[Suite, ...] = ("tir",)
+Suite = Literal["tir", "tir_paper"]
+JUDGES: Mapping[Suite, str] = {
+    "tir": "tunesmith.judges.tir:tir_judge",
+    "tir_paper": "tunesmith.judges.tir:tir_paper_judge",
+}
 WORKFLOW = "tunesmith.environments:tool_agent"
-JUDGE = "tunesmith.judges.tir:tir_judge"
 BEHAVIOR = BehaviorSection(tool_keys=("tool_calls",), error_keys=("failed_calls",))
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "question": ("question", "problem", "Question", "input", "query"),
@@ -32,12 +37,13 @@ def apply_suite(config: RunConfig, suite: str | None) -> RunConfig:
     """The config with the judge and the measures of the suite, and with `tool_agent` if it names no workflow."""
     if suite is None:
         return config
-    if suite not in SUITES:
-        raise ConfigError(f"suite={suite!r}; allowed: {', '.join(SUITES)}")
+    judge = next((each for name, each in JUDGES.items() if name == suite), None)
+    if judge is None:
+        raise ConfigError(f"suite={suite!r}; allowed: {', '.join(JUDGES)}")
     behavior = config.evaluation.behavior or BEHAVIOR
     changes = {
         "workflow": config.workflow or WORKFLOW,
-        "judge": JUDGE,
+        "judge": judge,
         "evaluation": config.evaluation.model_copy(update={"behavior": behavior}),
     }
     return config.model_copy(update=changes)
@@ -55,7 +61,12 @@ def load_suite_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
             raise DataError(f"{str(path)!r} must have objects of a question and an answer, and at least one")
     else:
         rows = [dict(task.row) for task in load_tasks(dataset, name=name)]
-    tasks = [read_row(row, where=f"row {index} of {dataset.path!r}") for index, row in enumerate(rows)]
+    names = (name, path.stem, path.parent.name) if path.suffix else (name, path.name, path.parent.name)
+    fields = {"ability": find_known_ability(*names), **dataset.fields}
+    tasks = [
+        read_row(add_fields(dict(row), fields), where=f"row {index} of {dataset.path!r}")
+        for index, row in enumerate(rows)
+    ]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(tasks)]
 
 
@@ -67,4 +78,6 @@ def read_row(row: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         if name is None:
             raise DataError(f"{where} has no {field}: none of {', '.join(names)} has a value")
         found[field] = row[name]
+    if row.get("ability") not in (None, *ABILITIES):
+        raise DataError(f"{where} has ability={row['ability']!r}; allowed: {', '.join(ABILITIES)}, or no such field")
     return found

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from tunesmith.config import ExportSection
 from tunesmith.hub import HUB_ID
-from tunesmith.model.source.adapter_files import AdapterFiles
+from tunesmith.model.source.resolve import AdapterFiles
 from tunesmith.monitor.metrics_file import KINDS
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.trained_model import ExportSource, choose_name
@@ -48,22 +48,6 @@ class Card:
     config: PretrainedConfig
     dtype: torch.dtype
     figures: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Description of the training run, as rows of the card's tables."""
-
-    method: str
-    step: int | None
-    """Training step of the exported weights."""
-    settings: Sequence[Row]
-    first_step: int | None
-    last_step: int | None
-    progress: Sequence[Row]
-    """Metric name, value at the first step, value at the last step."""
-    losses: Sequence[Row]
-    evaluations: Sequence[Row]
 
 
 def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
@@ -117,8 +101,8 @@ def build_front_matter(card: Card, folder_format: FolderFormat) -> dict[str, Any
     return front
 
 
-def describe_training(source: ExportSource, run: RunRecord) -> Training:
-    """Data, settings, metrics and evaluations of the run up to the exported step."""
+def describe_training(source: ExportSource, run: RunRecord) -> dict[str, Any]:
+    """Method, data, settings, metrics and evaluations of the run up to the exported step, for the template."""
     values, step = run.settings, find_step(Path(source.path))
     rows = [("data", describe_data(values, "train_dataset")), ("held-out data", describe_data(values, "eval_dataset"))]
     adapter_values = describe_adapter(source.adapter)
@@ -128,20 +112,17 @@ def describe_training(source: ExportSource, run: RunRecord) -> Training:
         for kind in KINDS
     )
     (first_step, first), (last_step, last) = (train[0], train[-1]) if train else ((None, {}), (None, {}))
-    return Training(
-        method=describe_method(run),
-        step=step,
-        settings=[row for row in rows if row[1] is not None],
-        first_step=first_step,
-        last_step=last_step,
-        progress=[
-            (name, format_number(first[name]), format_number(last[name]))
-            for name in METRICS
-            if name in first and name in last
-        ],
-        losses=[(at, format_number(row["eval/loss"])) for at, row in evaluations if "eval/loss" in row],
-        evaluations=list_evaluations(run, step),
-    )
+    shared = [name for name in METRICS if name in first and name in last]
+    return {
+        "method": describe_method(run),
+        "step": step,
+        "settings": [row for row in rows if row[1] is not None],
+        "first_step": first_step,
+        "last_step": last_step,
+        "progress": [(name, format_number(first[name]), format_number(last[name])) for name in shared],
+        "losses": [(at, format_number(row["eval/loss"])) for at, row in evaluations if "eval/loss" in row],
+        "evaluations": list_evaluations(run, step),
+    }
 
 
 def list_evaluations(run: RunRecord, step: int | None) -> list[Row]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
+from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf
 from tunesmith.commands.export.model_card import Card, write_card
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.commands.stage import ChooseModel, StageResult
@@ -26,9 +26,9 @@ from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
 from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
-from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
-from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
+from tunesmith.model.source.resolve import BASE_FINGERPRINT
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
 from tunesmith.runs.workspace import Workspace
@@ -162,6 +162,8 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     if "hf" in settings.formats:
         save_model_files(folder / "hf", model, plan.tokenizer)
     if plan.gguf is not None:
+        from tunesmith.commands.export.gguf.writer import write_gguf_files  # needs an optional package
+
         figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
     if settings.has_verification:
         figures["checks"] = verify_formats(plan, model, folder)
@@ -234,16 +236,6 @@ def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:
         gguf={kind: root / "gguf" / file for kind, file in figures["gguf"].items()},
         checks=figures["checks"],
     )
-
-
-def format_result(settings: ExportSection, report: ExportResult) -> str:
-    """The folder of the export, and what its checks found."""
-    lines = [f"exported {report.name}, {report.num_parameters} parameters: {report.folder}"]
-    for place, figures in report.checks.items():
-        lines.append(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
-    if settings.has_verification and report.gguf and not any(place.startswith("gguf/") for place in report.checks):
-        lines.append("  gguf: not verified, because llama-cpp-python is not installed")
-    return "\n".join(lines)
 
 
 def run_stage(settings: ExportSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:

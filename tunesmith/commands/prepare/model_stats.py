@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,27 +15,14 @@ from tunesmith.commands.prepare.calculator_agent import calculator_agent
 from tunesmith.commands.prepare.rows import DroppedRows, RowCandidate
 from tunesmith.commands.prepare.trajectories import Style
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.config import AlgorithmSection, DatasetSection, PassRateSection, PrepareSection, RunConfig, TokensSection
+from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, TokensSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
-from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.runs.policy import check_policy
 from tunesmith.storage import load_json_lines, save_text
 
 NO_LIMIT = 2**62
 PASS_RATE_SUFFIX = "_pass_rate"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationLength:
-    """Length of one conversation in tokens."""
-
-    num_tokens: int
-    num_trained: int
-    """Tokens of the assistant's messages, on which fine-tuning computes the loss."""
-    num_samples: int
-    """Above 1 if the template renders earlier turns differently later on, so that several sequences are needed."""
 
 
 def hash_json(value: Any) -> str:
@@ -48,24 +35,6 @@ def format_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
-def load_reader(section: TokensSection) -> ConversationReader:
-    """Reader with the tokenizer that measures lengths; loads no weights."""
-    tokenizer = load_tokenizer(
-        section.model, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
-    )
-    return ConversationReader(tokenizer)
-
-
-def measure_length(reader: ConversationReader, row: Mapping[str, Any]) -> ConversationLength:
-    """Length of a row as fine-tuning tokenizes it."""
-    samples = reader.read([row], max_model_len=NO_LIMIT)
-    return ConversationLength(
-        num_tokens=max(len(sample.token_ids) for sample in samples),
-        num_trained=sum(sum(sample.is_sampled) for sample in samples),
-        num_samples=len(samples),
-    )
-
-
 def drop_long_rows(
     candidates: Sequence[RowCandidate],
     section: TokensSection,
@@ -73,38 +42,32 @@ def drop_long_rows(
     style: Style,
     dropped: DroppedRows,
 ) -> tuple[list[RowCandidate], dict[str, Any]]:
-    """Drop candidates longer than `max_model_len`; return the others and the report of their lengths."""
-    kept, lengths = [], []
+    """Drop candidates longer than `max_model_len`, as fine-tuning tokenizes them; return the others and the report of
+    their lengths. A conversation is split if its template renders earlier turns differently later on."""
+    kept, lengths, num_trained, num_split = [], [], 0, 0
     for candidate in candidates:
-        length = measure_length(reader, candidate.build_row(style))
-        if section.max_model_len is not None and length.num_tokens > section.max_model_len:
-            dropped.add("too_long", candidate.index, f"{length.num_tokens} tokens")
-        else:
-            kept.append(candidate)
-            lengths.append(length)
-    return kept, describe_lengths(lengths, section)
-
-
-def describe_lengths(lengths: Sequence[ConversationLength], section: TokensSection) -> dict[str, Any]:
-    totals = sorted(length.num_tokens for length in lengths)
+        samples = reader.read([candidate.build_row(style)], max_model_len=NO_LIMIT)
+        num_tokens = max(len(sample.token_ids) for sample in samples)
+        if section.max_model_len is not None and num_tokens > section.max_model_len:
+            dropped.add("too_long", candidate.index, f"{num_tokens} tokens")
+            continue
+        kept.append(candidate)
+        lengths.append(num_tokens)
+        num_trained += sum(sum(sample.is_sampled) for sample in samples)
+        num_split += len(samples) > 1
     report: dict[str, Any] = {"model": section.model, "max_model_len": section.max_model_len}
-    if totals:
+    if lengths:
+        lengths.sort()
         report |= {
-            "mean": round(fmean(totals), 1),
-            "median": median(totals),
-            "p95": totals[int(0.95 * (len(totals) - 1))],
-            "max": totals[-1],
-            "total": sum(totals),
-            "trained": sum(length.num_trained for length in lengths),
-            "num_split_conversations": sum(length.num_samples > 1 for length in lengths),
+            "mean": round(fmean(lengths), 1),
+            "median": median(lengths),
+            "p95": lengths[int(0.95 * (len(lengths) - 1))],
+            "max": lengths[-1],
+            "total": sum(lengths),
+            "trained": num_trained,
+            "num_split_conversations": num_split,
         }
-    return report
-
-
-def check_pass_rate_models(section: PassRateSection) -> None:
-    """Raise if a model for pass rates cannot be loaded; reads no weights."""
-    for model in section.models.values():
-        check_policy(model)
+    return kept, report
 
 
 def add_pass_rates(

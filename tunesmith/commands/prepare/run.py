@@ -18,14 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.prepare.model_stats import (
-    add_pass_rates,
-    check_pass_rate_models,
-    drop_long_rows,
-    format_lines,
-    hash_json,
-    load_reader,
-)
+from tunesmith.commands.prepare.model_stats import add_pass_rates, drop_long_rows, format_lines, hash_json
 from tunesmith.commands.prepare.rows import (
     DroppedRows,
     RowCandidate,
@@ -37,8 +30,10 @@ from tunesmith.commands.prepare.rows import (
 )
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_source
-from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
+from tunesmith.config import PrepareSection, SourceSection
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.model.load import load_tokenizer
+from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, new_folder, save_json, save_text, storage_errors
@@ -70,10 +65,16 @@ class PrepareResult(Result):
         return self.folder / EVALUATION if self.content["eval"] is not None else None
 
     def list_facts(self) -> dict[str, str]:
-        facts = {"folder": str(self.folder), "train": describe_counts(self.content["train"])}
+        content = self.content
+        facts = {"folder": str(self.folder), "train": describe_counts(content["train"])}
         if self.eval_path is not None:
-            facts["eval"] = describe_counts(self.content["eval"])
-        return facts
+            facts["eval"] = describe_counts(content["eval"])
+        if (found := content["contamination"]) is not None:
+            counts = f"{found['num_exact']} exact, {found['num_ngram']} by n-gram"
+            facts["contamination"] = f"{counts} (action: {found['action']})"
+        form, optional = content["format"], ("paraphrase", "tokens", "pass_rate")
+        facts["format"] = f"{form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}"
+        return facts | {name: str(content[name]) for name in optional if content[name] is not None}
 
 
 def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
@@ -198,16 +199,16 @@ def filter_and_augment(
 
 def check_settings(settings: PrepareSection) -> ConversationReader | None:
     """Validate models and API keys before data is read; returns the reader that measures lengths."""
-    if settings.paraphrase is not None:
-        check_api_key(settings.paraphrase)
-    if settings.pass_rate is not None:
-        check_pass_rate_models(settings.pass_rate)
-    return None if settings.tokens is None else load_reader(settings.tokens)
-
-
-def check_api_key(section: ParaphraseSection) -> None:
-    if section.api_key_env is not None and section.api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase.api_key_env: the environment variable {section.api_key_env} is not set")
+    paraphrase, tokens = settings.paraphrase, settings.tokens
+    if paraphrase is not None and paraphrase.api_key_env is not None and paraphrase.api_key_env not in os.environ:
+        raise ConfigError(f"paraphrase.api_key_env: the environment variable {paraphrase.api_key_env} is not set")
+    for model in () if settings.pass_rate is None else settings.pass_rate.models.values():
+        check_policy(model)
+    if tokens is None:
+        return None
+    return ConversationReader(
+        load_tokenizer(tokens.model, chat_template=tokens.chat_template, trust_remote_code=tokens.trust_remote_code)
+    )
 
 
 def load_source(
@@ -250,25 +251,6 @@ def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSe
         "num_ngram": counts["ngram"],
         "overlaps": list(overlaps),
     }
-
-
-def format_summary(_: PrepareSection, report: PrepareResult) -> str:
-    """Text of a few lines with the numbers of kept and dropped rows."""
-    content = report.content
-    lines = [f"train: {describe_counts(content['train'])}"]
-    if content["eval"] is not None:
-        lines.append(f"eval: {describe_counts(content['eval'])}")
-    contamination = content["contamination"]
-    if contamination is not None:
-        lines.append(
-            f"contamination: {contamination['num_exact']} exact, {contamination['num_ngram']} by n-gram "
-            f"(action: {contamination['action']})"
-        )
-    form = content["format"]
-    lines.append(f"format: {form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}")
-    optional = ("paraphrase", "tokens", "pass_rate")
-    lines += [f"{name}: {content[name]}" for name in optional if content[name] is not None]
-    return "\n".join([*lines, f"prepared data: {report.folder}"])
 
 
 def describe_counts(counts: Mapping[str, Any]) -> str:

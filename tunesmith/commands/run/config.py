@@ -3,18 +3,128 @@
 A stage refers to the result of an earlier one as `stage:NAME` (its model) or `stage:NAME/FILE` (a file or folder that
 it wrote), so all dependencies are known before the first stage runs. The kinds of stages are those of the table of
 commands.
+
+Rounds are a list of stages that is repeated, each round starting from the model of the one before.
+An entry of `stages` with `kind: rounds` is replaced by its stages, once for each round, before the file is validated:
+stage `rl` of round 2 is `rl_2`. In the strings of the inner stages,
+
+    stage:NAME, stage:NAME/FILE   another stage of the entry is that of the same round
+    stage:previous                the model of the round before; in round 1 it is `start`
+    round:number                  the number of the round, from 1
+    round:NAME                    the round's entry of `values.NAME`
+
+Outside, `stage:ENTRY` is the model of the last round.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 from pydantic import Field, field_validator, model_validator
 
-from tunesmith.commands.run.rounds import ROUNDS, expand_rounds
+from tunesmith.commands.references import map_strings
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.config import Section
+
+ROUNDS, STAGE, ROUND, PREVIOUS, NUMBER = "rounds", "stage:", "round:", "previous", "number"
+
+
+class RoundsSection(Section):
+    """Stages that are repeated."""
+
+    count: int = Field(ge=1)
+    """Number of rounds. A higher number continues a finished pipeline with further rounds."""
+    start: str
+    """Model of the first round: `stage:NAME`, a folder or a hub id."""
+    model: str
+    """Stage of a round whose model the next round starts from."""
+    values: dict[str, list[Any]] = Field(default_factory=dict)
+    """Values by name, one for each round, for instance a shrinking sigma; the list may be longer than `count`."""
+    stages: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Name -> stage of a round, in order."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if self.model not in self.stages:
+            raise ValueError(f"model={self.model!r} is not a stage of a round; they are {', '.join(self.stages)}")
+        if PREVIOUS in self.stages:
+            raise ValueError(f"a stage of a round cannot be named {PREVIOUS!r}, which is the round before")
+        if NUMBER in self.values:
+            raise ValueError(f"values.{NUMBER} cannot be set: it is the number of the round")
+        for name, given in self.values.items():
+            if len(given) < self.count:
+                raise ValueError(f"values.{name} has {len(given)} values for {self.count} rounds: it needs one each")
+        return self
+
+    def expand(self) -> dict[str, dict[str, Any]]:
+        """The stages of all rounds by their names, in order."""
+        expanded = {}
+        for number in range(1, self.count + 1):
+            for name, stage in self.stages.items():
+                given = stage if "kind" in stage else {"kind": name, **stage}
+                expanded[self.name_stage(name, number)] = map_strings(given, partial(self._read, number=number))
+        return expanded
+
+    @staticmethod
+    def name_stage(name: str, number: int) -> str:
+        return f"{name}_{number}"
+
+    @property
+    def last_model(self) -> str:
+        """The reference to the model of the last round."""
+        return STAGE + self.name_stage(self.model, self.count)
+
+    def _read(self, text: str, *, number: int) -> Any:
+        """What a string of an inner stage stands for in a round."""
+        if text.startswith(ROUND):
+            name = text.removeprefix(ROUND)
+            if name == NUMBER:
+                return number
+            if name not in self.values:
+                raise ValueError(f"{text!r}: values has no {name!r}, it has {', '.join(self.values) or 'none'}")
+            return self.values[name][number - 1]
+        stage, slash, file = text.removeprefix(STAGE).partition("/")
+        if not text.startswith(STAGE):
+            return text
+        if stage == PREVIOUS:
+            return (self.start if number == 1 else STAGE + self.name_stage(self.model, number - 1)) + slash + file
+        return STAGE + (self.name_stage(stage, number) if stage in self.stages else stage) + slash + file
+
+
+def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages of a file with entries of rounds replaced; ValueError names the entry that is invalid."""
+    expanded: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for name, stage in stages.items():
+        if not isinstance(stage, Mapping) or stage.get("kind") != ROUNDS:
+            added = {name: stage}
+        else:
+            try:
+                rounds = RoundsSection.model_validate({key: value for key, value in stage.items() if key != "kind"})
+                added = rounds.expand()
+            except ValueError as error:
+                raise ValueError(f"stages.{name}: {describe_error(error)}") from error
+            aliases[STAGE + name] = rounds.last_model
+        taken = next((each for each in added if each in expanded or (each != name and each in stages)), None)
+        if taken is not None:
+            raise ValueError(f"stages.{name} has a stage {taken!r}, which is already the name of another stage")
+        expanded |= map_strings(added, lambda text: aliases.get(text, text)) if aliases else added
+    return expanded
+
+
+def describe_error(error: ValueError) -> str:
+    """The first fault of a validation error in one sentence, or the message of another one."""
+    faults = getattr(error, "errors", None)
+    if faults is None:
+        return str(error)
+    first = faults()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 RESERVED_NAMES = ("stages",)

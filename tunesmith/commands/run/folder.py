@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.commands.run.plan import PlannedStage
+from tunesmith.commands.stage import StageResult
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.errors import StorageError
 from tunesmith.runs.workspace import find_changes, is_mutable_key, name_aside
@@ -146,15 +147,7 @@ class PipelineFolder:
         assert start is not None
         save_json(self.root / STATES / name / START, asdict(replace(start, attempts=[*start.attempts[:-1], seconds])))
 
-    def finish(
-        self,
-        stage: PlannedStage,
-        *,
-        model: Path | None,
-        tokens: int | None,
-        device: str | None,
-        figures: Mapping[str, Any],
-    ) -> None:
+    def finish(self, stage: PlannedStage, result: StageResult) -> None:
         """Write DONE.json."""
         start = self.load_start(stage.name)
         assert start is not None
@@ -167,10 +160,10 @@ class PipelineFolder:
             seconds=sum(known),
             num_attempts=len(start.attempts),
             num_killed=len(start.attempts) - len(known),
-            model=None if model is None else str(model.relative_to(self.root)),
-            tokens=tokens,
-            device=device,
-            figures=figures,
+            model=None if result.model is None else str(result.model.relative_to(self.root)),
+            tokens=result.tokens,
+            device=result.device,
+            figures=result.figures,
         )
         save_json(self.root / STATES / stage.name / DONE, asdict(done))
 

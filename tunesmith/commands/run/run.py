@@ -21,20 +21,20 @@ from tunesmith.commands.references import StageReference
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.folder import CONFIG_FILE, PipelineFolder, State
 from tunesmith.commands.run.plan import PlannedStage, StageSelection, plan_stages
-from tunesmith.commands.run.report import save_report
-from tunesmith.commands.run.result import PipelineResult, load_pipeline_result
+from tunesmith.commands.run.report import PipelineResult, load_pipeline_result, save_report
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.config import RunConfig, Section
+from tunesmith.config import FunctionStage, RunConfig, Section
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError, StorageError, TunesmithError
 from tunesmith.monitor.console import format_duration
 from tunesmith.runs.load_config import dump_config
+from tunesmith.runs.load_function import load_function
 from tunesmith.runs.policy import BuildModel
 from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import save_text
+from tunesmith.storage import remove_tree, save_text, storage_errors
 
 SKIPPED = "done, will be skipped"
 ACTIONS: Mapping[State, str] = {
@@ -172,7 +172,7 @@ def run_and_record(
     finally:
         folder.end_attempt(stage.name, time.monotonic() - started)
         release_memory()
-    folder.finish(stage, model=result.model, tokens=result.tokens, device=result.device, figures=result.figures)
+    folder.finish(stage, result)
     screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
 
 
@@ -223,3 +223,20 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def check_function(settings: FunctionStage) -> None:
+    load_function(settings.function, knob="function")
+
+
+def run_function(settings: FunctionStage, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Call the function with a new, empty folder; output of an earlier attempt is removed."""
+    function = load_function(settings.function, knob="function")
+    if out_dir.exists():
+        remove_tree(out_dir)
+    with storage_errors(out_dir, "write"):
+        out_dir.mkdir(parents=True)
+    figures = function(out_dir, **settings.args)
+    if figures is not None and not isinstance(figures, Mapping):
+        raise ConfigError(f"function={settings.function!r} must return a mapping or None, got {type(figures).__name__}")
+    return StageResult(figures={str(name): figure for name, figure in (figures or {}).items()})

@@ -9,15 +9,12 @@ tasks. Of candidates with the same mean the first is selected.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from tunesmith.commands.candidates.models import (
     Candidate,
@@ -29,11 +26,12 @@ from tunesmith.commands.candidates.models import (
 from tunesmith.commands.candidates.runs import (
     RunLimits,
     count_failures,
-    describe_failures,
-    has_too_many_failures,
+    find_problem,
+    list_run_causes,
     run_agent,
 )
 from tunesmith.commands.candidates.usage import MeasuredModel, counted_calls, get_usage
+from tunesmith.commands.eval.compare import release_memory
 from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
 from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
 from tunesmith.compat.agentscope_config import DatasetConfig
@@ -48,6 +46,7 @@ from tunesmith.rollout.signature import (
     is_sync_function,
     list_parameters,
 )
+from tunesmith.rollout.statistics import collect_reported
 from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.runs.policy import BuildModel
 from tunesmith.types import JudgeOutput, JudgeType, Task, Trajectory, WorkflowOutput, WorkflowType
@@ -131,6 +130,7 @@ async def run_selection(
     runs: dict[str, list[Trajectory]] = {}
     for candidate in candidates:
         trajectories = await evaluate_candidate(candidate, tasks, agent=agent, limits=limits, build_model=build_model)
+        release_memory()
         runs[candidate.label] = trajectories
         log_candidate(candidate.label, trajectories)
     selection = choose_best(candidates, runs, limits)
@@ -142,18 +142,11 @@ async def run_selection(
 async def evaluate_candidate(
     candidate: Candidate, tasks: Sequence[Task], *, agent: Agent, limits: RunLimits, build_model: BuildModel
 ) -> list[Trajectory]:
-    """Run the agent on every task with this model, which is released afterwards."""
+    """Run the agent on every task with this model."""
     loaded = load_candidate(candidate, build_model=build_model)
-    try:
-        with loaded.sampling(), counted_calls(loaded.find_chat_model()):
-            return await run_agent(tasks, agent=agent, model=MeasuredModel(loaded.provider), limits=limits)
-    finally:
-        is_local = loaded.engine is not None
-        del loaded
-        if is_local:
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+    with counted_calls(loaded.find_chat_model()):
+        model = MeasuredModel(loaded.provider)
+        return await run_agent(tasks, agent=agent, model=model, engine=loaded.engine, limits=limits)
 
 
 class MeasuredResponse(dict[str, Any]):
@@ -204,7 +197,7 @@ def rename_task(judge: JudgeType) -> Callable[..., Any]:
 
 def log_candidate(label: str, trajectories: Sequence[Trajectory]) -> None:
     if num_failures := count_failures(trajectories):
-        causes = "\n  ".join(describe_failures(trajectories))
+        causes = "\n  ".join(list_run_causes(trajectories))
         logger.warning("%s: %d of %d runs failed:\n  %s", label, num_failures, len(trajectories), causes)
 
 
@@ -212,7 +205,7 @@ def choose_best(
     candidates: Sequence[Candidate], runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits
 ) -> ModelSelection:
     """The eligible candidate with the highest mean reward, the first of several."""
-    eligible = [each.label for each in candidates if not has_too_many_failures(runs[each.label], limits)]
+    eligible = [each.label for each in candidates if find_problem(runs[each.label], limits) is None]
     if not eligible:
         raise RolloutError(describe_all_failed(runs, limits))
     rewards = {label: [each.reward for each in runs[label]] for label in eligible}
@@ -254,7 +247,7 @@ def score_candidate(
         interval=None if own is None else compute_bootstrap_interval(own, seed=seed),
         num_tasks=len(trajectories),
         num_scored=len(scored),
-        causes=tuple(describe_failures(trajectories)),
+        causes=tuple(list_run_causes(trajectories)),
         metrics=average_metrics(scored),
         lead=lead,
     )
@@ -262,11 +255,7 @@ def score_candidate(
 
 def average_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`<metric>_avg` over the runs that report the metric."""
-    names = dict.fromkeys(name for each in trajectories for name in each.metrics)
-    return {
-        f"{name}_avg": statistics.fmean(each.metrics[name] for each in trajectories if name in each.metrics)
-        for name in names
-    }
+    return {f"{name}_avg": statistics.fmean(values) for name, values in collect_reported(trajectories).items()}
 
 
 def describe_all_failed(runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits) -> str:
@@ -278,6 +267,6 @@ def describe_all_failed(runs: Mapping[str, Sequence[Trajectory]], limits: RunLim
 
 def list_all_causes(runs: Mapping[str, Sequence[Trajectory]]) -> str:
     return "\n".join(
-        f"  {label}: {count_failures(each)} of {len(each)} failed: {'; '.join(describe_failures(each))}"
+        f"  {label}: {count_failures(each)} of {len(each)} failed: {'; '.join(list_run_causes(each))}"
         for label, each in runs.items()
     )

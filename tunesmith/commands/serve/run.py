@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.tune.load_tasks import CustomComponents
-from tunesmith.commands.tune.server import Server
+from tunesmith.commands.tune.ranks import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError

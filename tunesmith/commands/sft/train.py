@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with the trainer of reinforcement learning.
+"""Supervised fine-tuning and preference training, with the trainer of reinforcement learning.
 
 Rows of messages become samples whose assistant tokens are trained; batches are filled up to a token limit. Settings,
 rows and files are checked before weights are read. An interrupted run resumes from its last checkpoint. The result is
@@ -15,16 +15,18 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
+from tunesmith.commands.sft.preference_pairs import PreferenceReader, add_probes
 from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device
-from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, SftConfig
+from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
 from tunesmith.errors import StorageError, TrainingError
 from tunesmith.model.checkpoint import (
     TRAINER_FOLDER,
@@ -33,13 +35,14 @@ from tunesmith.model.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_vocabulary, load_section_model
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.early_stopping import EarlyStopping
+from tunesmith.runs.extra_models import load_reference
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
 from tunesmith.runs.workspace import Workspace
@@ -164,7 +167,15 @@ def run_offline(
             trainer = build_trainer(model, len(plan.batches))
             check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
             progress = restore(checkpoint, model, trainer)
-            train(config, plan, model, trainer, progress, workspace.paths, monitor)
+            OfflineTraining(
+                config=config,
+                plan=plan,
+                model=model,
+                trainer=trainer,
+                progress=progress,
+                paths=workspace.paths,
+                monitor=monitor,
+            ).run()
             assert progress.best_step is not None
             summary = summarize_training(plan, progress)
             num_kept = config.keep_checkpoints or 0
@@ -192,82 +203,89 @@ def build_trainer(
     )
 
 
-def train(
-    config: OfflineConfig,
-    plan: OfflinePlan,
-    model: PreTrainedModel,
-    trainer: Trainer,
-    progress: OfflineProgress,
-    paths: RunPaths,
-    monitor: Monitor,
-) -> None:
-    """Run all remaining steps; the last step is always saved."""
-    stopping = build_early_stopping(config, paths)
-    if plan.num_dropped_rows:
-        monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
-    batches, epochs = plan.batches, plan.progress
-    has_ended = progress.stop_reason is not None
-    while progress.step < len(batches) and not has_ended:
-        step = progress.step + 1
-        started = time.perf_counter()
-        metrics = trainer.step(batches[step - 1])
-        metrics["perf/train_s"] = time.perf_counter() - started
-        metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
-        metrics["train/epoch"] = epochs[step - 1]
-        monitor.log(step, "train", metrics)
-        progress.step = step
-        progress.losses.append(metrics["train/loss"])
-        is_last = step == len(batches)
-        is_best = evaluate(config, plan, trainer, progress, monitor, stopping, is_last=is_last)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineTraining:
+    """A training on given rows, between its checkpoints."""
+
+    config: OfflineConfig
+    plan: OfflinePlan
+    model: PreTrainedModel
+    trainer: Trainer
+    progress: OfflineProgress
+    paths: RunPaths
+    monitor: Monitor
+
+    def run(self) -> None:
+        """Run all remaining steps; the last step is always saved."""
+        plan, progress, monitor = self.plan, self.progress, self.monitor
+        stopping = self.build_early_stopping()
+        if plan.num_dropped_rows:
+            monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
+        batches, epochs = plan.batches, plan.progress
         has_ended = progress.stop_reason is not None
-        if has_ended:
-            monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
-        if is_last or is_best or has_ended or step % config.save_interval_steps == 0:
-            commit(config, plan, model, trainer, paths, progress)
+        while progress.step < len(batches) and not has_ended:
+            step = progress.step + 1
+            started = time.perf_counter()
+            metrics = self.trainer.step(batches[step - 1])
+            metrics["perf/train_s"] = time.perf_counter() - started
+            metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
+            metrics["train/epoch"] = epochs[step - 1]
+            monitor.log(step, "train", metrics)
+            progress.step = step
+            progress.losses.append(metrics["train/loss"])
+            is_last = step == len(batches)
+            is_best = self.evaluate(stopping, is_last=is_last)
+            has_ended = progress.stop_reason is not None
+            if has_ended:
+                monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
+            if is_last or is_best or has_ended or step % self.config.save_interval_steps == 0:
+                self.commit()
 
+    def build_early_stopping(self) -> EarlyStopping | None:
+        """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""
+        if self.config.early_stopping is None:
+            return None
+        rule = EarlyStoppingSection(metric="eval/loss", mode="min", **self.config.early_stopping.model_dump())
+        stopping = EarlyStopping(rule)
+        for record in load_metrics(self.paths.metrics):
+            stopping.add(record["step"], record["kind"], {"eval/loss": record.get("eval/loss")})
+        return stopping
 
-def evaluate(
-    config: OfflineConfig,
-    plan: OfflinePlan,
-    trainer: Trainer,
-    progress: OfflineProgress,
-    monitor: Monitor,
-    stopping: EarlyStopping | None,
-    *,
-    is_last: bool,
-) -> bool:
-    """Compute the evaluation loss if it is due; return whether these weights are the best so far. Sets
-    `progress.stop_reason` if the training ends here although it is not the last step."""
-    if not plan.eval_samples:
-        progress.best_step = progress.step
-        return False
-    interval = config.evaluation_interval_steps
-    if not (is_last or (interval > 0 and progress.step % interval == 0)):
-        return False
-    started = time.perf_counter()
-    loss = trainer.compute_loss(plan.eval_samples)
-    if not math.isfinite(loss):
-        raise TrainingError(f"the evaluation loss is {loss:g}: lower trainer.learning_rate, or try model.dtype=float32")
-    is_best = progress.best_loss is None or loss < progress.best_loss
-    if is_best:
-        progress.best_step, progress.best_loss = progress.step, loss
-    metrics = {"eval/loss": loss, "perf/evaluation_s": time.perf_counter() - started}
-    monitor.log(progress.step, "eval", metrics)
-    if stopping is not None and not is_last:
-        stopping.add(progress.step, "eval", metrics)
-        progress.stop_reason = stopping.reason
-    return is_best
+    def evaluate(self, stopping: EarlyStopping | None, *, is_last: bool) -> bool:
+        """Compute the evaluation loss if it is due; return whether these weights are the best so far. Sets
+        `progress.stop_reason` if the training ends here although it is not the last step."""
+        progress, interval = self.progress, self.config.evaluation_interval_steps
+        if not self.plan.eval_samples:
+            progress.best_step = progress.step
+            return False
+        if not (is_last or (interval > 0 and progress.step % interval == 0)):
+            return False
+        started = time.perf_counter()
+        loss = self.trainer.compute_loss(self.plan.eval_samples)
+        if not math.isfinite(loss):
+            advice = "lower trainer.learning_rate, or try model.dtype=float32"
+            raise TrainingError(f"the evaluation loss is {loss:g}: {advice}")
+        is_best = progress.best_loss is None or loss < progress.best_loss
+        if is_best:
+            progress.best_step, progress.best_loss = progress.step, loss
+        metrics = {"eval/loss": loss, "perf/evaluation_s": time.perf_counter() - started}
+        self.monitor.log(progress.step, "eval", metrics)
+        if stopping is not None and not is_last:
+            stopping.add(progress.step, "eval", metrics)
+            progress.stop_reason = stopping.reason
+        return is_best
 
-
-def build_early_stopping(config: OfflineConfig, paths: RunPaths) -> EarlyStopping | None:
-    """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""
-    if config.early_stopping is None:
-        return None
-    rule = EarlyStoppingSection(metric="eval/loss", mode="min", **config.early_stopping.model_dump())
-    stopping = EarlyStopping(rule)
-    for record in load_metrics(paths.metrics):
-        stopping.add(record["step"], record["kind"], {"eval/loss": record.get("eval/loss")})
-    return stopping
+    def commit(self) -> None:
+        """Save the step's checkpoint and remove old ones."""
+        save_checkpoint(
+            self.paths.checkpoint(self.progress.step),
+            self.model,
+            self.plan.tokenizer,
+            trainer_state=self.trainer.state_dict(),
+            run_state=asdict(self.progress),
+        )
+        best_step = self.progress.best_step if self.plan.eval_samples else None
+        remove_old_checkpoints(self.paths.root, num_kept=self.config.keep_checkpoints or 1, best_step=best_step)
 
 
 def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -> OfflineProgress:
@@ -277,26 +295,6 @@ def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -
     state = load_checkpoint(checkpoint, model)
     trainer.load_state_dict(state.trainer_state)
     return OfflineProgress(**state.run_state)
-
-
-def commit(
-    config: OfflineConfig,
-    plan: OfflinePlan,
-    model: PreTrainedModel,
-    trainer: Trainer,
-    paths: RunPaths,
-    progress: OfflineProgress,
-) -> None:
-    """Save the step's checkpoint and remove old ones."""
-    save_checkpoint(
-        paths.checkpoint(progress.step),
-        model,
-        plan.tokenizer,
-        trainer_state=trainer.state_dict(),
-        run_state=asdict(progress),
-    )
-    best_step = progress.best_step if plan.eval_samples else None
-    remove_old_checkpoints(paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
 
 
 def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str, Any]:
@@ -313,15 +311,6 @@ def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str
         "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
         "stop_reason": progress.stop_reason,
     }
-
-
-def format_result(config: OfflineConfig, result: OfflineResult) -> str:
-    """Steps, losses and the output folder."""
-    lines = [f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}"]
-    if result.eval_loss is not None:
-        lines.append(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}; its weights are kept")
-    label = "fine-tuned model" if isinstance(config, SftConfig) else "trained model"
-    return "\n".join([*lines, f"{label}: {result.folder}"])
 
 
 def check_stage(config: OfflineConfig) -> None:
@@ -398,3 +387,35 @@ def finish(paths: RunPaths, *, best_step: int, num_kept: int, summary: Mapping[s
     with new_folder(paths.root / MODEL, {"step": best_step, "figures": dict(summary)}) as temporary:
         shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
     remove_old_checkpoints(paths.root, num_kept=num_kept)
+
+
+def run_preference(config: PreferenceConfig, *, out_dir: Path) -> OfflineResult:
+    """Train into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
+    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=config.terms_args)
+    has_reference = "reference" in resolve_algorithm(algorithm).needs
+
+    def build_trainer_with_reference(model: PreTrainedModel, num_total_steps: int) -> Trainer:
+        reference = load_reference(config.model, policy=model) if has_reference else None
+        return build_trainer(config, algorithm, model, num_total_steps, reference_model=reference)
+
+    return run_offline(
+        config,
+        out_dir=out_dir,
+        build_plan=partial(build_preference_plan, config),
+        build_trainer=build_trainer_with_reference,
+    )
+
+
+def run_prefer_stage(config: PreferenceConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    return describe_stage(config, run_preference(config, out_dir=out_dir))
+
+
+def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:
+    """Run every check that needs no weights, and read the rows; KTO batches get their mismatched pairs (probes)."""
+    is_kto = config.algorithm_type == "kto"
+    plan = build_plan(config, partial(PreferenceReader, kind="labels" if is_kto else "pairs"))
+    if not is_kto:
+        return plan
+    add = partial(add_probes, max_model_len=config.model.max_model_len)
+    epochs = [[add(batch) for batch in epoch] for epoch in plan.epochs]
+    return replace(plan, epochs=epochs, eval_samples=add(plan.eval_samples))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,7 @@ class Callbacks:
 
     def list_functions(self) -> dict[str, Callable[[Any], Any] | None]:
         """The functions by the name of their knob."""
-        return {
-            "on_step_end": self.on_step_end,
-            "on_evaluation": self.on_evaluation,
-            "on_checkpoint": self.on_checkpoint,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def load_callbacks(section: CallbacksSection, given: Callbacks) -> Callbacks:

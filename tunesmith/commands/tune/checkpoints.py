@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.tune.run_control import RunControl
-from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
@@ -22,15 +23,15 @@ from tunesmith.loop import StepParts
 from tunesmith.model.checkpoint import (
     estimate_checkpoint_bytes,
     load_checkpoint,
+    load_model_state,
+    load_states,
     remove_old_checkpoints,
     save_checkpoint,
 )
 from tunesmith.runs.policy import Policy
-from tunesmith.runs.resume_point import describe_recovery
-from tunesmith.runs.run_folder import RunFolder
-from tunesmith.runs.sharded_models import restore_sharded
+from tunesmith.runs.run_folder import RunFolder, describe_recovery
 from tunesmith.storage import RunPaths, save_json
-from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state
+from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state, load_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -61,6 +62,20 @@ def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[s
     return state.run_state
 
 
+def restore_sharded(checkpoint: Path, model: PreTrainedModel, trainer: Trainer) -> dict[str, Any]:
+    """Restore a model that is sharded over all ranks, and its trainer; return the state of the run.
+
+    The first rank reads the weights. Each reads its parts of the optimizer's state from the file.
+    """
+    sharding = find_sharding(model)
+    assert sharding is not None
+    weights = load_model_state(checkpoint, model, dtype=sharding.dtype) if sharding.ranks.is_first else {}
+    load_state(model, weights)
+    restored = load_states(checkpoint, is_mapped=True)
+    trainer.load_state_dict(restored.trainer_state)
+    return restored.run_state
+
+
 def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
     """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
     if ranks.is_alone:
@@ -71,22 +86,23 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
 
 
 def commit(
-    config: RunConfig,
     policy: Policy,
     parts: StepParts,
-    folder: RunFolder,
+    paths: RunPaths,
     control: RunControl,
     *,
     step: int,
     in_flight: Mapping[str, Any],
+    steps_per_file: int,
+    num_kept: int | None,
 ) -> None:
     """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
     take part (`RankTrainer.save`).
 
-    `in_flight` is what the checkpoint holds of rollouts in flight.
+    `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None.
     """
     save_checkpoint(
-        folder.paths.checkpoint(step),
+        paths.checkpoint(step),
         policy.model,
         policy.tokenizer,
         weights=None if find_sharding(policy.model) is None else gather_state(policy.model),
@@ -98,12 +114,12 @@ def commit(
             **in_flight,
         },
     )
-    save_json(folder.paths.last_commit, {"step": step})
-    merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
+    save_json(paths.last_commit, {"step": step})
+    merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
     control.save_best()
-    if config.keep_checkpoints is not None:
+    if num_kept is not None:
         best_step = None if control.best is None else control.best.step
-        remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints, best_step=best_step)
+        remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
 
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:

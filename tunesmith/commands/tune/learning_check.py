@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt, Renderer
-from tunesmith.config import RunConfig, TrainerSection
+from tunesmith.config import ModelSection, TrainerSection
 from tunesmith.errors import ConfigError, RolloutError
 from tunesmith.types import Group, are_equal
 
@@ -22,13 +22,13 @@ SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
 """Numbers of consecutive unchanged steps at which the warning is repeated."""
 
 
-def check_sampling_is_random(config: RunConfig, algorithm: Algorithm) -> None:
+def check_sampling_is_random(model: ModelSection, algorithm: Algorithm) -> None:
     """Refuse a group-relative algorithm with greedy sampling, where all rollouts of a group are identical."""
     if not algorithm.is_group_relative or "experts" in algorithm.needs:
         return
     for knob, value, is_greedy in (
-        ("temperature", config.model.temperature, config.model.temperature == 0),
-        ("top_k", config.model.top_k, config.model.top_k == 1),
+        ("temperature", model.temperature, model.temperature == 0),
+        ("top_k", model.top_k, model.top_k == 1),
     ):
         if is_greedy:
             raise ConfigError(

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from transformers import PreTrainedTokenizerBase
-
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
 from tunesmith.algorithms.table import ALGORITHMS
@@ -17,23 +15,20 @@ from tunesmith.commands.sft.conversation_rows import load_conversation_rows
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
-from tunesmith.commands.tune.load_tasks import CustomComponents, build_task_feed
-from tunesmith.config import AlgorithmSection, ConversationDataSection, ExpertSection, RunConfig
+from tunesmith.commands.tune.load_tasks import CustomComponents, build_live_feed, build_task_feed
+from tunesmith.config import AlgorithmSection, ConversationDataSection, ModelSection, RolloutSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
-from tunesmith.runs.extra_models import check_extra_models
+from tunesmith.runs.extra_models import check_extra_models, check_sharded_models
 from tunesmith.runs.load_function import load_component, load_function, load_run_tasks
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
-from tunesmith.runs.sharded_models import check_sharded_models
 from tunesmith.tasks.contamination import count_shared_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
-
-WHEN_TO_EVALUATE = ("interval_steps", "at_start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +61,22 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         )
     if config.is_online:
         check_online(config, algorithm)
-    check_evaluation(config)
-    check_refill(config)
-    check_rollouts(config, algorithm)
-    check_sampling_is_random(config, algorithm)
+    check_refill(config.experience.refill_budget, batch_size=config.algorithm.batch_size)
+    check_rollouts(config.rollout, algorithm)
+    check_sampling_is_random(config.model, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
     )
-    feed, counted = build_task_feed(config, custom)
+    if config.is_online:
+        feed, counted = build_live_feed(batch_size=config.algorithm.batch_size, seed=config.seed), dict[str, float]()
+    else:
+        feed, counted = build_task_feed(
+            config.training_sets,
+            config.training_knobs,
+            custom,
+            seed=config.seed,
+            load_set=partial(load_run_tasks, config),
+        )
     eval_tasks = {
         name: load_run_tasks(config, dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
@@ -94,9 +97,12 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         task_counts=counted,
         operators=operators,
         replay=ReplayBuffer(config.experience.replay, seed=config.seed),
-        experts=build_expert_feed(config),
+        experts=None
+        if config.algorithm.expert is None
+        else load_expert_feed(config.algorithm, config.model, config.seed),
         eval_tasks=eval_tasks,
-        total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
+        total_steps=config.total_steps
+        or compute_total_steps(config.total_epochs, num_tasks=len(feed.tasks), batch_size=config.algorithm.batch_size),
     )
 
 
@@ -123,25 +129,8 @@ def check_online(config: RunConfig, algorithm: Algorithm) -> None:
             raise ConfigError(f"serve.mode=online does not work with this {knob}: {advice}")
 
 
-def check_evaluation(config: RunConfig) -> None:
-    """Raise for knobs of evaluations in a run that has no held-out tasks.
-
-    When to evaluate is allowed, since files of other programs always say it.
-    """
-    if config.eval_datasets:
-        return
-    section, fields = config.evaluation, type(config.evaluation).model_fields
-    given = {name: getattr(section, name) for name, field in fields.items() if getattr(section, name) != field.default}
-    knobs = [f"evaluation.{name}={value}" for name, value in given.items() if name not in WHEN_TO_EVALUATE]
-    if config.callbacks.on_evaluation is not None:
-        knobs.append(f"callbacks.on_evaluation={config.callbacks.on_evaluation}")
-    if knobs:
-        raise ConfigError(f"{knobs[0]} has no effect without held-out tasks: set eval_datasets, or leave it out")
-
-
-def check_refill(config: RunConfig) -> None:
+def check_refill(budget: float, *, batch_size: int) -> None:
     """Raise if the refill budget does not allow a single task beyond the batch."""
-    budget, batch_size = config.experience.refill_budget, config.algorithm.batch_size
     if budget > 1 and int(budget * batch_size) == batch_size:
         raise ConfigError(
             f"experience.refill_budget={budget:g} allows no task beyond a batch of {batch_size}: raise it to "
@@ -149,9 +138,9 @@ def check_refill(config: RunConfig) -> None:
         )
 
 
-def check_rollouts(config: RunConfig, algorithm: Algorithm) -> None:
+def check_rollouts(rollout: RolloutSection, algorithm: Algorithm) -> None:
     """Refuse rollouts that the algorithm is not defined for: in flight over several steps, or with hard credit."""
-    max_staleness, branching = config.rollout.max_staleness, config.rollout.branching
+    max_staleness, branching = rollout.max_staleness, rollout.branching
     if max_staleness and ALGORITHMS[algorithm.name].needs_current_weights:
         raise ConfigError(
             f"rollout.max_staleness={max_staleness} does not work with algorithm.algorithm_type={algorithm.name!r}: it "
@@ -165,31 +154,13 @@ def check_rollouts(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
-    """The expert demonstrations of the config, None if it has none."""
-    if config.algorithm.expert is None:
-        return None
-    return load_expert_feed(
-        config.algorithm.expert,
-        load_section_tokenizer(config.model),
-        enable_thinking=config.model.enable_thinking,
-        split_special_tokens=config.model.split_special_tokens,
-        max_model_len=config.model.max_model_len,
-        num_runs=config.algorithm.batch_size * config.algorithm.group_size,
-        seed=config.seed,
-    )
+def compute_total_steps(total_epochs: int, *, num_tasks: int, batch_size: int) -> int:
+    """The number of whole batches in `total_epochs` passes over the tasks, at least 1."""
+    return max(1, total_epochs * num_tasks // batch_size)
 
 
-def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
-    """`total_steps`, or the number of whole batches in `total_epochs` passes over the tasks, at least 1."""
-    if config.total_steps is not None:
-        return config.total_steps
-    return max(1, config.total_epochs * num_tasks // config.algorithm.batch_size)
-
-
-def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
+def describe_repetition(*, num_tasks: int, batch_size: int) -> str | None:
     """A console note if there are fewer tasks than a batch holds, so that a step repeats tasks."""
-    batch_size = config.algorithm.batch_size
     if num_tasks >= batch_size:
         return None
     return (
@@ -213,20 +184,18 @@ ROUNDING = 1e-9
 """Tolerance for floating-point error before rounding a count up."""
 
 
-def load_expert_feed(
-    section: ExpertSection,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    enable_thinking: bool | None,
-    split_special_tokens: bool,
-    max_model_len: int,
-    num_runs: int,
-    seed: int,
-) -> ExpertFeed:
-    """Read the demonstrations that are mixed with `num_runs` rollouts per step."""
+def load_expert_feed(algorithm: AlgorithmSection, model: ModelSection, seed: int) -> ExpertFeed:
+    """Read the demonstrations that are mixed with the rollouts of each step."""
+    section = algorithm.expert
+    assert section is not None
     rows = load_conversation_rows(ConversationDataSection(path=section.path, name=section.name, split=section.split))
-    reader = ConversationReader(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
-    samples = [replace(sample, is_expert=True) for sample in reader.read(rows, max_model_len=max_model_len)]
+    reader = ConversationReader(
+        load_section_tokenizer(model),
+        enable_thinking=model.enable_thinking,
+        split_special_tokens=model.split_special_tokens,
+    )
+    samples = [replace(sample, is_expert=True) for sample in reader.read(rows, max_model_len=model.max_model_len)]
     demonstrations = [list(row_samples) for _, row_samples in groupby(samples, key=lambda sample: sample.group_index)]
-    num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_runs - ROUNDING)
+    num_rollouts = algorithm.batch_size * algorithm.group_size
+    num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_rollouts - ROUNDING)
     return ExpertFeed(demonstrations, num_per_step=num_per_step, seed=seed)

@@ -7,26 +7,27 @@ only trains, follows its half. The last message is `RunEnd`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.cluster.links import Links, connect_links
-from tunesmith.cluster.ranks import Ranks
-from tunesmith.cluster.roles import RankRoles
+from tunesmith.cluster.links import NO_LINKS, Link, Links, connect_links
+from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.event_loop.step_windows import open_windows
+from tunesmith.engine.event_loop.clock import open_windows
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.dispatcher import Dispatcher, DispatchPlan
+from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.workers.local import GatherWeights, LocalWorker
 from tunesmith.rollout.workers.rank import RankWorker, ServedWorker
 from tunesmith.rollout.workers.worker import Worker
@@ -41,6 +42,46 @@ from tunesmith.trainer.trainer import Trainer
 T = TypeVar("T")
 
 
+class StartServer(Protocol):
+    """Serves the policy of a rank and yields the URL."""
+
+    def __call__(self, service: ModelService, *, rank: int, links: Links) -> AbstractAsyncContextManager[str]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Lets programs outside of this process take the place of the workflow."""
+
+    start: StartServer
+    model: ModelProvider | None = None
+    """What binds models to rollouts, if it is not the service."""
+    notice: str
+    """The console line, with `{url}` in place of the URL."""
+
+
+def bind_actors(actors: Actors, server: Server | None) -> Actors:
+    """The actors with the server's models, if there is a server."""
+    return actors if server is None or server.model is None else replace(actors, model=server.model)
+
+
+async def work_while_serving(
+    work: Callable[[], Awaitable[T]],
+    server: Server | None,
+    service: ModelService,
+    links: Links,
+    *,
+    rank: int = 0,
+    show_line: Callable[[str], None] | None = None,
+) -> T:
+    """Do the work while the server runs, if there is one, with links of its own; `show_line` gets its notice."""
+    if server is None:
+        return await work()
+    async with server.start(service, rank=rank, links=links) as url:
+        if show_line is not None:
+            show_line(server.notice.format(url=url))
+        return await work()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
     """The run has ended with this result."""
@@ -48,168 +89,151 @@ class RunEnd:
     result: Any
 
 
-def connect_ranks(config: RunConfig, roles: RankRoles) -> Links:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one rank of a run works with, and what it builds of that."""
+
+    config: RunConfig
+    """The config with this rank's device and port."""
+    roles: RankRoles
+    policy: Policy
+    actors: Actors
+    links: Links
+    thread: WorkThread | NoThread
+    """Where updates and saves are done: beside the event loop if rollouts continue meanwhile."""
+    branching: Branching | None
+    """How rollouts of training steps branch."""
+
+    def build_dispatcher(self, feed: TaskFeed, *, total_steps: int, has_baselines: bool = False) -> Dispatcher:
+        """The dispatcher of a run, on the first rank; `has_baselines`: whether the algorithm needs them."""
+        config, roles, links, max_staleness = self.config, self.roles, self.links, self.config.rollout.max_staleness
+        plan = DispatchPlan(
+            seed=config.seed,
+            group_size=config.algorithm.group_size,
+            batch_size=config.algorithm.batch_size,
+            total_steps=total_steps,
+            max_staleness=max_staleness,
+            baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
+            branching=self.branching,
+            is_balanced=config.rollout.assignment == "balanced",
+            max_concurrency=config.rollout.max_concurrency,
+        )
+        workers: list[Worker]
+        if roles.samplers:
+            weights = list(find_trainable(self.policy.model).values())
+            num_weights = sum(each.numel() for each in weights)
+            workers = [
+                RankWorker(links.by_rank[rank], rank, num_weights=num_weights, max_staleness=max_staleness)
+                for rank in roles.samplers
+            ]
+            send_weights = partial(roles.send_weights, weights)
+            return Dispatcher(workers, feed, plan, send_weights=send_weights, thread=self.thread)
+        has_phases = max_staleness > 0
+        has_shards = config.cluster.has_sharded_weights and not roles.trainers.is_alone
+        workers = [self.build_worker(shard_links=list(links.by_rank.values()) if has_shards else [])]
+        if not has_shards:
+            has_windows = has_phases and self.policy.model.device.type == "cpu"
+            workers += [
+                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows, branching=plan.branching)
+                for rank, link in links.by_rank.items()
+            ]
+        return Dispatcher(workers, feed, plan, thread=self.thread)
+
+    def build_worker(self, *, shard_links: Sequence[Link] = ()) -> LocalWorker:
+        """The worker of this rank; `shard_links`: to the ranks whose shards of the weights its engine gathers."""
+        rollout, roles, actors = self.config.rollout, self.roles, self.actors
+        engines = [each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)]
+        is_shared = rollout.max_staleness > 0 and not roles.samplers and not roles.world.is_alone
+        has_windows = self.policy.model.device.type == "cpu"
+        return LocalWorker(
+            actors,
+            branching=self.branching,
+            max_staleness=rollout.max_staleness,
+            keeps_cache=rollout.max_staleness > 0 and rollout.stale_cache == "keep",
+            open_windows=partial(open_windows, engines=engines, has_windows=has_windows) if is_shared else None,
+            shard_links=shard_links,
+        )
+
+    def build_served_worker(self, *, sends_tokens: bool) -> ServedWorker:
+        """The worker of a rank other than the first. One that only samples sends all tokens."""
+        weights = list(find_trainable(self.policy.model).values())
+        num_weights = sum(each.numel() for each in weights)
+
+        def take_weights(expected: int) -> None:
+            if expected != num_weights:
+                raise RankError(f"this rank has {num_weights} weights to overwrite, and the first one sends {expected}")
+            self.roles.send_weights(weights)
+
+        return ServedWorker(
+            self.build_worker(),
+            self.links.first,
+            sends_tokens=sends_tokens or self.roles.is_sampler,
+            branching=self.branching,
+            take_weights=take_weights if self.roles.is_sampler else None,
+            thread=self.thread,
+        )
+
+    def build_trainer(self, algorithm: Algorithm, functions: OwnFunctions, *, total_steps: int) -> Trainer:
+        """The trainer of the policy's own weights, with the extra models of the algorithm."""
+        config, policy = self.config, self.policy
+        extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
+        return Trainer(
+            policy.model,
+            config.trainer,
+            config.algorithm,
+            max_model_len=config.model.max_model_len,
+            num_total_steps=total_steps,
+            reference_model=extra.reference,
+            teacher_model=extra.teacher,
+            critic_model=extra.critic,
+            has_separate_sampler=config.engine.has_separate_sampler,
+            own_functions=functions,
+            grammars=policy.engine.grammars,
+            ranks=self.roles.trainers,
+            has_sharded_gradients=config.cluster.has_sharded_gradients,
+        )
+
+    def join_trainer(self, trainer: Trainer, worker: ServedWorker | None = None) -> RankTrainer:
+        """The trainer as part of all ranks that train; `worker`: that of a rank other than the first."""
+        ranks, branching = self.roles.trainers, self.config.rollout.branching
+        return RankTrainer(
+            trainer=trainer,
+            ranks=ranks,
+            links=[self.links.by_rank[rank] for rank in range(1, ranks.world_size)] if ranks.is_first else [],
+            kept={} if worker is None else worker.kept,
+            thread=self.thread,
+            has_hard_credit=branching is not None and branching.credit == "hard",
+        )
+
+
+def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
+    """This rank of a run whose models are loaded."""
+    section, branching = config.rollout.branching, None
+    if section is not None:
+        branching = Branching(section=section, vocab_size=policy.model.get_input_embeddings().num_embeddings)
+    return Rank(
+        config=config,
+        roles=roles,
+        policy=policy,
+        actors=actors,
+        thread=build_thread(policy.model.device, is_needed=config.rollout.max_staleness > 0),
+        links=links,
+        branching=branching,
+    )
+
+
+def connect_ranks(roles: RankRoles, *, timeout_s: float) -> Links:
     """The links of this rank; all ranks call this."""
     if roles.world.is_alone:
-        return Links(by_rank={})
-    return connect_links(roles.world, range(1, roles.world.world_size), timeout_s=config.cluster.timeout_s)
+        return NO_LINKS
+    return connect_links(roles.world, range(1, roles.world.world_size), timeout_s=timeout_s)
 
 
-def build_thread(config: RunConfig, policy: Policy) -> WorkThread | NoThread:
-    """Where updates and saves are done: beside the event loop if rollouts continue meanwhile."""
-    if config.rollout.max_staleness == 0:
+def build_thread(device: torch.device, *, is_needed: bool) -> WorkThread | NoThread:
+    """The thread of updates and saves, if it is needed."""
+    if not is_needed:
         return NoThread()
-    device = policy.model.device
     return WorkThread(partial(torch.cuda.set_device, device)) if device.type == "cuda" else WorkThread()
-
-
-def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
-    if config.rollout.branching is None:
-        return None
-    vocab_size = policy.model.get_input_embeddings().num_embeddings
-    return Branching(section=config.rollout.branching, vocab_size=vocab_size)
-
-
-def build_dispatcher(
-    config: RunConfig,
-    feed: TaskFeed,
-    policy: Policy,
-    actors: Actors,
-    roles: RankRoles,
-    links: Links,
-    thread: WorkThread | NoThread,
-    *,
-    total_steps: int,
-    has_baselines: bool = False,
-) -> Dispatcher:
-    """The dispatcher of a run, on the first rank; `has_baselines`: whether the algorithm needs them."""
-    branching, max_staleness = build_branching(config, policy), config.rollout.max_staleness
-    plan = DispatchPlan(
-        seed=config.seed,
-        group_size=config.algorithm.group_size,
-        batch_size=config.algorithm.batch_size,
-        total_steps=total_steps,
-        max_staleness=max_staleness,
-        baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
-        branching=branching,
-        is_balanced=config.rollout.assignment == "balanced",
-        max_concurrency=config.rollout.max_concurrency,
-    )
-    workers: list[Worker]
-    if roles.samplers:
-        weights = list(find_trainable(policy.model).values())
-        num_weights = sum(each.numel() for each in weights)
-        workers = [
-            RankWorker(links.by_rank[rank], rank, num_weights=num_weights, max_staleness=max_staleness)
-            for rank in roles.samplers
-        ]
-        send_weights = partial(roles.send_weights, weights)
-        return Dispatcher(workers, feed, plan, send_weights=send_weights, thread=thread)
-    others, has_phases = links.by_rank.items(), max_staleness > 0
-    has_shards = config.cluster.has_sharded_weights and not roles.trainers.is_alone
-    workers = [build_worker(config, policy, actors, roles, branching, links if has_shards else None)]
-    if not has_shards:
-        has_windows = has_phases and policy.model.device.type == "cpu"
-        workers += [
-            RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows, branching=branching)
-            for rank, link in others
-        ]
-    return Dispatcher(workers, feed, plan, thread=thread)
-
-
-def build_worker(
-    config: RunConfig,
-    policy: Policy,
-    actors: Actors,
-    roles: RankRoles,
-    branching: Branching | None = None,
-    shard_links: Links | None = None,
-) -> LocalWorker:
-    """The worker of this rank; `shard_links`: to the ranks whose shards of the weights its engine gathers."""
-    max_staleness = config.rollout.max_staleness
-    engines = [each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)]
-    is_shared = max_staleness > 0 and not roles.samplers and not roles.world.is_alone
-    has_windows = policy.model.device.type == "cpu"
-    return LocalWorker(
-        actors,
-        branching=branching,
-        max_staleness=max_staleness,
-        keeps_cache=max_staleness > 0 and config.rollout.stale_cache == "keep",
-        open_windows=partial(open_windows, engines=engines, has_windows=has_windows) if is_shared else None,
-        shard_links=[] if shard_links is None else list(shard_links.by_rank.values()),
-    )
-
-
-def build_served_worker(
-    config: RunConfig,
-    policy: Policy,
-    actors: Actors,
-    roles: RankRoles,
-    links: Links,
-    thread: WorkThread | NoThread,
-    *,
-    sends_tokens: bool,
-) -> ServedWorker:
-    """The worker of a rank other than the first. One that only samples sends all tokens."""
-    branching = build_branching(config, policy)
-    weights = list(find_trainable(policy.model).values())
-    num_weights = sum(each.numel() for each in weights)
-
-    def take_weights(expected: int) -> None:
-        if expected != num_weights:
-            raise RankError(f"this rank has {num_weights} weights to overwrite, and the first one sends {expected}")
-        roles.send_weights(weights)
-
-    return ServedWorker(
-        build_worker(config, policy, actors, roles, branching),
-        links.first,
-        sends_tokens=sends_tokens or roles.is_sampler,
-        branching=branching,
-        take_weights=take_weights if roles.is_sampler else None,
-        thread=thread,
-    )
-
-
-def build_trainer(
-    config: RunConfig, algorithm: Algorithm, functions: OwnFunctions, policy: Policy, ranks: Ranks, *, total_steps: int
-) -> Trainer:
-    """The trainer of the policy's own weights, with the extra models of the algorithm."""
-    extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
-    return Trainer(
-        policy.model,
-        config.trainer,
-        config.algorithm,
-        max_model_len=config.model.max_model_len,
-        num_total_steps=total_steps,
-        reference_model=extra.reference,
-        teacher_model=extra.teacher,
-        critic_model=extra.critic,
-        has_separate_sampler=config.engine.has_separate_sampler,
-        own_functions=functions,
-        grammars=policy.engine.grammars,
-        ranks=ranks,
-        has_sharded_gradients=config.cluster.has_sharded_gradients,
-    )
-
-
-def build_rank_trainer(
-    config: RunConfig,
-    trainer: Trainer,
-    ranks: Ranks,
-    links: Links,
-    thread: WorkThread | NoThread,
-    worker: ServedWorker | None = None,
-) -> RankTrainer:
-    """The trainer of this rank as part of all `ranks` that train; `worker`: that of a rank other than the first."""
-    branching = config.rollout.branching
-    return RankTrainer(
-        trainer=trainer,
-        ranks=ranks,
-        links=[links.by_rank[rank] for rank in range(1, ranks.world_size)] if ranks.is_first else [],
-        kept={} if worker is None else worker.kept,
-        thread=thread,
-        has_hard_credit=branching is not None and branching.credit == "hard",
-    )
 
 
 async def lead(
@@ -232,15 +256,14 @@ async def lead(
             await link.close()
 
 
-async def follow(
-    links: Links, worker: ServedWorker | None, trainer: RankTrainer | None, thread: WorkThread | NoThread
-) -> Any:
+async def follow(rank: Rank, worker: ServedWorker | None, trainer: RankTrainer | None) -> Any:
     """Carry out the messages of the first rank until the run ends; returns its result."""
-    await links.first.open()
+    first = rank.links.first
+    await first.open()
     try:
         if worker is not None:
             await worker.open()
-        while not isinstance(message := await (links.first if worker is None else worker).receive(), RunEnd):
+        while not isinstance(message := await (first if worker is None else worker).receive(), RunEnd):
             match message:
                 case Update() | SaveState() if trainer is not None:
                     await trainer.follow(message)
@@ -254,5 +277,5 @@ async def follow(
     finally:
         if worker is not None:
             await worker.close()
-        await links.first.close()
-        thread.close()
+        await first.close()
+        rank.thread.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 from tunesmith.commands.eval.results import EvaluationResult
 from tunesmith.commands.tune.callbacks import Callbacks, CheckpointEnd, EvaluationEnd, StepEnd, Stop, call_callback
-from tunesmith.config import RunConfig
+from tunesmith.config import EarlyStoppingSection, KeepBestSection
 from tunesmith.errors import CallbackError, ConfigError, TunesmithError
 from tunesmith.loop import StepResult
 from tunesmith.monitor.metrics_file import Kind, load_metrics
@@ -23,12 +23,20 @@ from tunesmith.storage import RunPaths, save_json, save_link, storage_errors
 class RunControl:
     """Decides after each step whether the run ends and whether the step is saved; calls the callbacks."""
 
-    def __init__(self, config: RunConfig, callbacks: Callbacks, paths: RunPaths, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        early_stopping: EarlyStoppingSection | None,
+        keep_best: KeepBestSection | None,
+        callbacks: Callbacks,
+        paths: RunPaths,
+        *,
+        total_steps: int,
+    ) -> None:
         self._callbacks = callbacks
         self._paths = paths
         self._total_steps = total_steps
-        self._early = None if config.early_stopping is None else EarlyStopping(config.early_stopping)
-        self._best = None if config.keep_best is None else BestEvaluation(config.keep_best)
+        self._early = None if early_stopping is None else EarlyStopping(early_stopping)
+        self._best = None if keep_best is None else BestEvaluation(keep_best)
         self.stop: Stop | None = None
         """Why the run ends before its last step; None while it continues."""
         self._error: TunesmithError | None = None

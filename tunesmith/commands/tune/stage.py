@@ -1,4 +1,4 @@
-"""`tunesmith tune` as a stage of a pipeline, and what the command prints."""
+"""`tunesmith tune` as a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.commands.stage import ChooseModel, StageResult, check_run, describe_device
-from tunesmith.commands.tune.tune import TuneResult, run_tuning
+from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.trackers import check_trackers
@@ -57,13 +57,3 @@ def describe_training(run: RunRecord) -> dict[str, Any]:
     figures["failed rollouts"] = int(sum(list_values("rollout/num_failed")))
     figures["largest mismatch of sampler and trainer (KL)"] = max([0.0, *list_values("mismatch/kl")])
     return {"tokens": int(sum(list_values("rollout/num_sampled_tokens"))), "figures": figures}
-
-
-def format_result(_: RunConfig, result: TuneResult) -> str:
-    """Where the run and its models are."""
-    lines = [f"run folder: {result.folder}"]
-    if result.checkpoint is not None:
-        lines.append(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
-    if result.best_checkpoint is not None:
-        lines.append(f"best model: {result.best_checkpoint}")
-    return "\n".join(lines)

@@ -19,7 +19,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 from openai.types.chat import ChatCompletion
 
-from tunesmith.commands.tune_prompt.settings import LiteLlmModel, PromptTuning
+from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptTuning
 from tunesmith.types import Task, Trajectory
 
 VALIDATION_SHARE = 0.8

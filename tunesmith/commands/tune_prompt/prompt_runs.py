@@ -1,4 +1,4 @@
-"""Runs of the agent under system prompts: each prompt once on each task.
+"""Runs of the agent under system prompts: each prompt once on each task; and the model that proposes prompts.
 
 A run is a function of its prompt and its task, so a prompt that the optimizer evaluates again costs nothing.
 """
@@ -6,24 +6,56 @@ A run is a function of its prompt and its task, so a prompt that the optimizer e
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from openai.types.chat import ChatCompletion
+
+from tunesmith.chat.client import create_chat_completion
 from tunesmith.commands.candidates.models import LoadedModel
 from tunesmith.commands.candidates.runs import (
     RunLimits,
     count_failures,
-    describe_failures,
-    has_too_many_failures,
+    find_problem,
+    list_run_causes,
     run_agent,
 )
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import JudgeType, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTuning:
+    """What to optimize and how hard."""
+
+    initial_prompt: str
+    level: Literal["light", "medium", "heavy"] | None
+    """MIPROv2's `auto`; None: the two numbers below."""
+    num_candidates: int | None
+    num_trials: int | None
+    limits: RunLimits
+    is_compared: bool
+    """Also evaluate the initial prompt on the held-out tasks."""
+    num_shown_tasks: int
+    """Held-out tasks that are printed with their rewards."""
+    has_progress: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiteLlmModel:
+    """The model that proposes prompts, called through LiteLLM."""
+
+    name: str
+    base_url: str | None = None
+    api_key: str | None = None
+
 
 MAX_SHOWN_CHARS = 200
 logger = logging.getLogger(__name__)
@@ -70,7 +102,8 @@ class PromptRuns:
                 logger=logger,
             )
             tasks = [self.tasks[position] for position in missing]
-            runs = await run_agent(tasks, agent=agent, model=self.model.provider, limits=self.limits)
+            model, engine = self.model.provider, self.model.engine
+            runs = await run_agent(tasks, agent=agent, model=model, engine=engine, limits=self.limits)
             known.update(zip(missing, runs, strict=True))
         return [known[position] for position in positions]
 
@@ -87,14 +120,10 @@ class PromptRuns:
         name = name or (f"prompt {number}" if number else "initial prompt")
         if is_shown:
             self.show(f"{name}: {shorten(prompt, MAX_SHOWN_CHARS)}")
-        if has_too_many_failures(runs, self.limits):
-            message = (
-                f"{count_failures(runs)} of {len(runs)} runs failed, more than max_failure_rate="
-                f"{self.limits.max_failure_rate:g} allows:\n  " + "\n  ".join(describe_failures(runs))
-            )
+        if (problem := find_problem(runs, self.limits)) is not None:
             if number == 0:
-                raise RolloutError(f"the {name} cannot be evaluated: {message}")
-            logger.warning("%s is not eligible: %s", name, message)
+                raise RolloutError(f"the {name} cannot be evaluated: {problem}")
+            logger.warning("%s is not eligible: %s", name, problem)
             return -math.inf
         reward = compute_mean(runs)
         assert reward is not None
@@ -124,5 +153,45 @@ def summarize(prompt: str, runs: Sequence[Trajectory]) -> PromptScore:
         reward=compute_mean(runs),
         num_runs=len(runs),
         num_failures=count_failures(runs),
-        causes=tuple(describe_failures(runs)),
+        causes=tuple(list_run_causes(runs)),
     )
+
+
+class Teacher:
+    """A model in this process, on a server, or a chat model of the caller."""
+
+    def __init__(self, model: LoadedModel, *, seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    async def ask(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
+        """The reply's text; `fields` are sampling parameters, which a caller's chat model chooses itself."""
+        seed = derive_seed(self._seed, "teacher", next(self._numbers))
+        bound = self._model.provider.open(seed=seed, order=())
+        try:
+            # the search asks between runs, which pause the engine that both may share
+            with self._model.sampling():
+                if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
+                    return read_text(await create_chat_completion(bound.model, messages, **fields))
+                reply = await bound.model([dict(message) for message in messages])
+                if isinstance(reply, AsyncIterator):
+                    reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
+                return read_text(reply)
+        except Exception as error:  # the caller's model, or a server
+            raise RolloutError(f"the model that proposes prompts failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._model.provider.close(bound)
+
+
+def read_text(reply: Any) -> str:
+    """The text of a completion of OpenAI's client, or of AgentScope's ChatResponse."""
+    if isinstance(reply, ChatCompletion):
+        return reply.choices[0].message.content or ""
+    content = getattr(reply, "content", reply)
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        blocks = [block if isinstance(block, Mapping) else vars(block) for block in content]
+        return "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text")
+    raise TypeError(f"it must return a completion of OpenAI's client or a ChatResponse, got {reply!r}")

@@ -23,10 +23,8 @@ from tunesmith.commands.candidates.models import (
 from tunesmith.commands.candidates.runs import RunLimits
 from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.eval.statistics import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, summarize
+from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptTuning, Teacher, summarize
 from tunesmith.commands.tune_prompt.result import HeldOutScores, PromptTuneResult
-from tunesmith.commands.tune_prompt.settings import LiteLlmModel, PromptTuning
-from tunesmith.commands.tune_prompt.teacher import Teacher
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
@@ -166,27 +164,21 @@ async def run_prompt_tuning(
     progress = ConsoleProgress(first_step=0, total_steps=0, has_progress=False, log_interval_steps=1)
     show: Callable[[str], None] = progress.show_line if tuning.has_progress else lambda line: None
     try:
-        with contextlib.ExitStack() as stack:
-            for each in (model, proposer):
-                if isinstance(each, Candidate):
-                    check_candidate(each)
-            student = LoadedModel(provider=ExternalModel(None))
-            if model is not None:
-                student = load_candidate(model, build_model=build_model)
-            stack.enter_context(student.sampling())
-            teacher = None
-            if isinstance(proposer, Candidate):
-                loaded = student if proposer is model else load_candidate(proposer, build_model=build_model)
-                if loaded is not student:
-                    stack.enter_context(loaded.sampling())
-                teacher = Teacher(loaded, seed=tuning.limits.seed)
-            build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=tuning.limits, show=show)
-            runs = build(tasks=tasks)
-            search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
-            prompt = await search.optimize(tuning, None if isinstance(proposer, Candidate) else proposer)
-            scores = (
-                None if held_out is None else await compare_held_out(build(tasks=held_out), tuning, prompt, progress)
-            )
+        for each in (model, proposer):
+            if isinstance(each, Candidate):
+                check_candidate(each)
+        student = LoadedModel(provider=ExternalModel(None))
+        if model is not None:
+            student = load_candidate(model, build_model=build_model)
+        teacher = None
+        if isinstance(proposer, Candidate):
+            loaded = student if proposer is model else load_candidate(proposer, build_model=build_model)
+            teacher = Teacher(loaded, seed=tuning.limits.seed)
+        build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=tuning.limits, show=show)
+        runs = build(tasks=tasks)
+        search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
+        prompt = await search.optimize(tuning, None if isinstance(proposer, Candidate) else proposer)
+        scores = None if held_out is None else await compare_held_out(build(tasks=held_out), tuning, prompt, progress)
     finally:
         progress.close()
     result = PromptTuneResult.build(

@@ -43,15 +43,17 @@ __all__ = [
     "tune",
     "tune_prompt",
 ]
+FORMER_NAMES = {"TunerChatModel": "TunerModelConfig", "Algorithm": "AlgorithmConfig", "Dataset": "DatasetConfig"}
+"""Names of classes in earlier versions of AgentScope."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("tunesmith"), name)
+    if name in __all__ or name in FORMER_NAMES:
+        return getattr(importlib.import_module("tunesmith"), FORMER_NAMES.get(name, name))
     if name in ("model_selection", "prompt_tune"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, *FORMER_NAMES])

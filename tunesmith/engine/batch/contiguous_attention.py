@@ -66,7 +66,7 @@ def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int |
 def _split_group(
     spans: Sequence[Span], members: list[int], *, num_blocks: int, first: int, block_size: int
 ) -> tuple[list[int], list[KeySegment]]:
-    """Order members, which share `num_blocks` blocks, so that those that share more are adjacent; `first` is the row of
+    """Order members that share `num_blocks` blocks, so that those that share more are adjacent; `first` is the row of
     the first member."""
     lead = spans[members[0]]
     start = num_blocks * block_size

@@ -1,25 +1,78 @@
-"""The interface of a device that decodes in bursts: several decode steps between two host synchronizations.
+"""Inputs and outputs of a device that decodes in bursts: several decode steps between two host synchronizations.
 
 A launch queues a burst on the device and returns; its tokens are read later, when the next burst is already queued.
 Rows are described by arrays with one entry per row, so the host does no work per token.
 
-Axes: R rows, N rows whose first token is sampled from a prefill, L lines of a burst, C hidden size.
+Axes: R rows, N rows whose first token is sampled from a prefill, L lines of a burst, C hidden size. S slots, P columns
+of the block table, G rows of a burst that hold more blocks than before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.engine.batch.input_batch import InputBatch
-from tunesmith.engine.core.span import Span
-from tunesmith.model.forward.attention import AttentionPlan
+from tunesmith.engine.batch.arrays import concatenate_ranges
+from tunesmith.engine.batch.sampler import wrap_int64
+from tunesmith.engine.core.request import Request
+from tunesmith.model.forward.distribution import has_truncation
+
+
+class InputBatch:
+    """Sampling parameters and block tables of running requests on the host, as arrays with one line per slot.
+
+    A slot is a request's index in these arrays while it runs. The inputs of a burst are gathered from them without a
+    loop over requests; the device reads only what is copied from here.
+    """
+
+    def __init__(self, num_slots: int, *, num_columns: int, scratch_block: int) -> None:
+        """Unused columns of the block table hold `scratch_block`; nothing reads that block."""
+        self.seeds_S = np.zeros(num_slots, dtype=np.int64)
+        self.temperatures_S = np.ones(num_slots, dtype=np.float32)
+        self.top_ks_S = np.zeros(num_slots, dtype=np.int64)
+        self.top_ps_S = np.ones(num_slots, dtype=np.float32)
+        self.min_ps_S = np.zeros(num_slots, dtype=np.float32)
+        self.has_truncation_S = np.zeros(num_slots, dtype=np.bool_)
+        """Top-k, top-p or min-p removes tokens before sampling."""
+        self.has_entropy_S = np.zeros(num_slots, dtype=np.bool_)
+        """The request asks for the entropy of its distributions."""
+        self.block_table_SP = np.full((num_slots, num_columns), scratch_block, dtype=np.int32)
+        self.scratch_block = scratch_block
+        self._num_blocks_S = np.zeros(num_slots, dtype=np.int64)
+
+    def update(self, requests: Sequence[Request], *, num_new: int) -> None:
+        """Write the blocks of a burst's requests, and all values of the last `num_new` requests, the new ones."""
+        # only what has changed is written: most rows of a burst were in the one before, and have no new blocks
+        for request in requests[len(requests) - num_new :]:
+            self._add(request)
+        slots_R = np.array([request.slot for request in requests], dtype=np.int64)
+        num_blocks_R = np.array([len(request.blocks) for request in requests], dtype=np.int64)
+        grown_G = np.flatnonzero(num_blocks_R > self._num_blocks_S[slots_R])
+        slots_G = slots_R[grown_G]
+        firsts_G = self._num_blocks_S[slots_G]
+        added = [requests[row].blocks[first:] for row, first in zip(grown_G.tolist(), firsts_G.tolist(), strict=True)]
+        counts_G = num_blocks_R[grown_G] - firsts_G
+        entries = np.repeat(slots_G, counts_G), concatenate_ranges(firsts_G, counts_G)
+        self.block_table_SP[entries] = [block for blocks in added for block in blocks]
+        self._num_blocks_S[slots_R] = num_blocks_R
+
+    def _add(self, request: Request) -> None:
+        slot, distribution = request.slot, request.sampling.distribution
+        assert slot is not None
+        self.seeds_S[slot] = wrap_int64(request.sampling.seed)
+        self.temperatures_S[slot] = distribution.temperature
+        self.top_ks_S[slot] = distribution.top_k
+        self.top_ps_S[slot] = distribution.top_p
+        self.min_ps_S[slot] = distribution.min_p
+        self.has_truncation_S[slot] = has_truncation(distribution)
+        self.has_entropy_S[slot] = request.sampling.return_entropy
+        self.block_table_SP[slot] = self.scratch_block
+        self._num_blocks_S[slot] = 0
+
 
 Ints = NDArray[np.int64]
 
@@ -56,43 +109,3 @@ class BurstOutput:
     logprobs_LR: NDArray[np.float32]
     entropies_LR: NDArray[np.float32] | None = None
     """Entropies of the distributions sampled from, in nats; None unless some row asks for them."""
-
-
-class BurstHandle(Protocol):
-    """A burst in the device's queue."""
-
-    def read(self) -> BurstOutput:
-        """Wait for the burst; the arrays are valid until two more bursts are launched."""
-        ...
-
-
-class BurstDecoder(Protocol):
-    """Prefills and decodes on a device without synchronizing."""
-
-    input_batch: InputBatch
-
-    def launch(self, rows: BurstInput, *, num_steps: int) -> BurstHandle:
-        """Queue `num_steps` decode steps; with 0, only the first token of prefilled rows is sampled."""
-        ...
-
-    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
-        """Queue one decode step of requests that the host samples: hidden states [R, C] of one token of each, valid
-        until the next call."""
-        ...
-
-    def prefill(self, spans: Sequence[Span], token_ids: Ints, last_tokens: Sequence[int]) -> Tensor | None:
-        """Queue the forward of spans in one row: hidden states [N, C] of the tokens at the places `last_tokens`; None
-        if it is not faster than the model's own forward."""
-        ...
-
-    def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:
-        """Attention of the new tokens of several requests in one flat row."""
-        ...
-
-    def installed(self) -> AbstractContextManager[None]:
-        """Run the model's forward in the way that is fastest on this device."""
-        ...
-
-    def refresh(self) -> None:
-        """The parameters may have changed, in place or not."""
-        ...

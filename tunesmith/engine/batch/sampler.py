@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.logit_adjustment import LogitAdjustment
 from tunesmith.types import Distribution, Sampling, TokenDetails, TopLogprobs
 
@@ -45,12 +46,12 @@ class SamplerOutput:
     logprobs: list[float]
     is_finite: list[bool]
     entropies: list[float] | None = None
-    """In nats; None: no row asked for it."""
+    """Entropies in nats; None: no row asked for them."""
     top_logprobs: list[TopLogprobs] | None = None
-    """None: no row asked for it."""
+    """The most likely tokens of each row; None: no row asked for them."""
 
     def get_details(self, row: int, sampling: Sampling) -> TokenDetails | None:
-        """What the request of a row asks for; None: nothing."""
+        """The details that the request of a row asks for; None if it asks for none."""
         entropies = top_logprobs = None
         if sampling.return_entropy and self.entropies is not None:
             entropies = (self.entropies[row],)
@@ -260,12 +261,6 @@ def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> 
     chosen_NV.masked_fill_(chosen_NV < thresholds_N1, -math.inf)
     if chosen_NV is not logits_NV:
         logits_NV[index] = chosen_NV
-
-
-def has_truncation(distribution: Distribution) -> bool:
-    """Whether top-k, top-p or min-p removes tokens before sampling."""
-    truncates = distribution.top_k > 0 or distribution.top_p < 1 or distribution.min_p > 0
-    return truncates and distribution.temperature > 0
 
 
 def _compute_thresholds(logits_NV: Tensor, distributions: Sequence[Distribution]) -> Tensor:

@@ -47,6 +47,7 @@ class BlockPool:
         """Hold `num_blocks` blocks; None, and none held, when too few are available."""
         if num_blocks > self.num_available:
             return None
+        # free blocks first: a cached one may still save a later request its prefill
         blocks = [self._free.popitem()[0] for _ in range(min(len(self._free), num_blocks))]
         blocks += [self._evict() for _ in range(num_blocks - len(blocks))]
         for block in blocks:
@@ -55,7 +56,7 @@ class BlockPool:
         return blocks
 
     def allocate_run(self, num_blocks: int, *, after: int | None, headroom: int) -> list[int] | None:
-        """Like `allocate`, but adjacent blocks where possible, which attention reads as one view instead of a copy.
+        """Like `allocate`, but adjacent blocks where possible: attention reads these as one view instead of a copy.
 
         They follow block `after` if those blocks are free. Otherwise, if possible, `headroom` free blocks remain on
         either side: behind them for this request to grow into, before them for the request whose blocks end there.
@@ -89,7 +90,7 @@ class BlockPool:
         return sum(block in self._cached for block in blocks)
 
     def select_unshared(self, blocks: Iterable[int]) -> list[int]:
-        """Those of the held blocks that exactly one request holds."""
+        """The blocks that exactly one request holds, of blocks that are held."""
         return [block for block in blocks if self._ref_counts[block] == 1]
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -124,7 +125,7 @@ class BlockPool:
 
     def publish_deferred(self, block: int, block_hash: bytes, owner: object) -> None:
         """Publish a deferred block, unless it was evicted since; free it if another block has the same hash."""
-        # another request may have evicted and refilled the block, which then no longer has the content of this hash
+        # another request may have evicted and refilled the block, and its content is then no longer that of this hash
         if self._deferred_by.get(block) is not owner:
             return
         del self._deferred_by[block]

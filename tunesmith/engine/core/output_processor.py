@@ -1,7 +1,9 @@
-"""Results of engine steps for the callers of `generate`: tokens, completions and errors, and when a completion ends.
+"""Results of engine steps for the callers of `generate`: tokens, completions and errors.
 
-The stepper enters sampled tokens; what callers receive is collected in a `StepOutput`, which the engine passes to the
-event loop after the step (`deliver_output`). Holds no tensors.
+The stepper enters sampled tokens; what callers receive is collected in a `StepOutput`, and the engine passes it to
+the event loop after the step (`deliver_output`). Holds no tensors.
+
+Axes: S slots, W columns, L lines of a burst, R rows.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from numpy.typing import NDArray
 
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler, SchedulerOutput
-from tunesmith.engine.core.stop_strings import StopMatcher
-from tunesmith.engine.core.token_buffer import TokenBuffer
+from tunesmith.engine.core.stopping import StopConditions
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, StopReason, TokenDetails
 
@@ -30,20 +31,14 @@ class RequestState:
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None
     """Callback that receives tokens as they are sampled."""
-    matcher: StopMatcher | None
-    """Searches for stop strings; None when there are none."""
-    has_stops: bool = field(init=False)
-    """Has stop strings or stop token ids."""
+    stops: StopConditions
     is_queued: bool = True
     """Counts towards `max_waiting`."""
-
-    def __post_init__(self) -> None:
-        self.has_stops = self.matcher is not None or bool(self.request.sampling.stop_token_ids)
 
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What the event loop delivers to callers after a step."""
+    """Tokens and results that the event loop delivers to callers after a step."""
 
     tokens: list[tuple[RequestState, Sequence[int], Sequence[float], TokenDetails | None]] = field(default_factory=list)
     """Token ids, logprobs and details for requests with an `on_tokens` callback."""
@@ -61,9 +56,8 @@ class OutputProcessor:
     def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int]) -> None:
         self.scheduler = scheduler
         self.eos_ids = frozenset(eos_ids)
-        self.policy_version = 0
         self.states: dict[int, RequestState] = {}
-        """By request id."""
+        """The state of each request by its id."""
         self._token_buffer = TokenBuffer(scheduler.max_num_seqs)
         self.counts: Counter[str] = Counter()
         self.num_deadlines = 0
@@ -72,8 +66,8 @@ class OutputProcessor:
 
     def continue_from(self, other: OutputProcessor) -> None:
         """Take over version, counters and undelivered output of a processor whose step failed."""
-        self.policy_version, self.counts, self._output = other.policy_version, other.counts, other.take_output()
-        self.scheduler.reset_cache(self.policy_version)
+        self.counts, self._output = other.counts, other.take_output()
+        self.scheduler.reset_cache(other.scheduler.policy_version)
 
     def take_output(self) -> StepOutput:
         """Output since the last call."""
@@ -179,7 +173,7 @@ class OutputProcessor:
         self.scheduler.remove(request)
         self._output.results.append((state, EngineError(message or (
             f"logits of request {request.request_id} are not finite after {len(request.token_ids)} tokens "
-            f"({len(request.prompt_ids)} of prompt) at policy version {self.policy_version}; "
+            f"({len(request.prompt_ids)} of prompt) at policy version {self.scheduler.policy_version}; "
             "lower the learning rate, or look for broken weights"
         ))))  # fmt: skip
         self._remove(state)
@@ -203,29 +197,6 @@ class OutputProcessor:
         state.is_queued = False
 
 
-def find_first_stop(
-    state: RequestState, token_ids: Sequence[int], *, eos_ids: Collection[int]
-) -> tuple[int, StopReason | None]:
-    """How many of the newly sampled tokens belong to the completion, and why it ends there (None: it does not)."""
-    request, sampling = state.request, state.request.sampling
-    num_kept = min(len(token_ids), request.max_num_tokens - len(request.token_ids))
-    ends = eos_ids if not sampling.ignore_eos else ()
-    if state.has_stops or ends:
-        for index, token_id in enumerate(token_ids[:num_kept]):
-            if token_id in ends:
-                return index + 1, "eos"
-            if token_id in sampling.stop_token_ids or (state.matcher is not None and state.matcher.add(token_id)):
-                return index + 1, "stop"
-    return num_kept, find_length_limit(request, num_kept)
-
-
-def find_length_limit(request: Request, num_new: int) -> StopReason | None:
-    """The length limit that a request reaches with `num_new` more tokens; None when it may have further tokens."""
-    if len(request.token_ids) + num_new < request.max_num_tokens:
-        return None
-    return "length" if request.num_sampled + num_new == request.sampling.max_tokens else "context"
-
-
 def deliver_output(output: StepOutput) -> list[int]:
     """Call `on_tokens` callbacks and resolve futures; return the ids of requests whose callback raised."""
     failed = []
@@ -245,3 +216,69 @@ def deliver_output(output: StepOutput) -> list[int]:
         else:
             state.future.set_result(result)
     return failed
+
+
+INITIAL_WIDTH = 256
+"""Columns at first; the arrays at least double when a slot needs more."""
+
+
+class TokenBuffer:
+    """Tokens of decode bursts, with logprobs and entropies, in arrays with one line per slot.
+
+    Most rows of a burst do not end in it. Their tokens stay here, appended for all rows at once, until the request ends
+    or its tokens are needed: appending them to each request's lists would take the host longer than the next burst
+    takes the device.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._token_ids_SW = np.zeros((num_slots, INITIAL_WIDTH), dtype=np.int32)
+        self._logprobs_SW = np.zeros((num_slots, INITIAL_WIDTH), dtype=np.float32)
+        self._entropies_SW: NDArray[np.float32] | None = None
+        """Allocated by the first burst with entropies."""
+        self._counts_S = np.zeros(num_slots, dtype=np.int64)
+
+    def append(
+        self,
+        slots_R: NDArray[np.int64],
+        token_ids_LR: NDArray[np.int32],
+        logprobs_LR: NDArray[np.float32],
+        entropies_LR: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Append a burst's lines, each row to its slot; a burst without entropies leaves them undefined."""
+        counts_R = self._counts_S[slots_R]
+        ends_R = counts_R + len(token_ids_LR)
+        self._widen(int(ends_R.max(initial=0)))
+        columns_LR = counts_R + np.arange(len(token_ids_LR))[:, None]
+        self._token_ids_SW[slots_R, columns_LR] = token_ids_LR
+        self._logprobs_SW[slots_R, columns_LR] = logprobs_LR
+        if entropies_LR is not None:
+            if self._entropies_SW is None:
+                self._entropies_SW = np.zeros_like(self._logprobs_SW)
+            self._entropies_SW[slots_R, columns_LR] = entropies_LR
+        self._counts_S[slots_R] = ends_R
+
+    def read_entropies(self, slot: int) -> tuple[float, ...]:
+        """The entropies of a slot's tokens, until `take` removes them; empty if no burst had any."""
+        return () if self._entropies_SW is None else tuple(self._entropies_SW[slot, : self._counts_S[slot]].tolist())
+
+    def read(self, slot: int) -> tuple[list[int], list[float]]:
+        """A slot's token ids and logprobs."""
+        count = self._counts_S[slot]
+        return self._token_ids_SW[slot, :count].tolist(), self._logprobs_SW[slot, :count].tolist()
+
+    def take(self, slot: int) -> tuple[list[int], list[float]]:
+        """Remove and return a slot's token ids and logprobs."""
+        count = self._counts_S[slot]
+        if not count:
+            return [], []
+        self._counts_S[slot] = 0
+        return self._token_ids_SW[slot, :count].tolist(), self._logprobs_SW[slot, :count].tolist()
+
+    def _widen(self, num_columns: int) -> None:
+        width = self._token_ids_SW.shape[1]
+        if num_columns > width:
+            padding = ((0, 0), (0, max(num_columns - width, width)))
+            self._token_ids_SW = np.pad(self._token_ids_SW, padding)
+            self._logprobs_SW = np.pad(self._logprobs_SW, padding)
+            if self._entropies_SW is not None:
+                self._entropies_SW = np.pad(self._entropies_SW, padding)

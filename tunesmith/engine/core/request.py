@@ -24,7 +24,7 @@ class Request:
     """Mutable state of one call of `generate`."""
 
     request_id: int
-    """In order of arrival."""
+    """Ids ascend in order of arrival."""
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     order: tuple[int, ...] = ()
@@ -83,11 +83,6 @@ class Request:
             extend_runs(self.runs, self.blocks[num_known:])
         return self.runs
 
-    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        self.policy_versions.append(policy_version)
-
     def extend(
         self,
         token_ids: Sequence[int],
@@ -95,7 +90,7 @@ class Request:
         policy_version: int,
         details: TokenDetails | None = None,
     ) -> None:
-        """Append several tokens."""
+        """Append sampled tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_versions += [policy_version] * len(token_ids)
@@ -126,9 +121,6 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
         raise ValueError(f"max_tokens={sampling.max_tokens} must be at least 1")
     if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"top_logprobs={sampling.top_logprobs} must lie in [0, {MAX_TOP_LOGPROBS}]")
-    unknown = [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < vocab_size]
-    if unknown:
-        raise ValueError(f"stop_token_ids must lie in [0, {vocab_size}); got {unknown[0]}")
     _check_penalties(sampling, vocab_size)
     if not 0 <= distribution.temperature < math.inf:
         raise ValueError(f"temperature={distribution.temperature} must be 0 (greedy) or above")

@@ -43,7 +43,7 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step computes."""
+    """The chunks that one step computes, and the budget that is left while they are chosen."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     unschedulable: list[Request] = field(default_factory=list)
@@ -120,6 +120,8 @@ class Scheduler:
         step = SchedulerOutput(
             num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt, is_in_first_forward=is_in_first_forward
         )
+        # Running requests come first: if new ones took the last blocks, a running one would have to give up its own,
+        # and compute its tokens again.
         self._continue_running(step)
         # a request that is admitted now would take the blocks that a preemption has just freed
         if self.waiting and not step.num_preemptions:
@@ -163,7 +165,7 @@ class Scheduler:
         self.pool.reset()
 
     def keep_cache(self, policy_version: int) -> None:
-        """As `reset_cache`, but running requests keep their keys and values, which no other request may read."""
+        """As `reset_cache`, but running requests keep their keys and values; no other request may read these."""
         self._begin_version(policy_version)
         self.pool.clear_prefixes()
 
@@ -246,6 +248,8 @@ class Scheduler:
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
             found = self.pool.find(block_hashes)
             found += map(ready.__getitem__, takewhile(ready.__contains__, block_hashes[len(found) :]))
+            # Shorter requests behind this one may fit, but wait too: otherwise they would take each block that becomes
+            # free, and a long request might never start.
             if not self._start(request, found, num_blocks - len(found)):
                 break
             admitted.add(request.request_id)
@@ -258,6 +262,7 @@ class Scheduler:
 
     def _start(self, request: Request, found: list[int], num_missing: int) -> bool:
         """Hold all blocks of the request's tokens, if one block per running request remains to grow into."""
+        # without a block for the next token of each running request, admission would soon cost a preemption
         num_left = self.pool.num_available - self.pool.count_cached(found) - num_missing
         if num_left < len(self.running):
             return False
@@ -286,6 +291,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
+        # it keeps its priority, so it starts again before all requests of lower priority
         self.add(request)
 
     def _release(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What attention needs of a request in one step: its new tokens and the blocks of its context. Holds no tensors."""
+"""Spans: the new tokens of a request in one step and the blocks of its context, for attention. Holds no tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Span:
     start: int
     """Position of the first new token in the request."""
     stop: int
-    """Position after the last new token, which is the length of the context."""
+    """Position after the last new token: the length of the context."""
     blocks: list[int]
     runs: Sequence[BlockRun] = ()
     """The same blocks as contiguous runs; empty for kernels that read block tables."""

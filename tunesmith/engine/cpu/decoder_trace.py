@@ -27,7 +27,7 @@ NUM_VERIFIED_TOKENS = 3
 
 
 class DecoderOutput(NamedTuple):
-    """What `run_body` reads of a decoder's output."""
+    """The part of a decoder's output that `run_body` reads."""
 
     last_hidden_state: Tensor
 

@@ -20,6 +20,7 @@ from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
+from tunesmith.engine.cuda.decode_work import DecodeWork
 from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
 
 
@@ -34,14 +35,16 @@ class _LayerPlan:
 class DecodeLayerPlan(_LayerPlan):
     """One layer's attention with one new token per request."""
 
-    def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor, block_table_RP: Tensor, positions_R: Tensor) -> None:
+    def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor, block_table_RP: Tensor, work: DecodeWork) -> None:
         super().__init__(keys_PKZD, values_PKZD)
         self.block_table = block_table_RP
-        self.positions = positions_R
+        self.positions = work.positions_R
+        self.items = work.items_2WF
+        self.parts = work.parts_2R2
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return ops.paged_decode(
-            query, key, value, self.keys, self.values, self.block_table, self.positions,
+            query, key, value, self.keys, self.values, self.block_table, self.positions, self.items, self.parts,
             options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
         )  # fmt: skip
 
@@ -81,10 +84,10 @@ class LayeredPlan:
         return self.layers[get_layer_index(module)].attend(module, query, key, value, options)
 
 
-def build_decode_plan(cache: KVCache, block_table_RP: Tensor, positions_R: Tensor) -> LayeredPlan:
-    """Decode attention of requests whose last known token is at `positions_R`."""
+def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork) -> LayeredPlan:
+    """Decode attention of requests whose last known token is at the positions of `work`."""
     blocks = zip(cache.keys, cache.values, strict=True)
-    return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, positions_R) for keys, values in blocks])
+    return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

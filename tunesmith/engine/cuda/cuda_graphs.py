@@ -22,20 +22,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
-from tunesmith.engine.batch.input_batch import InputBatch
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind, get_num_sms
+from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, PrefillGraphs, choose_capture_size
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
-from tunesmith.engine.cuda.graph_inputs import GraphContext, choose_capture_size
-from tunesmith.engine.cuda.hidden_graphs import HiddenGraphs
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
+from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
-from tunesmith.engine.cuda.prefill_graphs import PrefillGraphs
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
@@ -52,7 +51,7 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class CudaBurstHandle:
-    """Implements `BurstHandle`: a launch in the device's queue and the host copy of its token log."""
+    """A launch in the device's queue and the host copy of its token log."""
 
     event: torch.cuda.Event
     log: Tensor
@@ -61,13 +60,14 @@ class CudaBurstHandle:
     has_entropies: bool
 
     def read(self) -> BurstOutput:
+        """Wait for the burst; the arrays are valid until two more bursts are launched."""
         self.event.synchronize()
         log = self.log.numpy()[:, : self.num_steps + 1, : self.num_rows]
         return BurstOutput(log[0], log[1].view(np.float32), log[2].view(np.float32) if self.has_entropies else None)
 
 
 class DecodeGraphs:
-    """Implements `BurstDecoder` with one captured decode step per batch size, captured on first use."""
+    """Prefills and decodes without synchronizing; each batch size has a captured decode step, captured on first use."""
 
     def __init__(
         self,
@@ -88,6 +88,7 @@ class DecodeGraphs:
         self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=scratch_block)
         self._inputs = _StepInputs.allocate(max_num_seqs, device=device)
         self._block_table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
+        self._division_7S = torch.zeros((7, max_num_seqs), dtype=torch.int32, device=device)
         self._log = torch.zeros((NUM_BUFFERS, NUM_LOGS, LOG_LINES, max_num_seqs), dtype=torch.int32, device=device)
         log_lines = self._log.view(-1, max_num_seqs)
         self._sampling = SamplingTensors(
@@ -104,22 +105,31 @@ class DecodeGraphs:
             entropy_log_LR=log_lines.view(torch.float32)[2 * LOG_LINES :],
         )
         config = model.config.get_text_config()
-        num_groups = config.num_attention_heads // min(cache.keys[0].shape[1], config.num_attention_heads)
+        num_heads, num_kv_heads = config.num_attention_heads, cache.keys[0].shape[1]
         self._context = GraphContext(
             model=model,
             cache=cache,
             num_slots=max_num_seqs,
             num_columns=num_columns,
             scratch_block=scratch_block,
-            tile_tokens=get_tile_tokens(num_groups),
+            tile_tokens=get_tile_tokens(num_heads // min(num_kv_heads, num_heads)),
+            divider=Divider(
+                block_size=cache.block_size,
+                num_kv_heads=num_kv_heads,
+                num_heads=num_heads,
+                head_size=cache.keys[0].shape[3],
+                num_sms=get_num_sms(device),
+                window=getattr(config, "sliding_window", None) or 0,
+            ),
             installed=self.installed,
         )
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
         self._graphs: GraphStore[None] = GraphStore(model)
-        """By number of rows, whether some row is truncated, and whether some row asks for entropies."""
+        """Keys: the number of rows, whether some row is truncated, whether some row asks for entropies, and how
+        attention is divided."""
         self._hidden_graphs: HiddenGraphs | None = None
-        """For requests that the host samples; built when the first one comes."""
+        """Graphs for requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
 
     @torch.inference_mode()
@@ -130,11 +140,17 @@ class DecodeGraphs:
         size = choose_capture_size(num_rows, self._num_slots)
         has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         has_entropies = bool(self.input_batch.has_entropy_S[rows.slots_R].any())
-        graph = self._get_graph(size, has_truncation, has_entropies) if num_steps else None
+        table_RP = self.input_batch.block_table_SP[rows.slots_R]
+        division = self._context.divider.divide(table_RP, rows.positions_R, num_steps=num_steps)
+        # first, since a capture overwrites the buffers into which this launch's inputs go
+        graph = self._get_graph(size, has_truncation, has_entropies, division.kind) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
         staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * NUM_LOGS * LOG_LINES)
+        # Inputs, first tokens, steps and the copy of the log are queued on one stream, so they run in this order, and
+        # after the launch before. The host waits for nothing here.
+        self._copy_division(staging, division)
         self._copy_inputs(staging, size)
         self._sample_prefilled(rows, has_truncation, has_entropies)
         for _ in range(num_steps):
@@ -146,11 +162,15 @@ class DecodeGraphs:
         return CudaBurstHandle(staging.event, staging.log, num_steps, num_rows, has_entropies)
 
     def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        """Queue one decode step of requests that the host samples: hidden states [R, C] of one token of each, valid
+        until the next call."""
         if self._hidden_graphs is None:
             self._hidden_graphs = HiddenGraphs(self._context)
         return self._hidden_graphs.compute(spans, token_ids)
 
     def prefill(self, spans: Sequence[Span], token_ids: NDArray[np.int64], last_tokens: Sequence[int]) -> Tensor | None:
+        """Queue the forward of spans in one row: hidden states [N, C] of the tokens at the places `last_tokens`; None
+        if it is not faster than the model's own forward."""
         if self._prefill_graphs is None:
             self._prefill_graphs = PrefillGraphs(self._context)
         if not self._prefill_graphs.can_compute(len(token_ids), len(spans)):
@@ -158,9 +178,11 @@ class DecodeGraphs:
         return self._prefill_graphs.compute(spans, token_ids, last_tokens)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
+        """Attention of the new tokens of several requests in one flat row."""
         return build_prefill_plan(self._cache, spans, tile_tokens=self._context.tile_tokens, device=self._model.device)
 
     def installed(self) -> AbstractContextManager[None]:
+        """Within, the model's layers run fused."""
         return nullcontext() if self._fused is None else self._fused.installed()
 
     def refresh(self) -> None:
@@ -170,6 +192,7 @@ class DecodeGraphs:
                 merge_weights(self._model)  # which moves them once more
             if self._fp8 is not None:
                 self._fp8.rebuild()
+            # their kernels read the addresses of the old parameters
             self._graphs.clear()
             self._hidden_graphs = self._prefill_graphs = None
         elif self._fp8 is not None:
@@ -183,6 +206,11 @@ class DecodeGraphs:
         # may not have read yet, has left it.
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
+    def _copy_division(self, staging: _StagingBuffers, division: Division) -> None:
+        if division.kind is not Kind.WHOLE:
+            division.fill(staging.division.numpy())
+            self._division_7S.copy_(staging.division, non_blocking=True)
+
     def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
         first = len(rows.slots_R) - rows.num_prefilled
         for hidden_NC in rows.prefill_hidden:
@@ -195,28 +223,32 @@ class DecodeGraphs:
             )
             first += len(hidden_NC)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
-        key = (size, has_truncation, has_entropies)
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
+        key = (size, has_truncation, has_entropies, kind)
         return self._graphs.find(key) or self._capture(*key)
 
-    def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> CapturedGraph[None]:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
         """Capture a step on padding rows while the device is idle."""
+        # the last launch may still copy from the pinned staging buffer, which is padded now
         torch.cuda.synchronize()
         # warm-up and capture sample for padding rows, over the last tokens that the next launch needs
         saved_ids = self._sampling.ids_R.clone()
         self._staging[self._buffer].pad(0, size)
         self._copy_inputs(self._staging[self._buffer], size)
+        self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
         rows = self._sampling.narrow(0, size)
-        plan = build_decode_plan(self._cache, self._block_table[:size], rows.positions_R)
+        work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
+        plan = build_decode_plan(self._cache, self._block_table[:size], work)
 
         def run_step() -> None:
+            list_items(work)
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
             sample_next_tokens(
                 compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation, has_entropies=has_entropies
             )
 
         with self.installed():
-            graph = self._graphs.capture((size, has_truncation, has_entropies), run_step)
+            graph = self._graphs.capture((size, has_truncation, has_entropies, kind), run_step)
         self._sampling.ids_R.copy_(saved_ids)
         return graph
 
@@ -269,9 +301,9 @@ class _StagingBuffers:
 
     def __init__(self, graphs: DecodeGraphs) -> None:
         self.inputs = _StepInputs.allocate(graphs._num_slots, pin_memory=True)
-        self.block_table, self.log = (
+        self.block_table, self.division, self.log = (
             torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            for tensor in (graphs._block_table, graphs._log[0])
+            for tensor in (graphs._block_table, graphs._division_7S, graphs._log[0])
         )
         self.event = torch.cuda.Event()
         """Recorded after the launch's last copy."""
@@ -318,7 +350,7 @@ def build_graphs(
     is_compiled: bool,
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, which read FP8 weights if given."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given."""
     fused = None
     if is_compiled:
         merge_weights(model)
@@ -328,6 +360,6 @@ def build_graphs(
 
 
 def build_fp8_weights(model: PreTrainedModel) -> Fp8Weights:
-    """The FP8 copy of the model's weights, which are merged first."""
+    """Merge the model's weights, and copy them in FP8."""
     merge_weights(model)
     return Fp8Weights(model)

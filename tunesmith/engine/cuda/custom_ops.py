@@ -18,7 +18,8 @@ _SCORE_ARGUMENTS = "float scaling, int sliding_window, float softcap"
 
 torch.library.define(
     "tunesmith::paged_decode",
-    f"({_KV_ARGUMENTS}, Tensor block_table, Tensor positions, {_SCORE_ARGUMENTS}) -> Tensor",
+    f"({_KV_ARGUMENTS}, Tensor block_table, Tensor positions, Tensor items, Tensor parts, {_SCORE_ARGUMENTS})"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
@@ -39,8 +40,9 @@ def _build_output(query_1HTD: Tensor, *_rest: object) -> Tensor:
 paged_decode = torch.ops.tunesmith.paged_decode.default
 """Write each request's new key and value [1, K, R, D] at its position and attend up to it; returns [1, R, H, D].
 
-Takes query [1, H, R, D], the layer's KV-cache blocks [P, K, Z, D], the block table [R, columns] (int32) and positions
-[R]. The last axis of query, key and value has stride 1; `sliding_window` 0 and `softcap` 0 mean none.
+Takes query [1, H, R, D], the layer's KV-cache blocks [P, K, Z, D], the block table [R, columns] (int32), positions [R],
+and items and parts of a `DecodeWork`. The last axis of query, key and value has stride 1; `sliding_window` 0 and
+`softcap` 0 mean none.
 """
 paged_prefill = torch.ops.tunesmith.paged_prefill.default
 """Write the new keys and values [1, K, T, D] and attend over each token's own context; returns [1, T, H, D].

@@ -296,7 +296,7 @@ def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedO
 
 
 def _read_sizes_of_input(norm: fx.Node, source: fx.Node) -> None:
-    """Let nodes that read the size of a norm's output read that of its input `source`, which is the same."""
+    """Let nodes that read the size of a norm's output read the equal size of its input `source`."""
     for user in list(norm.users):
         if _is_call(user, {"size"}) or (_is_call(user, {getattr}) and user.args[1] == "shape"):
             user.replace_input_with(norm, source)

@@ -79,7 +79,7 @@ class FusedLayers:
         return self._run_traced(layer, *arguments, **options)
 
     def _run_traced(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
-        """Run a layer; if torch cannot trace one, all layers run unfused from then on, which is slower but correct."""
+        """Run a layer; if torch cannot trace one, all layers run unfused from then on: slower, but correct."""
         try:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:

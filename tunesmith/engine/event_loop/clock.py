@@ -13,7 +13,7 @@ import gc
 import selectors
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -76,8 +76,10 @@ class _SteppingSelector(selectors.DefaultSelector):
         self._slept_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # asyncio passes 0 while callbacks are ready: some coroutine can still run, and may send a request of this step
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
+        # what has arrived comes before a step: it may wake a coroutine whose request then is in the same batch
         events = super().select(0)
         working = [engine for engine in self.engines if engine.has_work] if self.is_stepping else []
         if events or not working:
@@ -91,7 +93,7 @@ class _SteppingSelector(selectors.DefaultSelector):
             return self._wait(timeout)
         self._slept_s = 0.0
         for engine in working:
-            if self.is_stepping:  # the first may be a `StepWindows`, which ends its window
+            if self.is_stepping:  # the first may be `LoopWindows`: its step may end the window
                 engine.step()
         return super().select(0)
 
@@ -104,7 +106,10 @@ class _SteppingSelector(selectors.DefaultSelector):
 
 
 class EngineLoop(asyncio.SelectorEventLoop):
-    """An event loop whose engines step when every coroutine waits; only `run_until_complete` can stop it."""
+    """An event loop whose engines step when every coroutine waits; only `run_until_complete` can stop it.
+
+    It is the `Clock` of each engine that is added to it.
+    """
 
     def __init__(self, settings: RolloutSection) -> None:
         self.threads = ThreadPool(settings.max_concurrency)
@@ -122,6 +127,9 @@ class EngineLoop(asyncio.SelectorEventLoop):
         """Let this loop step the engine; engines step in the order they were added, or before all others."""
         if engine not in self._stepping_selector.engines:
             self._stepping_selector.engines.insert(0 if is_first else len(self._stepping_selector.engines), engine)
+
+    def notify(self) -> None:
+        """Nothing to do: the loop asks its engines for work whenever every coroutine waits."""
 
     @property
     def is_stepping(self) -> bool:
@@ -146,7 +154,7 @@ class EngineLoop(asyncio.SelectorEventLoop):
         return super().run_until_complete(self._main_future)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report errors of tasks never awaited, except KeyboardInterrupt and SystemExit, which the loop raises."""
+        """Report errors of tasks never awaited, except KeyboardInterrupt and SystemExit: the loop raises these."""
         if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             super().call_exception_handler(context)
 
@@ -201,21 +209,6 @@ def frozen_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-class LoopClock:
-    """Lockstep on an `EngineLoop`, which checks for work by itself."""
-
-    def __init__(self, engine: Steppable, loop: EngineLoop) -> None:
-        loop.add_engine(engine)
-        self._loop = loop
-
-    def notify(self) -> None:
-        """Nothing to do."""
-
-    @property
-    def waited_s(self) -> float | None:
-        return self._loop.waited_s
-
-
 class TaskClock:
     """Steps from a task of an ordinary event loop."""
 
@@ -240,4 +233,77 @@ class TaskClock:
 def build_clock(engine: Steppable) -> Clock:
     """The clock for the running event loop."""
     loop = asyncio.get_running_loop()
-    return LoopClock(engine, loop) if isinstance(loop, EngineLoop) else TaskClock(engine, loop)
+    if not isinstance(loop, EngineLoop):
+        return TaskClock(engine, loop)
+    loop.add_engine(engine)
+    return loop
+
+
+WINDOW_STEPS = 8
+
+
+class LoopWindows:
+    """Windows of engine steps, so that several processes stop sampling at a step and not at a time.
+
+    Within a window the event loop steps its engines as always; after `WINDOW_STEPS` steps it stops until the next
+    `begin`. A window also ends when every coroutine waits and no engine has work; an engine that gets work later is
+    stepped. Without windows the engines step from `begin` to `stop`.
+
+    This is itself the first of the loop's engines, so it counts each step before the others make it.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, engines: Sequence[Steppable], on_end: Callable[[bool], None], *, has_windows: bool
+    ) -> None:
+        """`on_end` is called when a window ends, with whether no engine has work; never without windows."""
+        self._loop = loop
+        self._engines = engines
+        self._on_end = on_end
+        self.has_windows = has_windows
+        self._is_counting = False
+        self._is_idle = False
+        self._num_steps = 0
+        loop.add_engine(self, is_first=True)
+
+    @property
+    def has_work(self) -> bool:
+        return self._is_counting and (not self._is_idle or self._are_working)
+
+    @property
+    def _are_working(self) -> bool:
+        return any(engine.has_work for engine in self._engines)
+
+    def begin(self) -> None:
+        """Let the engines step, from the start of a window."""
+        self._is_counting, self._is_idle, self._num_steps = self.has_windows, False, 0
+        self._loop.is_stepping = True
+
+    def stop(self) -> None:
+        """Let no engine step; their requests wait, and everything else on the event loop continues."""
+        self._is_counting = self._loop.is_stepping = False
+
+    def release(self) -> None:
+        """Let the engines step without windows."""
+        self._is_counting, self._loop.is_stepping = False, True
+
+    def check_again(self) -> None:
+        """Call `on_end` once more if the engines still have no work when every coroutine waits."""
+        self._is_idle = False
+
+    def step(self) -> None:
+        """Count a step that the engines are about to make; called when every coroutine waits."""
+        if not self._are_working:
+            self._is_idle = True
+            self._loop.call_soon(self._on_end, True)
+        elif self._num_steps == WINDOW_STEPS:
+            self._loop.is_stepping = False
+            self._loop.call_soon(self._on_end, False)  # not within this step: it ends here in any case
+        else:
+            self._num_steps += 1
+
+
+def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> LoopWindows:
+    """The windows of the running event loop; it must be an `EngineLoop`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, EngineLoop), "runs use run_lockstep"
+    return LoopWindows(loop, engines, on_end, has_windows=has_windows)

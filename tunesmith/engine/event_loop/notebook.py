@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 from tunesmith.engine.event_loop.signal_handlers import interrupt_thread
 
@@ -33,40 +34,35 @@ def is_event_loop_running() -> bool:
 
 
 def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one.
+    """Run a function that starts an event loop; in a new thread if the calling thread already runs one.
 
     Ctrl-C while the new thread runs interrupts `work` there and raises KeyboardInterrupt once it has ended. As in a
     command, the second Ctrl-C interrupts whatever runs; the third raises at once and leaves the thread running.
     """
     if not is_event_loop_running():
         return work()
-    outcome: list[Result] = []
-    errors: list[BaseException] = []
-    has_ended = threading.Event()
+    outcome: Future[Result] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            errors.append(error)
-        finally:
-            has_ended.set()
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="tunesmith", daemon=True)
     with interrupts_raised():
         thread.start()
-        is_interrupted = wait_for_thread(thread, has_ended)
-    if is_interrupted and not (errors and isinstance(errors[0], KeyboardInterrupt)):
-        raise KeyboardInterrupt from (errors[0] if errors else None)
-    if errors:
-        raise errors[0]
-    return outcome[0]
+        is_interrupted = wait_for_thread(thread, outcome)
+    error = outcome.exception()
+    if is_interrupted and not isinstance(error, KeyboardInterrupt):
+        raise KeyboardInterrupt from error
+    return outcome.result()
 
 
-def wait_for_thread(thread: threading.Thread, has_ended: threading.Event) -> bool:
+def wait_for_thread(thread: threading.Thread, outcome: Future[Any]) -> bool:
     """Wait for the end of the thread's work; Ctrl-C is passed on to it. Returns whether there was one.
 
-    Waits for the event, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
+    Waits for the outcome, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
     """
     num_interrupts = num_passed_on = 0
     while True:
@@ -75,7 +71,7 @@ def wait_for_thread(thread: threading.Thread, has_ended: threading.Event) -> boo
                 num_passed_on += 1
                 os.write(2, INTERRUPT_LINES[num_passed_on - 1])
                 interrupt_thread(thread)
-            while not has_ended.wait(WAIT_S):
+            while not wait([outcome], WAIT_S).done:
                 pass
         except KeyboardInterrupt:
             num_interrupts += 1

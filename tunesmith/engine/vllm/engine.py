@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
-from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output, find_first_stop
-from tunesmith.engine.core.request import MAX_TOP_LOGPROBS, Request, check_sampling
-from tunesmith.engine.core.stop_strings import StopMatcher
-from tunesmith.engine.vllm.connection import Connection
-from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
-from tunesmith.engine.vllm.process import VllmProcess
+from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output
+from tunesmith.engine.core.request import MAX_TOP_LOGPROBS
+from tunesmith.engine.vllm.process import Connection, VllmProcess
+from tunesmith.engine.vllm.support import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
@@ -65,15 +63,12 @@ class VllmEngine(BaseEngine):
         """Requests for which vLLM has not sent its last event."""
         self._output = StepOutput()
         self._counts: Counter[str] = Counter()
-        self._num_requests = 0
-        self._policy_version = 0
+        self.policy_version = 0
         self._pushed_version: int | None = None
         self._is_paused = False
         self._places = asyncio.Semaphore(settings.max_num_seqs + settings.max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._times: defaultdict[str, float] = defaultdict(float)
-        self._busy_since: float | None = None
-        self._idle_since: float | None = None
+        self._weight_push_s = 0.0
         self._process = start_process(model, settings, max_model_len, devices=self._devices)
         self._finalizer = weakref.finalize(self, self._process.stop)
         self._connection = Connection(
@@ -84,10 +79,6 @@ class VllmEngine(BaseEngine):
         )
         self._start()
 
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -97,24 +88,13 @@ class VllmEngine(BaseEngine):
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one completion; see `tunesmith.types.Engine`. vLLM admits requests in order of arrival."""
-        check_sampling(prompt_ids, sampling, self._vocab_size)
-        check_parameters(sampling, eos_ids=self._eos_ids)
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        self._check(prompt_ids, sampling)
+        check_parameters(sampling, eos_ids=self.eos_ids)
         self._bind_loop()
-        if len(prompt_ids) >= self._max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         async with self._places:
-            return await self._run(
-                Request(
-                    request_id=self._num_requests,
-                    prompt_ids=tuple(prompt_ids),
-                    sampling=sampling,
-                    order=order,
-                    max_model_len=self._max_model_len,
-                ),
-                on_tokens,
-            )
+            return await self._run(self._build_state(prompt_ids, sampling, on_tokens=on_tokens, order=order))
 
     def pause(self) -> None:
         """Abort what vLLM samples, once it has sent the tokens so far; unfinished requests wait for `resume`."""
@@ -122,6 +102,7 @@ class VllmEngine(BaseEngine):
             return
         self._is_paused = True
         if self._submitted:
+            # until the last event of each request: tokens that vLLM has sent already are of the present version
             self._connection.send({"op": "abort", "ids": sorted(self._submitted)})
             self._connection.wait_until(lambda: not self._submitted, work="pause", timeout_s=PAUSE_TIMEOUT_S)
         self._measure()
@@ -132,7 +113,7 @@ class VllmEngine(BaseEngine):
         if policy_version != self._pushed_version:
             self._push()
         self._reset_cache()
-        self._policy_version = self._pushed_version = policy_version
+        self.policy_version = self._pushed_version = policy_version
         self._is_paused = False
         for state in list(self._states.values()):
             self._submit(state)
@@ -140,14 +121,11 @@ class VllmEngine(BaseEngine):
 
     def compute_stats(self) -> dict[str, float]:
         """Metrics since the last call."""
-        self._measure()
         names = ("requests", "sampled_tokens", "prefill_tokens", "cached_tokens")
         stats = {f"engine/num_{name}": float(self._counts[name]) for name in names}
-        stats["perf/engine_busy_s"] = self._times["engine_busy"]
-        stats["perf/engine_idle_s"] = self._times["engine_idle"]
-        stats["perf/weight_push_s"] = self._times["weight_push"]
+        stats |= self._usage.take() | {"perf/weight_push_s": self._weight_push_s}
         self._counts.clear()
-        self._times.clear()
+        self._weight_push_s = 0.0
         return stats
 
     def close(self) -> None:
@@ -168,28 +146,24 @@ class VllmEngine(BaseEngine):
         devices = self._devices if self._settings.vllm.weight_transfer == "memory" else None
         folder = self._process.folder
         push_weights(self._connection, self._model, devices, folder, timeout_s=PUSH_TIMEOUT_S, gather=self._gather)
-        self._times["weight_push"] += time.perf_counter() - started_at
+        self._weight_push_s += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:
         if not self._connection.call("reset_cache", timeout_s=PAUSE_TIMEOUT_S):
             raise EngineError("vLLM still uses cached keys and values of older weights after all requests were aborted")
 
-    async def _run(self, request: Request, on_tokens: OnTokens | None) -> Completion:
-        self._num_requests += 1
-        request_id, sampling = request.request_id, request.sampling
-        loop = asyncio.get_running_loop()
-        matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-        state = RequestState(request=request, future=loop.create_future(), on_tokens=on_tokens, matcher=matcher)
+    async def _run(self, state: RequestState) -> Completion:
+        request_id, deadline_s = state.request.request_id, state.request.sampling.deadline_s
         if not self._connection.is_open:
             raise EngineError(self._process.explain_end())
         if self._pushed_version is None:
-            self.resume(self._policy_version)
+            self.resume(self.policy_version)
         self._states[request_id] = state
         if not self._is_paused:
             self._submit(state)
         timer = None
-        if sampling.deadline_s is not None:
-            timer = loop.call_later(sampling.deadline_s, self._finish, state, "deadline")
+        if deadline_s is not None:
+            timer = asyncio.get_running_loop().call_later(deadline_s, self._finish, state, "deadline")
         try:
             return await state.future
         finally:
@@ -204,7 +178,7 @@ class VllmEngine(BaseEngine):
         if request.num_sampled and has_reply_penalties(request.sampling.distribution):
             self._fail(state, "engine.kind=vllm cannot go on with presence_penalty or frequency_penalty after a pause")
             return
-        parameters = build_parameters(request, eos_ids=self._eos_ids, has_seed=self._settings.vllm.has_seeds)
+        parameters = build_parameters(request, eos_ids=self.eos_ids, has_seed=self._settings.vllm.has_seeds)
         self._submitted.add(request.request_id)
         self._counts["requests"] += not request.num_sampled
         self._counts["prefill_tokens"] += len(request.token_ids)
@@ -237,14 +211,14 @@ class VllmEngine(BaseEngine):
         if not all(map(math.isfinite, logprobs)):
             self._fail(state, "vLLM's logprobs are not finite; lower the learning rate, or look for broken weights")
             return
-        num_kept, reason = find_first_stop(state, ids, eos_ids=self._eos_ids)
+        num_kept, reason = state.stops.find_end(ids)
         details = None
         if "top" in event:
             top = tuple(read_top(row, state.request.sampling.top_logprobs) for row in event["top"][:num_kept])
             details = TokenDetails(top_logprobs=top)
         ids, logprobs = ids[:num_kept], logprobs[:num_kept]
         state.request.num_cached_tokens = state.request.num_cached_tokens or event.get("cached")
-        state.request.extend(ids, logprobs, self._policy_version, details)
+        state.request.extend(ids, logprobs, self.policy_version, details)
         self._counts["sampled_tokens"] += num_kept
         if state.on_tokens is not None:
             self._deliver(StepOutput(tokens=[(state, ids, logprobs, details)]))
@@ -268,7 +242,7 @@ class VllmEngine(BaseEngine):
                 self._fail(state, message)
 
     def _deliver(self, output: StepOutput) -> None:
-        """Call back in the event loop, which may be waiting in `pause`."""
+        """Call back in the event loop, once it no longer waits in `pause`."""
         if not self._output and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon(self._flush)
         self._output.tokens += output.tokens
@@ -293,15 +267,9 @@ class VllmEngine(BaseEngine):
         self._connection.attach(loop)
 
     def _measure(self) -> None:
-        """Add the time since the last call to that in which vLLM had requests, or sampled without any."""
-        now = time.perf_counter()
-        for name, since in (("engine_busy", self._busy_since), ("engine_idle", self._idle_since)):
-            if since is not None:
-                self._times[name] += now - since
-        self._busy_since = now if self._submitted else None
-        self._idle_since = (
-            now if not self._submitted and not self._is_paused and self._pushed_version is not None else None
-        )
+        """Note whether vLLM has requests from now on, or could sample without any."""
+        can_sample = not self._is_paused and self._pushed_version is not None
+        self._usage.enter("busy" if self._submitted else "idle" if can_sample else None)
 
 
 def list_devices(own: torch.device, settings: EngineSection) -> list[torch.device] | None:
@@ -361,3 +329,35 @@ def start_process(
 def read_top(row: Sequence[Sequence[float]], num_top: int) -> TopLogprobs:
     """The most likely tokens that the distribution does not exclude, most likely first."""
     return tuple((int(token), logprob) for token, logprob in row if logprob > -math.inf)[:num_top]
+
+
+class DistantEngine(BaseEngine):
+    """Implements `tunesmith.types.Engine` on a rank that runs no tasks."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, max_model_len: int
+    ) -> None:
+        super().__init__(model, tokenizer, max_model_len=max_model_len)
+        self.policy_version = 0
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        order: tuple[int, ...] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        """Raise EngineError: only the first rank samples."""
+        raise EngineError("only the first rank samples with vLLM, and this rank was asked to")
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def resume(self, policy_version: int) -> None:
+        """Note the version."""
+        self.policy_version = policy_version
+
+    def compute_stats(self) -> dict[str, float]:
+        """No counters."""
+        return {}

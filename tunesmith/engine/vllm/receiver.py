@@ -36,6 +36,7 @@ class WeightReceiver:
             assert handles is not None
             weights = list(zip(names, self._open_handles(handles), strict=True))
         self.model_runner.get_model().load_weights(weights)
+        # the trainer frees its copies as soon as this returns
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

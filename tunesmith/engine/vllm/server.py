@@ -2,9 +2,10 @@
 
 Runs in the interpreter that has vLLM and imports nothing of this package. Arguments: the descriptor of a connected
 socket, and the engine's arguments as JSON. Frames are a length (four bytes, big-endian) and JSON. From the parent:
-`generate` (id, prompt, params), `abort` (ids), `call` (seq, method, arguments) and `exit`. To the parent: lists of
-events of requests (id, ids, logprobs, top logprobs, finish reason) and replies (seq, result or error). Each `generate`
-has exactly one event with a finish reason. When the parent is gone, the process ends with all that it has started.
+`generate` (id, prompt, params), `abort` (ids), `call` (seq, method, arguments in order) and `exit`. To the parent:
+lists of events of requests (id, ids, logprobs, top logprobs, finish reason) and replies (seq, result or error). Each
+`generate` has exactly one event with a finish reason. When the parent is gone, the process ends with all that it has
+started.
 """
 
 from __future__ import annotations
@@ -105,27 +106,22 @@ class VllmServer:
 
     async def _call(self, message: dict[str, Any]) -> None:
         try:
-            result = await getattr(self, f"call_{message['method']}")(**message["arguments"])
+            result = None
+            if message["method"] == "reset_cache":
+                result = await self._reset_cache()
+            else:  # a method of the workers (`receiver.py`)
+                await self._llm.collective_rpc(message["method"], args=tuple(message["arguments"].values()))
             self._post({"seq": message["seq"], "result": result})
         except Exception as error:  # noqa: BLE001 - the parent reports it
             self._post({"seq": message["seq"], "error": describe(error)})
 
-    async def call_reset_cache(self) -> bool:
+    async def _reset_cache(self) -> bool:
         """Drop the cached keys and values of finished requests; False while some are in use."""
         for _ in range(50):
             if await self._llm.reset_prefix_cache() is not False:
                 return True
             await asyncio.sleep(0.02)  # blocks of an aborted request are freed a step late
         return False
-
-    async def call_start_push(self) -> None:
-        await self._llm.collective_rpc("start_push")
-
-    async def call_receive_push(self, names: list[str], handles: str | None, path: str | None) -> None:
-        await self._llm.collective_rpc("receive_push", args=(names, handles, path))
-
-    async def call_finish_push(self) -> None:
-        await self._llm.collective_rpc("finish_push")
 
     def _post(self, event: dict[str, Any]) -> None:
         if not self._events:

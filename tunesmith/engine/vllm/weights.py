@@ -20,10 +20,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from tunesmith.engine.vllm.connection import Connection
+from tunesmith.engine.vllm.process import Connection
 
 SHARDED_PREFIX = "FSDP"
-"""Of the name of a class that FSDP2 has put in place of a module's own."""
+"""Start of the name of a class that FSDP2 has put in place of a module's own."""
 CHUNK_BYTES = 2**30
 """Weights that are copied and handed over at once; at least one tensor."""
 BASE_LAYER = ".base_layer."
@@ -129,6 +129,7 @@ def push_handles(
     """
     for chunk in split_chunks(weights):
         copies = [{device: tensor.to(device, copy=True) for device in devices} for _, tensor in chunk]
+        # vLLM's workers read the copies from other processes, which know nothing of the streams that write them here
         for device in {*devices, own}:
             torch.cuda.synchronize(device)
         handles = [{name_gpu(device): reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]

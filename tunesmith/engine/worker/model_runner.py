@@ -8,8 +8,8 @@ of requests between steps.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,17 +20,21 @@ from transformers import PreTrainedModel
 from tunesmith.cluster.ranks import count_ranks
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
-from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
-from tunesmith.engine.batch.kv_cache import KVCache, LayerShape, PagedAttentionPlan, get_span_order
+from tunesmith.engine.batch.decode_burst import BurstInput
+from tunesmith.engine.batch.kv_cache import (
+    KVCache,
+    LayerShape,
+    PagedAttentionPlan,
+    SingleRunPlan,
+    get_span_order,
+    has_single_runs,
+)
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
-from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_runs
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.decoder_trace import trace_decoder
-from tunesmith.engine.cpu.direct_calls import DirectCalls
-from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
-from tunesmith.engine.cpu.rms_norm import RmsNorms
+from tunesmith.engine.cpu.layers import CpuLayers
 from tunesmith.errors import ConfigError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
@@ -41,6 +45,7 @@ from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_
 from tunesmith.model.forward.rotary import fix_rotary_frequencies
 
 if TYPE_CHECKING:
+    from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle, DecodeGraphs
     from tunesmith.engine.cuda.fp8_weights import Fp8Weights  # needs Triton, which only CUDA machines have
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
@@ -74,6 +79,7 @@ class ModelRunner:
     ) -> None:
         """`grammars` computes the masks of requests that have a grammar; `has_trainer`: whether the model is also
         trained on this device, whose memory is then shared."""
+        # before the model is verified: rollouts use the frequencies that are fixed here
         fix_rotary_frequencies(model, max_model_len=max_model_len)
         verify_model(model)
         self._grammars = grammars
@@ -94,42 +100,27 @@ class ModelRunner:
         self._burst_decoder = (
             _build_burst_decoder(model, self.cache, settings, max_model_len, fp8) if self.has_graphs else None
         )
-        self._onednn_linears = OneDnnLinears(model) if settings.has_packed_weights else None
-        self._rms_norms = RmsNorms(model)
-        self._direct_calls = DirectCalls(model)
+        self._cpu_layers = CpuLayers(model) if settings.has_packed_weights else None
         self._decoder_trace = trace_decoder(model) if model.device.type == "cpu" else None
         self._logit_scaling = LogitScaling.read(model)
-        self._is_stale = True
 
     def mark_weights_updated(self) -> None:
         """The parameters may have changed, in place or not."""
-        self._is_stale = True
+        if self._cpu_layers is not None:
+            self._cpu_layers.mark_weights_updated()
         if self._burst_decoder is not None:
             self._burst_decoder.refresh()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], SamplerOutput]:
         """Compute the chunks; return those that sample a token, and their tokens in the same order."""
+        # by number of new tokens and context: attention batches neighbors, and pads them to the longest
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
-        with self._cpu_layers_installed(sum(chunk.stop - chunk.start for chunk in chunks)):
+        num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        with nullcontext() if self._cpu_layers is None else self._cpu_layers.installed(num_rows=num_rows):
             logits_NV = compute_logits(self.model, self._compute_hidden(chunks), scaling=self._logit_scaling).float()
         return sampling, self._sample(sampling, logits_NV)
-
-    @contextmanager
-    def _cpu_layers_installed(self, num_rows: int) -> Iterator[None]:
-        """Run a model on a CPU with faster linear layers and norms, on `num_rows` rows at most."""
-        if self._onednn_linears is None:
-            yield
-            return
-        if self._is_stale:
-            self._onednn_linears.refresh()
-            self._rms_norms.refresh()
-            self._direct_calls.refresh()
-            self._is_stale = False
-        linears = self._onednn_linears.installed(num_rows=num_rows)
-        with linears, self._rms_norms.installed(), self._direct_calls.installed(num_rows=num_rows):
-            yield
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
@@ -145,7 +136,7 @@ class ModelRunner:
 
     def launch_burst(
         self, requests: Sequence[Request], rows: BurstInput, *, num_new: int, num_steps: int
-    ) -> BurstHandle:
+    ) -> CudaBurstHandle:
         """Queue `num_steps` decode steps of each request; the caller finds out where each request ends.
 
         The last `num_new` requests were not in the previous burst.
@@ -231,7 +222,7 @@ class ModelRunner:
 
 def _build_burst_decoder(
     model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int, fp8: Fp8Weights | None
-) -> BurstDecoder:
+) -> DecodeGraphs:
     from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
 
     return build_graphs(

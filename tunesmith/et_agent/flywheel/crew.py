@@ -1,36 +1,42 @@
 """The roles of a flywheel, loaded once: models with their engines, functions, the judge, and the environment.
 
-A model in a role has a session of its own in each attempt, with a seed of its own; requests carry their sampling
-parameters, so nothing is shared between attempts.
+An attempt is a rollout whose workflow is `Batch.make`. A model in a role has a session of its own in each attempt, with
+a seed of its own; requests carry their sampling parameters, so nothing is shared between attempts.
 """
 
 from __future__ import annotations
 
-import asyncio
+import copy
+import logging
+import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunesmith.config import FlywheelConfig
-from tunesmith.config.stages.flywheel import OWN_MODEL
+from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import EngineError
-from tunesmith.et_agent.flywheel.hints import list_hints
 from tunesmith.et_agent.flywheel.journal import AttemptPlan, Record
-from tunesmith.et_agent.flywheel.judging import judge_by_function, judge_by_votes
-from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent
+from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Parent, list_hints
 from tunesmith.et_agent.flywheel.prompted_roles import build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.roles import Role
 from tunesmith.et_agent.flywheel.state import QuestionState, is_correct
+from tunesmith.judges.llm import quote
+from tunesmith.judges.redundancy import ask_for_vote
+from tunesmith.judges.squad import list_accepted
+from tunesmith.judges.tir import PROMPT
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.failures import shorten
+from tunesmith.rollout.group import GroupRequest, build_requests
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
+from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_function
 from tunesmith.runs.policy import check_auxiliary
-from tunesmith.types import JudgeType, Turn
+from tunesmith.types import Group, JudgeOutput, JudgeType, Sampling, Task, Turn, WorkflowOutput
 
 MAX_REASON_CHARS = 500
 AUXILIARY = "auxiliary_models."
@@ -48,25 +54,7 @@ class Crew:
     """Roles that are functions, by role."""
     judge: JudgeType
 
-    async def make(self, plan: AttemptPlan, state: QuestionState, *, order: int) -> Record:
-        """One attempt. An error in it is recorded as a failure; it never counts as a wrong answer."""
-        models = self._open_models(plan, order)
-        turns: list[Turn] = []
-        try:
-            async with asyncio.timeout(self.config.rollout.timeout_s):
-                record = await self._run(plan, state, models)
-        except Exception as error:  # noqa: BLE001 - tools, roles and judges are user code
-            record = Record(plan=plan, outcome="failed", reason=describe(error))
-        finally:
-            for name, bound in models.items():
-                turns += self.providers[self.sources[name]].close(bound)
-        errors = [each.session.engine_error for each in models.values() if each.session is not None]
-        failed = next((each for each in errors if each is not None), None)
-        if failed is not None:
-            record = Record(plan=plan, outcome="failed", reason=describe(EngineError(failed)))
-        return replace(record, tokens=sum(len(turn.sampled_ids) for turn in turns))
-
-    async def _run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
+    async def run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
         parent = None if plan.parent is None else state.kept[plan.parent]
         given = None
         if parent is not None:
@@ -113,18 +101,76 @@ class Crew:
         roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
         return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
 
-    def _open_models(self, plan: AttemptPlan, order: int) -> dict[str, BoundModel]:
-        seed = self.config.seed
-        return {
-            name: self.providers[source].open(
-                seed=derive_seed(seed, plan.question_id, plan.number, name), order=(order, place)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAttempt:
+    """What the workflow of an attempt receives as its model."""
+
+    plan: AttemptPlan
+    models: Mapping[str, BoundModel]
+    """By role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Attempts that are made together: the provider of their models, and their workflow."""
+
+    crew: Crew
+    plans: Sequence[AttemptPlan]
+    states: Mapping[str, QuestionState]
+    made: dict[AttemptPlan, Record] = field(default_factory=dict)
+    """Attempts that ended without an error."""
+
+    def list_requests(self) -> list[GroupRequest]:
+        """A group of one rollout for each attempt; only its place follows from the request's seed."""
+        return build_requests(
+            [
+                Task(task_id=plan.trajectory_id, index=index, row=self.states[plan.question_id].row)
+                for index, plan in enumerate(self.plans)
+            ],
+            size=1,
+            seed=self.crew.config.seed,
+        )
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
+        from its place in the batch."""
+        plan, crew = self.plans[order[0]], self.crew
+        models = {
+            name: crew.providers[source].open(
+                seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name), order=(order[0], place)
             )
-            for place, (name, source) in enumerate(self.sources.items())
+            for place, (name, source) in enumerate(crew.sources.items())
         }
+        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None)
 
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        models: Mapping[str, BoundModel] = bound.model.models
+        sources = self.crew.sources
+        return tuple(turn for name, each in models.items() for turn in self.crew.providers[sources[name]].close(each))
 
-def describe(error: BaseException) -> str:
-    return shorten(f"{type(error).__name__}: {error}", MAX_REASON_CHARS)
+    async def make(self, task: Mapping[str, Any], model: OpenAttempt) -> WorkflowOutput:
+        """The workflow. Its reward says that the attempt ended; the correctness is in the record."""
+        try:
+            record = await self.crew.run(model.plan, self.states[model.plan.question_id], model.models)
+        finally:  # an engine error is one also where a role has caught it
+            errors = [each.session.engine_error for each in model.models.values() if each.session is not None]
+            if (failed := next(filter(None, errors), None)) is not None:
+                raise EngineError(failed)
+        self.made[model.plan] = record
+        return WorkflowOutput(reward=1.0)
+
+    def list_records(self, groups: Sequence[Group]) -> list[Record]:
+        """The attempts, in order. An error in one is recorded as a failure; it never counts as a wrong answer."""
+        records = []
+        for plan, group in zip(self.plans, groups, strict=True):
+            (run,) = group.trajectories
+            if run.failure is None:
+                record = self.made[plan]
+            else:
+                record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
+            records.append(replace(record, tokens=sum(len(turn.sampled_ids) for turn in run.turns)))
+        return records
 
 
 def check_roles(config: FlywheelConfig) -> None:
@@ -148,7 +194,46 @@ def load_crew(config: FlywheelConfig, actors: Actors, environment: Environment) 
     return Crew(
         config=config,
         environment=environment,
-        providers={OWN_MODEL: actors.service, **actors.auxiliary_models},
+        providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
         functions=load_role_functions(config),
         judge=actors.agent.judge,
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+async def judge_by_function(
+    judge: JudgeType, row: Mapping[str, Any], transcript: Transcript, auxiliary_models: Mapping[str, Any]
+) -> float | None:
+    """The reward of a judge, which receives what it receives in training, and a copy of the row of its own."""
+    available = {"response": transcript, "auxiliary_models": dict(auxiliary_models), "logger": logger}
+    arguments = {name: available[name] for name in list_parameters(judge) & available.keys()}
+    verdict = await judge(task=copy.deepcopy(dict(row)), **arguments)  # type: ignore[arg-type]
+    if not isinstance(verdict, JudgeOutput):
+        raise TypeError(f"the judge must return a JudgeOutput, got {type(verdict).__name__}")
+    if verdict.reward is not None and not math.isfinite(verdict.reward):
+        raise ValueError(f"the judge returned reward {verdict.reward}; it must be a finite number")
+    return verdict.reward
+
+
+async def judge_by_votes(model: Any, row: Mapping[str, Any], transcript: Transcript, num_votes: int) -> float | None:
+    """1.0 or 0.0 by the majority of exactly `num_votes` votes; None for a tie; 0.0 without an answer.
+
+    Every answer gets the same number of votes whatever the first ones say, so the verdict is not biased to yes or to
+    no. A tie is no verdict: the trajectory is left out, not scored 0.
+    """
+    if not transcript.answer:
+        return 0.0
+    prompt = PROMPT.format(
+        question=quote(transcript.question),
+        reference=quote("\n".join(list_accepted(row))),
+        answer=quote(transcript.answer),
+    )
+    return count_votes([await ask_for_vote(model, prompt) for _ in range(num_votes)])
+
+
+def count_votes(votes: Sequence[bool | None]) -> float | None:
+    """The side with more votes; None for a tie."""
+    num_yes, num_no = sum(vote is True for vote in votes), sum(vote is False for vote in votes)
+    return None if num_yes == num_no else float(num_yes > num_no)

@@ -14,14 +14,13 @@ Replaced calls are executed by the environment. A hint is forced text; what an a
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.config import FlywheelConfig
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
-from tunesmith.et_agent.flywheel.hints import draw_hint
 from tunesmith.et_agent.flywheel.roles import (
     Finding,
     Goal,
@@ -39,6 +38,37 @@ from tunesmith.et_agent.flywheel.steps import (
     replace_thoughts,
     split_steps,
 )
+
+GENERAL: tuple[str, ...] = (
+    "Wait, I should go over this once more before I answer.",
+    "Hold on, one of my steps may be wrong, so I check them in order.",
+    "This may not be right yet, so I look at what the results really say.",
+)
+BY_TOOL: Mapping[str, tuple[str, ...]] = {
+    "search": (
+        "Wait, I should search again with a more precise query.",
+        "The passages so far may not answer the question, so I look up what is missing.",
+        "Maybe I searched for the wrong thing, so I try another query.",
+    ),
+    "python": (
+        "Wait, I should check this with a short program.",
+        "I may have made a mistake in the calculation, so I compute it with Python.",
+        "I can verify this result by running code.",
+    ),
+    "calculator": ("Wait, I should compute this with the calculator.",),
+}
+
+
+def list_hints(tools: Collection[str], given: Sequence[str] = ()) -> tuple[str, ...]:
+    """The hints for an environment: the given ones, or the built-in ones of its tools."""
+    if given:
+        return tuple(given)
+    return (*GENERAL, *(hint for name in sorted(tools) for hint in BY_TOOL.get(name, ())))
+
+
+def draw_hint(hints: Sequence[str], rng: random.Random) -> str:
+    """One whole sentence."""
+    return rng.choice(list(hints))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,10 @@ right and wrong, as `rft_filter` reads them, and `report.json` the counts by ope
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,16 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run
 from tunesmith.config import FlywheelConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
-from tunesmith.errors import DataError, RolloutError
-from tunesmith.et_agent.flywheel.crew import Crew, check_roles, load_crew, load_role_functions
+from tunesmith.errors import DataError
+from tunesmith.et_agent.flywheel.crew import Batch, Crew, check_roles, load_crew, load_role_functions
 from tunesmith.et_agent.flywheel.journal import OUTCOMES, AttemptPlan, Attempts, Record
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
 from tunesmith.et_agent.selection.rows import write_rows
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
-from tunesmith.runs.actors import load_actors
+from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import load_tasks
@@ -55,17 +54,6 @@ class FlywheelResult:
     """Tokens that the stage's model sampled."""
     operators: Mapping[str, Mapping[str, int]]
     """Operator -> name of a count -> count."""
-
-
-async def run_batch(plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew) -> list[Record]:
-    """The attempts of a batch, in order."""
-    slots = asyncio.Semaphore(crew.config.rollout.max_concurrency)
-
-    async def make(order: int, plan: AttemptPlan) -> Record:
-        async with slots:
-            return await crew.make(plan, states[plan.question_id], order=order)
-
-    return list(await asyncio.gather(*(make(order, plan) for order, plan in enumerate(plans))))
 
 
 def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildModel) -> FlywheelResult:
@@ -125,23 +113,12 @@ def make_attempts(
 async def sample_batch(
     plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
 ) -> list[Record]:
-    """One phase of the engines; an empty prefix cache makes it a function of the seed."""
-    for engine in (actors.engine, *actors.auxiliary_engines):
-        engine.resume(0)
-    made = await run_batch(plans, states, crew)
-    actors.engine.pause()
-    check_failures(made, crew.config.rollout.max_failure_rate)
-    return made
-
-
-def check_failures(records: Sequence[Record], max_failure_rate: float) -> None:
-    failures = Counter(each.reason for each in records if each.outcome == "failed")
-    if failures.total() > max_failure_rate * len(records):
-        causes = "\n  ".join(f"{count} x {reason}" for reason, count in failures.most_common(3))
-        raise RolloutError(
-            f"{failures.total()} of {len(records)} attempts failed, more than rollout.max_failure_rate="
-            f"{max_failure_rate:g} allows:\n  {causes}"
-        )
+    """Make the attempts of a batch; returns them in order."""
+    batch = Batch(crew=crew, plans=plans, states=states)
+    agent = replace(actors.agent, workflow=batch.make, judge=None)
+    async with build_evaluator(replace(actors, agent=agent, model=batch, auxiliary_models={})) as dispatcher:
+        groups = await dispatcher.evaluate(batch.list_requests(), max_failure_rate=crew.config.rollout.max_failure_rate)
+    return batch.list_records(groups)
 
 
 def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.environments.format import find_format_error
-from tunesmith.environments.transcript import Transcript
+from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.convert import EXPORTS, build_conversations, build_tasks, build_transcript_rows
 from tunesmith.et_agent.formats.files import FORMATS, load_records, save_records

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tunesmith.environments.conversations import build_conversation
+from tunesmith.environments.protocols import build_conversation
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import Record
@@ -26,10 +26,9 @@ from tunesmith.et_agent.formats.records import (
     list_answers,
 )
 from tunesmith.et_agent.formats.tags import parse_trajectory
+from tunesmith.judges.tir import find_known_ability
 
 Row = dict[str, Any]
-MATH_SOURCES = frozenset({"openr1", "numina-tir", "numina-cot", "aime", "dapo", "still"})
-"""Sources that the original treats as math; any other is question answering."""
 RIGHT_ABOVE = 0.8
 """Correctness above which the original's flywheel takes a trajectory for right: 1 of 0 and 1, or its token F1."""
 CORRECTNESS, TOOL_CALLS = "pass_rate_correctness", "pass_rate_tool_calls"
@@ -128,7 +127,7 @@ def read_rl_rows(rows: Iterable[Mapping[str, Any]]) -> list[RlRow]:
             system=row.get("system") or "",
             question=need(row, "question", i),
             answers=tuple(list_answers(need(row, "answer", i))),
-            is_math=row.get("source") == "math" or str(row.get("source", "")).lower() in MATH_SOURCES,
+            is_math=find_known_ability(str(row.get("source", ""))) == "math",
             index=i,
         )
         for i, row in enumerate(rows)

@@ -1,7 +1,7 @@
 """The two format checks of ET-Agent's code on the text of a trajectory: of its reward, and of fine-tuning data.
 
 They exist so that results can be compared with the original. The check of the reward accepts text after the answer and
-results that the model wrote; `tunesmith.environments.format` is the check to train with.
+results that the model wrote; `find_format_error` of `tunesmith.environments.transcript` is the check to train with.
 """
 
 from __future__ import annotations

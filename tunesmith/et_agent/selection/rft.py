@@ -17,10 +17,9 @@ from typing import Any
 from tunesmith.commands.eval.comparison_table import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_file, drop_pending_tools
 from tunesmith.config import RftFilterSection
-from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.environment import Environment
-from tunesmith.environments.format import find_format_error
-from tunesmith.environments.transcript import Transcript
+from tunesmith.environments.protocols import build_conversation
+from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.errors import DataError
 from tunesmith.et_agent.selection.diversity import (
     TrajectoryRow,

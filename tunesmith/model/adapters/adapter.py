@@ -1,4 +1,4 @@
-"""Check that an adapter fits its base model before weights are loaded.
+"""Checks that an adapter fits its base model before weights are loaded, and its dropout in training.
 
 Layer shapes are compared with the base's architecture. Adapters saved by this package also hold a fingerprint of their
 base's weights. PEFT is not imported here, because that takes seconds.
@@ -7,19 +7,19 @@ base's weights. PEFT is not imported here, because that takes seconds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError
-from tunesmith.model.source.adapter_files import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.source.fingerprint import compute_fingerprint
+from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.storage import load_json
 
 KEY_PREFIX = "base_model.model."
@@ -105,6 +105,11 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def has_same_layout(one: Tensor, other: Tensor, *, dtype: torch.dtype | None = None) -> bool:
+    """Whether one tensor can be copied into the other; `dtype`: any dtype of the source will do."""
+    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
+
+
 @contextmanager
 def disabled_adapter(model: PreTrainedModel) -> Iterator[None]:
     """Within, the model computes its base without the adapter, bit for bit; a model without one is unchanged."""
@@ -120,3 +125,27 @@ def disabled_adapter(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def find_dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """The adapter's dropout layers with a positive probability; none without an adapter."""
+    holders = [getattr(module, "lora_dropout", None) for module in model.modules()]
+    layers = [layer for holder in holders if isinstance(holder, nn.ModuleDict) for layer in holder.values()]
+    return [layer for layer in layers if isinstance(layer, nn.Dropout) and layer.p > 0]
+
+
+@contextmanager
+def active_dropout(dropouts: Sequence[nn.Dropout], *, seed: int, device: torch.device) -> Iterator[None]:
+    """Within, these layers drop with masks from `seed`; torch's generators are restored afterwards."""
+    if not dropouts:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for layer in dropouts:
+            layer.train()
+        try:
+            yield
+        finally:
+            for layer in dropouts:
+                layer.eval()

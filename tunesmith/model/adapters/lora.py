@@ -2,7 +2,7 @@
 
 PEFT's layers replace linear layers inside the model; the model object stays the same, and engine and trainer run the
 same forward. Only the adapter's factors take gradients. Files are in PEFT's format: `PeftModel.from_pretrained` reads
-them. Importing this file imports PEFT, which takes seconds, so other files import it lazily.
+them. Importing this file imports PEFT and takes seconds, so other files import it lazily.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model
-from tunesmith.model.source.adapter_files import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
+from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
 from tunesmith.model.source.fingerprint import compute_fingerprint
+from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.storage import save_json
 
 ADAPTER = "default"
@@ -203,10 +203,6 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
     set_peft_model_state_dict(
         model, {name.removeprefix(KEY_PREFIX): tensor for name, tensor in saved.items()}, adapter_name=ADAPTER
     )
-
-
-def has_same_layout(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def check_target_names(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which architectures sampler and trainer compute correctly, as far as a configuration and a class tell.
+"""Checks of a configuration and a class for architectures that sampler and trainer compute correctly.
 
 `check_architecture` refuses what is known before weights are read; `verify_model` measures the rest on the loaded
 model. Every refusal is built by `refuse_architecture`.

@@ -39,6 +39,8 @@ class GraphStore(Generic[Output]):
         self._model = model
         self._graphs: dict[Hashable, CapturedGraph[Output]] = {}
         self._addresses = self._list_addresses()
+        # One pool for all graphs, because they never run at the same time: what each needs for its intermediate results
+        # is then allocated once, for the largest, and not once for each of twenty sizes.
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
@@ -63,6 +65,8 @@ class GraphStore(Generic[Output]):
 
     def capture(self, key: Hashable, run: Callable[[], Output], *, num_warmups: int = 2) -> CapturedGraph[Output]:
         """Run a function to warm up, then capture it; its inputs are the tensors that it reads, at their addresses."""
+        # The first run compiles kernels, and libraries create handles and workspaces: nothing of that may be captured.
+        # It is on a side stream, as torch asks for before a capture.
         if num_warmups:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

@@ -2,7 +2,7 @@
 
 Positions are processed in chunks. With gradients and several chunks, each chunk recomputes its logits in its backward.
 Results are float32, or float64 in a float64 model. Greedy tokens (temperature 0) are scored at temperature 1. On a GPU
-a chunk of 16-bit hidden states has one float32 copy of its logits, which its gradients overwrite.
+a chunk of 16-bit hidden states has one float32 copy of its logits, and their gradients overwrite it.
 
 Axes: N positions, C hidden size, V vocabulary.
 """
@@ -86,7 +86,7 @@ def _score_chunk(
     head = model.get_output_embeddings()
     is_plain = not (has_truncation(distribution) or distribution.logit_bias or adjustment)
     if is_plain and is_16bit_linear_head(head, hidden_NC):
-        from tunesmith.model.forward.kernels.fused_logprob import (
+        from tunesmith.model.forward.logprob_kernels import (
             FusedLogprob,  # needs Triton, which is installed on CUDA machines only
         )
 

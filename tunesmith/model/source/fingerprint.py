@@ -15,8 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
-from tunesmith.model.source.adapter_files import ADAPTER_WEIGHTS
-from tunesmith.model.source.resolve import find_exported
+from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, find_exported
 from tunesmith.storage import compute_checksum
 
 

@@ -6,20 +6,25 @@ The sum of bm25s takes about as long, but it is compiled again for each index th
 such as the server's event loop, from running meanwhile (`benchmarks/tools/search_cpu.py`,
 `results/tools/search_cpu.json`). `add_up` is the same loop, compiled once on a machine and without the GIL. Where numba
 is missing, bm25s adds up.
+
+The words of passages and of queries are split in the same way: lower case, without stop words, stemmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.errors import DataError
-from tunesmith.retrieval.index.bm25s_import import import_bm25s
+from tunesmith.errors import ConfigError, DataError
 from tunesmith.retrieval.index.ranking import Ranking, rank
-from tunesmith.retrieval.index.words import WordSplitter
 from tunesmith.retrieval.settings import IndexSettings
 
 try:
@@ -102,3 +107,89 @@ def add_up(
 
 if numba is not None:
     add_up = numba.njit(cache=True, nogil=True)(add_up)
+
+
+WORD = re.compile(r"\w+")
+
+
+class WordSplitter:
+    """Splits texts into stems; a stem is computed once per distinct word while an index is built.
+
+    Raises:
+        ConfigError: there is no such stemmer, or bm25s or PyStemmer is not installed.
+    """
+
+    def __init__(self, *, stemmer: str, stopwords: str) -> None:
+        self._stem = _build_stemmer(stemmer)
+        self._stopwords = _load_stopwords() if stopwords == "english" else frozenset()
+
+    def split(self, text: str) -> list[str]:
+        """Stems of the words in their order, repeated words included."""
+        return [self._stem(word) for word in WORD.findall(text.lower()) if word not in self._stopwords]
+
+    def collect_ids(self, texts: Iterable[str], vocabulary: dict[str, int]) -> list[list[int]]:
+        """Ids of the stems of each text; new stems are added to `vocabulary`."""
+        id_of_word: dict[str, int] = {}
+        rows = []
+        for text in texts:
+            row = []
+            for word in WORD.findall(text.lower()):
+                known = id_of_word.get(word)
+                if known is None:
+                    known = -1 if word in self._stopwords else vocabulary.setdefault(self._stem(word), len(vocabulary))
+                    id_of_word[word] = known
+                if known >= 0:
+                    row.append(known)
+            rows.append(row)
+        return rows
+
+
+def _build_stemmer(name: str) -> Callable[[str], str]:
+    if name == "none":
+        return str
+    try:
+        import Stemmer
+    except ImportError as error:
+        raise ConfigError("BM25 with a stemmer needs PyStemmer: pip install 'tunesmith[retrieval]'") from error
+    try:
+        stem: Callable[[str], str] = Stemmer.Stemmer(name).stemWord
+    except KeyError as error:
+        known = ", ".join(["none", *Stemmer.algorithms()])
+        raise ConfigError(f"stemmer={name!r} is not one of {known}") from error
+    return stem
+
+
+def _load_stopwords() -> frozenset[str]:
+    return frozenset(import_bm25s().stopwords.STOPWORDS_EN)
+
+
+JAX = ("jax", "jax.lax")
+
+
+def import_bm25s() -> ModuleType:
+    """The package bm25s, its stop words loaded.
+
+    Raises:
+        ConfigError: bm25s is not installed.
+    """
+    try:
+        with hidden_modules(JAX):
+            importlib.import_module("bm25s.stopwords")
+            return importlib.import_module("bm25s")
+    except ImportError as error:
+        raise ConfigError("BM25 needs bm25s: pip install 'tunesmith[retrieval]'") from error
+
+
+@contextmanager
+def hidden_modules(names: tuple[str, ...]) -> Iterator[None]:
+    """Within, imports of these modules fail; modules that are loaded already stay loaded."""
+    loaded = {name: sys.modules.get(name) for name in names}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type] # None makes an import raise ImportError
+    try:
+        yield
+    finally:
+        for name, module in loaded.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module

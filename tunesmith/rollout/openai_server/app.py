@@ -13,8 +13,8 @@ import contextlib
 import json
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -28,10 +28,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tunesmith.http_server import BodyTooLargeError, read_body, read_key, wait_disconnect
 from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
-from tunesmith.rollout.openai_server.messages_api.endpoint import MessagesApi
-from tunesmith.rollout.openai_server.messages_api.response import build_error_body as build_message_error
+from tunesmith.rollout.openai_server.messages_api import MessagesApi
+from tunesmith.rollout.openai_server.messages_api import build_error_body as build_message_error
 from tunesmith.rollout.openai_server.response import build_error, encode_json
-from tunesmith.rollout.openai_server.responses_api.endpoint import ResponsesApi
+from tunesmith.rollout.openai_server.responses_api import ResponsesApi
 from tunesmith.rollout.recording.recorder import Session
 
 Answer = TypeVar("Answer")
@@ -59,16 +59,13 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
         return JSONResponse({"status": "ok", "policy_version": engine.policy_version})
 
     messages = MessagesApi(endpoint)
+    route = partial(SessionRoute, endpoint, max_body_bytes=max_body_bytes)
     posted: dict[str, ASGIApp] = {
-        "chat/completions": CompletionRoute(endpoint, endpoint.admit, max_body_bytes=max_body_bytes),
-        "completions": CompletionRoute(endpoint, endpoint.admit_text, max_body_bytes=max_body_bytes),
-        "responses": CompletionRoute(endpoint, ResponsesApi(endpoint).admit, max_body_bytes=max_body_bytes),
-        "messages": CompletionRoute(
-            endpoint, messages.admit, max_body_bytes=max_body_bytes, build_error_body=build_message_error
-        ),
-        "messages/count_tokens": CountRoute(
-            endpoint, messages.count_tokens, max_body_bytes=max_body_bytes, build_error_body=build_message_error
-        ),
+        "chat/completions": route(endpoint.admit),
+        "completions": route(endpoint.admit_text),
+        "responses": route(ResponsesApi(endpoint).admit),
+        "messages": route(messages.admit, build_error_body=build_message_error),
+        "messages/count_tokens": route(messages.count_tokens, build_error_body=build_message_error),
     }
     for path in ("messages", "messages/count_tokens"):
         posted[f"v1/{path}"] = posted[path]  # Anthropic's clients append /v1 to the base URL, which ends with /v1
@@ -100,7 +97,7 @@ class _EndpointApp(Starlette):
         await app(scope, receive, send)
 
 
-class SessionRoute(ABC):
+class SessionRoute:
     """A route for POST requests of a session, with a JSON body."""
 
     def __init__(
@@ -111,7 +108,8 @@ class SessionRoute(ABC):
         max_body_bytes: int | None,
         build_error_body: BuildErrorBody | None = None,
     ) -> None:
-        """`handle` admits or answers a request; `build_error_body`: the API's form of errors."""
+        """`handle` admits a request that samples, or returns the answer; `build_error_body`: the API's form of
+        errors."""
         self._endpoint = endpoint
         self._handle = handle
         self._max_body_bytes = math.inf if max_body_bytes is None else max_body_bytes
@@ -134,29 +132,18 @@ class SessionRoute(ABC):
             limit = f"rollout.max_body_mib={self._max_body_bytes / 2**20:g}"
             raise ApiError(413, f"the request is larger than {limit}: shorten it, or raise the limit") from error
 
-    @abstractmethod
-    async def _respond(self, handled: Any, receive: Receive, send: Send) -> None:
-        """Send what the handler returned."""
-
-
-class CompletionRoute(SessionRoute):
-    """A route whose requests sample, complete or streamed."""
-
-    async def _respond(self, handled: PendingCompletion, receive: Receive, send: Send) -> None:
+    async def _respond(self, handled: PendingCompletion[Any] | dict[str, Any], receive: Receive, send: Send) -> None:
+        """Send the answer, or sample it, complete or streamed."""
+        if isinstance(handled, dict):
+            await _send_json(send, 200, handled)
+            return
         with translate_errors():
             if handled.request.is_stream:
-                await _run_while_connected(receive, stream_completion(handled, send))
+                await run_while_connected(receive, stream_completion(handled, send))
             else:
-                body = await _run_while_connected(receive, create_completion(handled))
+                body = await run_while_connected(receive, create_completion(handled))
                 if body is not None:
                     await _send_json(send, 200, body)
-
-
-class CountRoute(SessionRoute):
-    """A route whose requests are answered with a JSON object."""
-
-    async def _respond(self, handled: dict[str, Any], receive: Receive, send: Send) -> None:
-        await _send_json(send, 200, handled)
 
 
 def _build_error_body(error: ApiError) -> dict[str, Any]:
@@ -173,7 +160,7 @@ def _parse_json(body: bytes) -> Any:
         raise ApiError(400, f"the request body is not JSON: {error}") from error
 
 
-async def _run_while_connected(receive: Receive, response: Awaitable[Answer]) -> Answer | None:
+async def run_while_connected(receive: Receive, response: Awaitable[Answer]) -> Answer | None:
     """Await the response in this task; if the client disconnects first, cancel it and return None."""
     task = asyncio.current_task()
     assert task is not None

@@ -1,16 +1,21 @@
-"""An httpx transport that calls an ASGI app in the same event loop, without a socket.
+"""HTTP clients and httpx transports that call an ASGI app on an event loop of this process, without a socket.
 
-Unlike `httpx.ASGITransport`, it returns the response as soon as it starts and streams the body. Closing the response,
-cancelling the caller, or reaching the read timeout of the request appears to the app as a client disconnect.
+Unlike `httpx.ASGITransport`, a transport returns the response as soon as it starts and streams the body. Closing the
+response, cancelling the caller, or reaching the read timeout of the request appears to the app as a client disconnect.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from types import ModuleType
+from typing import Any
 
 import httpx
 from starlette.types import ASGIApp, Message
+
+from tunesmith.rollout.sync_code import call_on_loop
 
 
 class InProcessTransport(httpx.AsyncBaseTransport):
@@ -117,3 +122,122 @@ class _Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         if not self._task.done():
             await self._exchange.disconnect(self._task)
+
+
+class SyncTransport(httpx.BaseTransport):
+    """Sends the requests of other threads to an ASGI app on an event loop."""
+
+    def __init__(self, app: ASGIApp, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = InProcessTransport(app)
+        self._loop = loop
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.read()
+        response = call_on_loop(self._loop, lambda: self._transport.handle_async_request(request))
+        return httpx.Response(response.status_code, headers=response.headers, stream=_SyncBody(response, self._loop))
+
+
+class _SyncBody(httpx.SyncByteStream):
+    def __init__(self, response: httpx.Response, loop: asyncio.AbstractEventLoop) -> None:
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._stream = response.stream
+        self._loop = loop
+
+    def __iter__(self) -> Iterator[bytes]:
+        parts = aiter(self._stream)
+
+        async def get_next() -> bytes | None:
+            return await anext(parts, None)
+
+        while (part := call_on_loop(self._loop, get_next)) is not None:
+            yield part
+
+    def close(self) -> None:
+        call_on_loop(self._loop, self._stream.aclose)
+
+
+class _SharedSyncClient(httpx.Client):
+    """A client shared by many owners: closing it does nothing, since it holds no connection."""
+
+    def close(self) -> None:
+        """Do nothing; other owners still use the client."""
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing, as `close`."""
+
+
+def build_sync_client(app: ASGIApp, loop: asyncio.AbstractEventLoop) -> httpx.Client:
+    """A synchronous HTTP client for threads, which may be shared."""
+    return _SharedSyncClient(transport=SyncTransport(app, loop), trust_env=False, timeout=None)
+
+
+def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
+    """An async HTTP client of a library with httpx's interface, such as httpx2; it may be shared."""
+    transport = InProcessTransport(app)
+
+    class Body(library.AsyncByteStream):  # type: ignore[name-defined]
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            try:
+                async for part in self._stream:
+                    yield part
+            except httpx.ReadTimeout as error:
+                raise library.ReadTimeout(str(error)) from error
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined]
+        async def handle_async_request(self, request: Any) -> Any:
+            content = await request.aread()
+            copied = httpx.Request(
+                request.method,
+                str(request.url),
+                headers=request.headers.raw,
+                content=content,
+                extensions={"timeout": request.extensions.get("timeout", {})},
+            )
+            try:
+                response = await transport.handle_async_request(copied)
+            except httpx.ReadTimeout as error:
+                raise library.ReadTimeout(str(error), request=request) from error
+            headers = response.headers.raw
+            return library.Response(response.status_code, headers=headers, stream=Body(response.stream))
+
+    class SharedClient(library.AsyncClient):  # type: ignore[name-defined]
+        async def aclose(self) -> None:
+            """Do nothing; other owners still use the client."""
+
+        async def __aexit__(self, *error: object) -> None:
+            """Do nothing, as `aclose`."""
+
+    return SharedClient(transport=Transport(), trust_env=False, timeout=None)
+
+
+class InProcessClients:
+    """HTTP clients of one app, created on demand and shared by all trajectories."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sync: tuple[asyncio.AbstractEventLoop, httpx.Client] | None = None
+        self._async: dict[ModuleType, Any] = {}
+
+    def note_loop(self) -> None:
+        """Synchronous clients call the app on the loop that opens the models."""
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
+
+    def get_sync_client(self) -> httpx.Client:
+        if self._loop is None:
+            raise RuntimeError("a synchronous client needs the event loop of the rollouts, which is not running")
+        if self._sync is None or self._sync[0] is not self._loop:
+            self._sync = (self._loop, build_sync_client(self._app, self._loop))
+        return self._sync[1]
+
+    def get_async_client(self, library: ModuleType) -> Any:
+        if library not in self._async:
+            self._async[library] = build_async_client(self._app, library)
+        return self._async[library]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Send
 
@@ -18,10 +19,12 @@ from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers import Delta, IncrementalParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
-from tunesmith.rollout.openai_server.events import ChunkEvents, Events
-from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
+from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest
 from tunesmith.rollout.openai_server.response import (
+    ChunkEvents,
     CompletionHeader,
+    Events,
     TokenLogprobs,
     build_delta,
     build_finish_reason,
@@ -33,87 +36,129 @@ from tunesmith.rollout.openai_server.response import (
 from tunesmith.rollout.recording.recorder import Session, SessionCall, SessionClosedError
 from tunesmith.types import Completion, OnTokens, TokenDetails
 
+Request = TypeVar("Request", bound=CompletionRequest)
 
-class ChoiceStream(Protocol):
+
+class ChoiceStream(ABC):
     """Turns the tokens of one choice into stream chunks."""
+
+    def __init__(self, renderer: Renderer, parser: IncrementalParser, index: int, *, hidden: Sequence[int]) -> None:
+        """`hidden`: ids of tokens without text."""
+        self._parser = parser
+        self._detokenizer = renderer.build_incremental_detokenizer(extra_hidden_ids=hidden)
+        self._index = index
+        self._is_first = True
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
+        """Both since the last chunk."""
 
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
     ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
-        ...
+        details = details or TokenDetails()
+        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
+        text = "".join(map(self._detokenizer.feed, token_ids))
+        return self._build_next(self._parser.feed(text) if text else Delta())
 
+    @abstractmethod
+    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
+        """The chunk of the tokens since the last one, unless it would be empty."""
+
+    @abstractmethod
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
         """The last chunks: held-back text, then the finish reason."""
-        ...
 
 
-class PendingCompletion(Protocol):
+class PendingCompletion(ABC, Generic[Request]):
     """An admitted request: samples its choices and builds its response."""
 
-    header: CompletionHeader
+    id_prefix: str
+    body_object: str
     chunk_object: str
-    """The `object` field of stream chunks."""
+    """The `object` fields of a complete response and of stream chunks."""
+    prefix_ids: tuple[int, ...] = ()
+    """The start of each reply that is not sampled."""
+
+    def __init__(
+        self, session: Session, renderer: Renderer, request: Request, calls: Sequence[SessionCall], *, model_name: str
+    ) -> None:
+        """`calls`: one for each prompt."""
+        self.session = session
+        self.renderer = renderer
+        self.request = request
+        self.calls = calls
+        completion_id = f"{self.id_prefix}-{session.key[:8]}-{calls[0].index}"
+        self.header = CompletionHeader(completion_id=completion_id, model=model_name)
+        self.sampling = request.sampling
 
     @property
-    def request(self) -> ChatRequest | TextRequest: ...
+    def num_choices(self) -> int:
+        return len(self.calls) * self.request.num_choices
 
     @property
-    def num_choices(self) -> int: ...
+    def num_prompt_tokens(self) -> int:
+        return sum(len(call.prompt_ids) + len(self.prefix_ids) for call in self.calls)
 
-    @property
-    def num_prompt_tokens(self) -> int: ...
+    def find_call(self, choice: int) -> SessionCall:
+        """The call that a choice belongs to; choices of one prompt are consecutive."""
+        return self.calls[choice // self.request.num_choices]
 
-    async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion: ...
+    async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
+        return await self.session.generate(
+            self.find_call(choice),
+            choice % self.request.num_choices,
+            self.sampling,
+            seed=self.request.seed,
+            prefix_ids=self.prefix_ids,
+            on_tokens=on_tokens,
+        )
 
-    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The body of a complete response."""
+        body = self.header.to_json(self.body_object)
+        body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
+        body["usage"] = build_usage(self.num_prompt_tokens, completions)
+        return body
 
+    @abstractmethod
+    def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """One choice of a complete response."""
+
+    @abstractmethod
     def open_choice_stream(self, index: int) -> ChoiceStream: ...
 
-    def open_events(self) -> Events: ...
+    def open_events(self) -> Events:
+        return ChunkEvents()
 
 
-class PendingChatCompletion:
-    """An admitted chat request: samples its choices and builds its response."""
+class PendingChatCompletion(PendingCompletion[ChatRequest]):
+    """An admitted chat request."""
 
-    chunk_object = "chat.completion.chunk"
+    id_prefix, body_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self, session: Session, renderer: Renderer, request: ChatRequest, call: SessionCall, *, model_name: str
     ) -> None:
-        self.session = session
-        self.renderer = renderer
-        self.request = request
+        super().__init__(session, renderer, request, [call], model_name=model_name)
         self.call = call
-        self.header = CompletionHeader(completion_id=f"chatcmpl-{session.key[:8]}-{call.index}", model=model_name)
         self._prefix_text = ""
-        self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
-            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(
+            self._prefix_text, self.prefix_ids = renderer.build_call_prefix(
                 request.called_tool, call.prompt_ids, has_grammar=bool(request.sampling.distribution.grammar)
             )
         self._is_single_call = request.is_single_call and request.has_callable_tools
+        if self._is_single_call:  # sampling stops after the call
+            self.sampling = renderer.limit_to_one_call(request.sampling)
 
-    @property
-    def num_choices(self) -> int:
-        return self.request.num_choices
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids)
+    def build_id(self, kind: str) -> str:
+        """The request's id as an object of another API."""
+        return f"{kind}_{self.header.completion_id.removeprefix('chatcmpl-')}"
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        return self.call.prompt_ids + self._prefix_ids
-
-    async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
-        """Sample one choice; if at most one tool call is allowed, sampling stops after it."""
-        sampling = self.request.sampling
-        if self._is_single_call:
-            sampling = self.renderer.limit_to_one_call(sampling)
-        return await self.session.generate(
-            self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
-        )
+        return self.call.prompt_ids + self.prefix_ids
 
     def build_parser(self) -> IncrementalParser:
         return self.renderer.build_parser(
@@ -163,10 +208,7 @@ class PendingChatCompletion:
         return choice
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The body of a complete response."""
-        body = self.header.to_json("chat.completion")
-        body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
-        body["usage"] = build_usage(self.num_prompt_tokens, completions)
+        body = super().build_body(completions)
         if self.request.has_token_ids:
             body["prompt_token_ids"] = list(self.prompt_ids)
         return body
@@ -174,11 +216,8 @@ class PendingChatCompletion:
     def open_choice_stream(self, index: int) -> ChatChoiceStream:
         return ChatChoiceStream(self, index)
 
-    def open_events(self) -> Events:
-        return ChunkEvents()
 
-
-async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
+async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
     """Sample all choices and return the complete response body."""
     num_choices = pending.num_choices
     if num_choices == 1:
@@ -188,47 +227,24 @@ async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
         try:
             completions = await asyncio.gather(*tasks)
         finally:
-            await _cancel_all(tasks)
+            await cancel_all(tasks)
     return pending.build_body(completions)
 
 
-async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)
-
-
-class ChatChoiceStream:
+class ChatChoiceStream(ChoiceStream):
     """Turns the tokens of one choice into chat completion chunks."""
 
     def __init__(self, pending: PendingChatCompletion, index: int) -> None:
+        hidden = pending.request.sampling.stop_token_ids
+        super().__init__(pending.renderer, pending.build_parser(), index, hidden=hidden)
         self._pending = pending
-        self._index = index
-        self._parser = pending.build_parser()
-        self._detokenizer = pending.renderer.build_incremental_detokenizer(
-            extra_hidden_ids=pending.request.sampling.stop_token_ids
-        )
         self._deltas: list[Delta] = []
         self._num_calls = 0
-        self._is_first = True
-        self._tokens: list[TokenLogprobs] = []
-        self._entropies: list[float] = []
 
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
-    ) -> dict[str, Any] | None:
-        """The next chunk, if these tokens complete one."""
-        details = details or TokenDetails()
-        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
-        self._entropies += details.entropies or ()
-        text = "".join(map(self._detokenizer.feed, token_ids))
-        delta = self._parser.feed(text) if text else Delta()
+    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
         return self._build_chunk(delta) if delta or self._is_first else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunks: held-back text, then the finish reason."""
         deltas = [self._parser.feed(self._detokenizer.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
@@ -270,7 +286,7 @@ StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float], TokenDetails | No
 """Index of a choice, and its next tokens with their logprobs and details; None at the end of the choice."""
 
 
-async def iterate_chunks(pending: PendingCompletion) -> AsyncGenerator[dict[str, Any], None]:
+async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of all choices while they are sampled; closing the generator cancels them."""
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
     tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
@@ -291,10 +307,10 @@ async def iterate_chunks(pending: PendingCompletion) -> AsyncGenerator[dict[str,
             usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
             yield pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage}
     finally:
-        await _cancel_all(tasks)
+        await cancel_all(tasks)
 
 
-async def stream_completion(pending: PendingCompletion, send: Send) -> None:
+async def stream_completion(pending: PendingCompletion[Any], send: Send) -> None:
     """Send the choices as server-sent events while they are sampled.
 
     Nothing is sent before the first token, so that a request that fails at once gets an error status.
@@ -316,7 +332,7 @@ async def stream_completion(pending: PendingCompletion, send: Send) -> None:
 
 
 def _start_choice(
-    pending: PendingCompletion, index: int, events: asyncio.Queue[StreamEvent]
+    pending: PendingCompletion[Any], index: int, events: asyncio.Queue[StreamEvent]
 ) -> asyncio.Future[Completion]:
     def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None) -> None:
         events.put_nowait((index, (token_ids, logprobs, details)))

@@ -31,9 +31,9 @@ from tunesmith.grammar.grammars import (
     build_regex_grammar,
     build_rule_grammar,
 )
-from tunesmith.grammar.llguidance_import import has_llguidance
 from tunesmith.grammar.tagged_arguments import ArgumentTexts
-from tunesmith.grammar.terms import write_tag
+from tunesmith.grammar.terms import has_llguidance, write_tag
+from tunesmith.rollout.openai_server.fields import RequestError
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 """Fields of `structured_outputs`, one of which may be set; `guided_<kind>` are the same."""
@@ -51,14 +51,6 @@ class Constraint:
     build_grammar: Callable[[], str]
 
 
-class ConstraintError(ValueError):
-    """An invalid constraint; `param` is the request field."""
-
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
 def parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
     """The constraint that a request sets in one of its fields."""
     found = [_parse_response_format(body.get("response_format")), _parse_structured(body.get("structured_outputs"))]
@@ -66,7 +58,7 @@ def parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
     constraints = [each for each in found if each is not None]
     if len(constraints) > 1:
         params = " and ".join(each.param for each in constraints)
-        raise ConstraintError(f"{params} both constrain the reply: give one", param=constraints[1].param)
+        raise RequestError(f"{params} both constrain the reply: give one", param=constraints[1].param)
     return constraints[0] if constraints else None
 
 
@@ -75,7 +67,7 @@ def _parse_response_format(raw: Any) -> Constraint | None:
     if raw is None:
         return None
     if not isinstance(raw, dict):
-        raise ConstraintError("response_format must be an object with a type", param=param)
+        raise RequestError("response_format must be an object with a type", param=param)
     kind = raw.get("type")
     _check_keys(raw, ("type", "json_schema") if kind == "json_schema" else ("type",), where=param, param=param)
     if kind is None or kind == "text":
@@ -86,18 +78,18 @@ def _parse_response_format(raw: Any) -> Constraint | None:
         wrapper = raw.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
         if not (isinstance(wrapper, dict) and isinstance(schema, dict)):
-            raise ConstraintError("response_format.json_schema.schema must be a JSON schema", param=param)
+            raise RequestError("response_format.json_schema.schema must be a JSON schema", param=param)
         allowed = ("name", "description", "schema", "strict")
         _check_keys(wrapper, allowed, where="response_format.json_schema", param=param)
         return _parse_kind("json", schema, param=param)
-    raise ConstraintError(f"response_format.type={kind!r}; allowed: text, json_object, json_schema", param=param)
+    raise RequestError(f"response_format.type={kind!r}; allowed: text, json_object, json_schema", param=param)
 
 
 def _check_keys(given: Mapping[str, Any], allowed: Sequence[str], *, where: str, param: str) -> None:
-    """Raise ConstraintError for a key without effect, such as a schema beside type json_object."""
+    """Raise RequestError for a key without effect, such as a schema beside type json_object."""
     for key, value in given.items():
         if key not in allowed and value is not None:
-            raise ConstraintError(f"{where} has {key!r}; with this type it has only {', '.join(allowed)}", param=param)
+            raise RequestError(f"{where} has {key!r}; with this type it has only {', '.join(allowed)}", param=param)
 
 
 def _parse_structured(raw: Any) -> Constraint | None:
@@ -106,7 +98,7 @@ def _parse_structured(raw: Any) -> Constraint | None:
         return None
     fields = {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
     if len(fields) != 1 or not fields.keys() <= set(KINDS):
-        raise ConstraintError(f"structured_outputs must be an object with one of {', '.join(KINDS)}", param=param)
+        raise RequestError(f"structured_outputs must be an object with one of {', '.join(KINDS)}", param=param)
     [(kind, value)] = fields.items()
     if kind == "json_object":
         return _parse_kind("json", ANY_OBJECT, param=param) if value is True else None
@@ -118,13 +110,13 @@ def _parse_kind(kind: str, value: Any, *, param: str) -> Constraint | None:
         return None
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-            raise ConstraintError(f"{param} must be a list of non-empty texts", param=param)
+            raise RequestError(f"{param} must be a list of non-empty texts", param=param)
         return Constraint(param=param, build_grammar=lambda: build_choice_grammar(value))
     if kind == "json":
         schema = _load_schema(value, param=param)
         return Constraint(param=param, build_grammar=lambda: build_json_grammar(schema))
     if not isinstance(value, str) or not value:
-        raise ConstraintError(f"{param} must be non-empty text", param=param)
+        raise RequestError(f"{param} must be non-empty text", param=param)
     build = build_regex_grammar if kind == "regex" else build_rule_grammar
     return Constraint(param=param, build_grammar=lambda: build(value))
 
@@ -134,9 +126,9 @@ def _load_schema(value: Any, *, param: str) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConstraintError(f"{param} is not JSON: {error}", param=param) from error
+            raise RequestError(f"{param} is not JSON: {error}", param=param) from error
     if not isinstance(value, dict):
-        raise ConstraintError(f"{param} must be a JSON schema", param=param)
+        raise RequestError(f"{param} must be a JSON schema", param=param)
     return value
 
 
@@ -195,7 +187,7 @@ def _build_calls(
     try:
         return build_call_grammar(tools, texts, is_single=is_single, after=after)
     except ValueError as error:
-        raise ConstraintError(str(error), param="tools") from error
+        raise RequestError(str(error), param="tools") from error
 
 
 def _describe_calls(renderer: Renderer) -> CallTexts:
@@ -226,4 +218,4 @@ def _errors_of(constraint: Constraint) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConstraintError(str(error), param=constraint.param) from error
+        raise RequestError(str(error), param=constraint.param) from error

@@ -7,7 +7,7 @@ refused with a reason. Every error that a client can receive is an `ApiError` wi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from tunesmith.chat.renderer import PromptTooLongError
 from tunesmith.errors import EngineError, ReplayError
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion
 from tunesmith.rollout.openai_server.constraints import (
-    ConstraintError,
     constrain_call,
     constrain_reply,
     constrain_text,
@@ -68,8 +67,6 @@ def translate_errors() -> Iterator[None]:
         yield
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=error.param, code=CONTEXT_LENGTH_EXCEEDED) from error
-    except ConstraintError as error:
-        raise ApiError(400, str(error), param=error.param) from error
     except RequestError as error:
         raise ApiError(404 if error.param == "model" else 400, str(error), param=error.param) from error
     except SamplingRefusedError as error:
@@ -108,8 +105,14 @@ class ChatEndpoint:
             message = f"model {name!r} does not exist; this endpoint serves {self.model_name!r}"
             raise RequestError(message, param="model")
 
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
-        """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled."""
+    async def admit(
+        self,
+        session: Session,
+        fields: Any,
+        *,
+        build: Callable[..., PendingChatCompletion] = PendingChatCompletion,
+    ) -> PendingChatCompletion:
+        """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `build`: its class."""
         renderer = self.recorder.renderer
         with translate_errors():
             request = self._parse_request(session, fields)
@@ -118,7 +121,7 @@ class ChatEndpoint:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
             call = await self._admit(session, session.admit(request.prompt), param="messages")
             request = self._resolve_ids(request, self._build_chat_grammar(request, call))
-            pending = PendingChatCompletion(session, renderer, request, call, model_name=self.model_name)
+            pending = build(session, renderer, request, call, model_name=self.model_name)
             self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
 

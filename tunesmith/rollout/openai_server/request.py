@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
-from tunesmith.rollout.openai_server.constraints import Constraint, ConstraintError, parse_constraint
+from tunesmith.rollout.openai_server.constraints import Constraint, parse_constraint
 from tunesmith.rollout.openai_server.fields import (
     CHAT_FIELDS,
     CONTINUATION_FIELDS,
@@ -28,9 +28,9 @@ from tunesmith.rollout.openai_server.fields import (
     RequestError,
     get_field,
     get_number,
+    parse_sampling,
     shorten,
 )
-from tunesmith.rollout.openai_server.sampling_fields import parse_sampling
 from tunesmith.types import Sampling
 
 STREAM_OPTIONS = ("include_usage",)
@@ -44,10 +44,9 @@ ToolChoice = Literal["auto", "none", "required"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """One chat completion request."""
+class CompletionRequest:
+    """What chat and text completion requests have in common."""
 
-    prompt: Prompt
     sampling: Sampling
     bad_words: tuple[str, ...]
     """Texts that the reply must not contain, to be encoded."""
@@ -55,6 +54,18 @@ class ChatRequest:
     """What the text of the reply must be."""
     seed: int | None
     num_choices: int
+    is_stream: bool
+    has_stream_usage: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    model: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(CompletionRequest):
+    """One chat completion request."""
+
+    prompt: Prompt
     tool_choice: ToolChoice
     forced_tool: str | None
     """The tool that must be called, if the request names one."""
@@ -66,11 +77,6 @@ class ChatRequest:
     """The stop string that ended the reply is part of its text."""
     has_reasoning_field: bool
     """Reasoning is a field of the message; else it stays in the content."""
-    is_stream: bool
-    has_stream_usage: bool
-    has_logprobs: bool
-    has_token_ids: bool
-    model: str | None
 
     @property
     def called_tool(self) -> str | None:
@@ -85,24 +91,13 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
+class TextRequest(CompletionRequest):
     """One completion request, with prompts rendered by the client."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     """Text or token ids; each is completed `num_choices` times."""
     adds_special_tokens: bool
     """Whether the tokenizer adds its special tokens to text prompts, such as a BOS token."""
-    sampling: Sampling
-    bad_words: tuple[str, ...]
-    """As in `ChatRequest`."""
-    constraint: Constraint | None
-    seed: int | None
-    num_choices: int
-    is_stream: bool
-    has_stream_usage: bool
-    has_logprobs: bool
-    has_token_ids: bool
-    model: str | None
 
 
 def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
@@ -111,27 +106,31 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
         raise RequestError("the request body must be a JSON object")
     _refuse_unsupported(body, TEXT_FIELDS)
     prompts = _parse_prompts(body.get("prompt"))
-    num_choices = get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
+    num_top = get_number(body, "logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
+    shared = _parse_shared(body, defaults, num_top=num_top, has_logprobs=body.get("logprobs") is not None)
+    num_choices = shared["num_choices"]
     if len(prompts) * num_choices > MAX_CHOICES:
         requested = f"{len(prompts)} prompts with n={num_choices}"
         raise RequestError(f"{requested} ask for more than {MAX_CHOICES} completions at once", param="n")
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs is for chat completions: give logprobs as a number", param="top_logprobs")
-    num_top = get_number(body, "logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
-    return TextRequest(
-        prompts=prompts,
-        adds_special_tokens=get_field(body, "add_special_tokens", bool, True),
-        sampling=parse_sampling(body, defaults, num_top=num_top),
-        bad_words=_parse_bad_words(body),
-        constraint=_parse_constraint(body),
-        seed=get_field(body, "seed", int, None),
-        num_choices=num_choices,
-        is_stream=get_field(body, "stream", bool, False),
-        has_stream_usage=_has_stream_usage(body),
-        has_logprobs=body.get("logprobs") is not None,
-        has_token_ids=get_field(body, "return_token_ids", bool, False),
-        model=get_field(body, "model", str, None),
-    )
+    return TextRequest(prompts=prompts, adds_special_tokens=get_field(body, "add_special_tokens", bool, True), **shared)
+
+
+def _parse_shared(body: Mapping[str, Any], defaults: Sampling, *, num_top: int, has_logprobs: bool) -> dict[str, Any]:
+    """The fields of `CompletionRequest`."""
+    return {
+        "sampling": parse_sampling(body, defaults, num_top=num_top),
+        "bad_words": _parse_bad_words(body),
+        "constraint": parse_constraint(body),
+        "seed": get_field(body, "seed", int, None),
+        "num_choices": get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
+        "is_stream": get_field(body, "stream", bool, False),
+        "has_stream_usage": _has_stream_usage(body),
+        "has_logprobs": has_logprobs,
+        "has_token_ids": get_field(body, "return_token_ids", bool, False),
+        "model": get_field(body, "model", str, None),
+    }
 
 
 def _parse_prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -199,10 +198,12 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
         variables=_parse_variables(body, uses_variable),
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
-    has_logprobs, constraint = get_field(body, "logprobs", bool, False), _parse_constraint(body)
+    has_logprobs = get_field(body, "logprobs", bool, False)
     num_top = get_number(body, "top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
     if num_top and not has_logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    shared = _parse_shared(body, defaults, num_top=num_top, has_logprobs=has_logprobs)
+    constraint = shared["constraint"]
     if constraint is not None and tool_choice == "required":
         raise RequestError(
             f"tool_choice forces a tool call, and {constraint.param} constrains the text of a reply without one: give "
@@ -210,11 +211,6 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
         )  # fmt: skip
     return ChatRequest(
         prompt=prompt,
-        sampling=parse_sampling(body, defaults, num_top=num_top),
-        bad_words=_parse_bad_words(body),
-        constraint=constraint,
-        seed=get_field(body, "seed", int, None),
-        num_choices=get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
         strict_tools=_find_strict(body.get("tools") or ()),
@@ -222,11 +218,7 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
         and (forced_tool is not None or get_field(body, "parallel_tool_calls", bool, True) is False),
         keeps_stop=get_field(body, "include_stop_str_in_output", bool, False),
         has_reasoning_field=get_field(body, "separate_reasoning", bool, True),
-        is_stream=get_field(body, "stream", bool, False),
-        has_stream_usage=_has_stream_usage(body),
-        has_logprobs=has_logprobs,
-        has_token_ids=get_field(body, "return_token_ids", bool, False),
-        model=get_field(body, "model", str, None),
+        **shared,
     )
 
 
@@ -318,13 +310,6 @@ def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tup
     if not tools:
         raise RequestError("tool_choice='required' needs tools", param="tool_choice")
     return "required", None
-
-
-def _parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
-    try:
-        return parse_constraint(body)
-    except ConstraintError as error:
-        raise RequestError(str(error), param=error.param) from error
 
 
 def _parse_bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:

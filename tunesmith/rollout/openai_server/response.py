@@ -1,12 +1,12 @@
-"""JSON of responses: completions, stream chunks, errors."""
+"""JSON of responses: completions, stream chunks, errors; and the server-sent events of streams."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pydantic_core
 
@@ -139,3 +139,42 @@ def encode_event(value: Any) -> bytes:
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+class Events(Protocol):
+    """Turns the chunks of one response into encoded events."""
+
+    end_of_stream: bytes
+    """What follows the last event."""
+
+    def translate(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+        """Events of the next chunk."""
+        ...
+
+    def finish(self) -> Iterable[bytes]:
+        """Events after the last chunk."""
+        ...
+
+    def fail(self, message: str) -> bytes:
+        """The event of an engine error or an ended session after the first event."""
+        ...
+
+
+class ChunkEvents:
+    """The chunks themselves, as chat completions and completions send them."""
+
+    end_of_stream = END_OF_STREAM
+
+    def translate(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+        return (encode_event(chunk),)
+
+    def finish(self) -> Iterable[bytes]:
+        return ()
+
+    def fail(self, message: str) -> bytes:
+        return encode_event(build_error(message, status=500))
+
+
+def encode_named_event(event: Mapping[str, Any]) -> bytes:
+    """An event whose name is its field `type`."""
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + encode_json(event) + b"\n\n"

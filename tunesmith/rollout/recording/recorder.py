@@ -3,6 +3,9 @@
 A session belongs to one trajectory; its key is the API key. A call gets its index, and with it its seed and its order
 in the engine's queue, on arrival. Every sampled token is recorded in exactly one `Turn`, also if the client disconnects
 or the engine fails. A closed session refuses all calls and records nothing.
+
+Long texts are tokenized in a thread, so that they do not block the event loop. On an `EngineLoop`, engines wait for
+calls in threads, so what is sampled does not depend on the thread's timing.
 """
 
 from __future__ import annotations
@@ -10,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
-from tunesmith.chat.renderer import Prompt, Renderer
-from tunesmith.chat.scope import describe_scope
+from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
+from tunesmith.chat.special_tokens import LONG_CHARACTERS
 from tunesmith.errors import EngineError
 from tunesmith.rollout.recording.open_turn import OpenTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
 from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
 TEXT_SCOPE = "text"
@@ -397,3 +401,16 @@ class Recorder:
         stats, self._stats = self._stats, {}
         self._recently_closed_keys = (set(), self._recently_closed_keys[0])
         return stats
+
+
+Result = TypeVar("Result")
+
+_executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tunesmith-tokenizer")
+"""Separate from the loop's default executor, whose threads may all be occupied by tools that call the model."""
+
+
+async def run_tokenizer(renderer: Renderer, work: Callable[[], Result], *, num_characters: int) -> Result:
+    """Run `work`, which tokenizes `num_characters`, in a thread if the text is long."""
+    if num_characters <= LONG_CHARACTERS or not renderer.is_thread_safe:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_executor, work)

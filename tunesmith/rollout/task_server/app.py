@@ -9,15 +9,13 @@
 
 Every error is JSON in the form of the OpenAI API, with one sentence. The attempt's id is its API key and cannot be
 guessed; `/tasks` and `/trajectories` also ask for the key of the queue, if there is one. On several ranks only the
-first hands out tasks; it passes reports for attempts of others on to them (`rank_offers.py`).
+first hands out tasks; it passes reports for attempts of others on to them (`rank_queue.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +27,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
-from tunesmith.http_server import wait_disconnect
 from tunesmith.rollout.failures import WorkerError
+from tunesmith.rollout.openai_server.app import run_while_connected
 from tunesmith.rollout.openai_server.response import build_error
 from tunesmith.rollout.task_server.queue import Attempt, QueueError, TaskQueue
-from tunesmith.rollout.task_server.rank_offers import OFFER_PATH, OfferRoute, RankRoutes
 from tunesmith.rollout.task_server.request import (
     FailureReport,
     NextTask,
@@ -42,8 +39,6 @@ from tunesmith.rollout.task_server.request import (
     read_fields,
 )
 from tunesmith.types import WorkflowOutput
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +52,24 @@ class ServerLimits:
     """Base URL of tasks, with `{rank}` for the rank's number; None takes the one that the worker used."""
 
 
-def build_task_app(
-    queue: TaskQueue,
-    model_app: ASGIApp,
-    limits: ServerLimits,
-    *,
-    routes: RankRoutes | None = None,
-    has_tasks: bool = True,
-) -> ASGIApp:
+def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *, has_tasks: bool = True) -> ASGIApp:
     """The app of one queue; `model_app` is the model endpoint, with session keys in its paths (`/t/{key}/v1`).
 
-    `routes`: those to other ranks, on the first of several; `has_tasks`: False on the others.
+    `has_tasks`: False on ranks other than the first.
     """
-    handlers = _Handlers(queue, limits, routes)
+    handlers = _Handlers(queue, limits)
     app = Starlette(
         routes=[
             Route("/health", handlers.health, methods=["GET"]),
             *([Route("/tasks/next", handlers.next_task, methods=["GET", "POST"])] if has_tasks else []),
-            Route("/trajectories/{attempt_id}/reward", handlers.at_its_rank(handlers.reward), methods=["POST"]),
-            Route("/trajectories/{attempt_id}/failure", handlers.at_its_rank(handlers.failure), methods=["POST"]),
-            Route("/trajectories/{attempt_id}/heartbeat", handlers.at_its_rank(handlers.heartbeat), methods=["POST"]),
-            Mount("/attempts", _ModelRoute(queue, model_app, routes)),
+            Route("/trajectories/{attempt_id}/reward", handlers.reward, methods=["POST"]),
+            Route("/trajectories/{attempt_id}/failure", handlers.failure, methods=["POST"]),
+            Route("/trajectories/{attempt_id}/heartbeat", handlers.heartbeat, methods=["POST"]),
+            Mount("/attempts", _ModelRoute(queue, model_app)),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
-    limited = RequestLimit(app, limits.max_requests)
-    if routes is None:
-        return limited
-    offers = Route(OFFER_PATH, OfferRoute(queue, routes), methods=["POST"])  # does not count as a request of a worker
-    return Starlette(routes=[offers, Mount("/", limited)], exception_handlers=EXCEPTION_HANDLERS)
+    return RequestLimit(app, limits.max_requests)
 
 
 async def answer_refusal(request: Request, error: Exception) -> Response:
@@ -125,10 +109,9 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
 
 
 class _Handlers:
-    def __init__(self, queue: TaskQueue, limits: ServerLimits, routes: RankRoutes | None) -> None:
+    def __init__(self, queue: TaskQueue, limits: ServerLimits) -> None:
         self._queue = queue
         self._limits = limits
-        self._routes = routes
 
     async def health(self, request: Request) -> Response:
         """State of the queue; needs no API key."""
@@ -137,7 +120,7 @@ class _Handlers:
     async def next_task(self, request: Request) -> Response:
         check_key(request.scope, self._limits.api_key)
         asked = await read_fields(request, NextTask, max_bytes=self._limits.max_body_bytes)
-        attempt = await _run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
+        attempt = await run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
         return Response(status_code=204) if attempt is None else JSONResponse(self._describe(attempt, request))
 
     def _describe(self, attempt: Attempt, request: Request) -> dict[str, Any]:
@@ -157,18 +140,6 @@ class _Handlers:
             "deadline_s": self._queue.timeout_s,
         }
 
-    def at_its_rank(self, handle: Handler) -> Handler:
-        """The handler of a report, which passes it on if the attempt is another rank's."""
-
-        async def answer(request: Request) -> Response:
-            url = None if self._routes is None else self._routes.find(str(request.path_params["attempt_id"]))
-            if self._routes is None or url is None:
-                return await handle(request)
-            check_key(request.scope, self._limits.api_key)
-            return await self._routes.pass_on(request, url, max_bytes=self._limits.max_body_bytes)
-
-        return answer
-
     async def reward(self, request: Request) -> Response:
         attempt_id = self._find_attempt(request)
         report = await read_fields(request, RewardReport, max_bytes=self._limits.max_body_bytes)
@@ -177,38 +148,38 @@ class _Handlers:
         if not self._queue.has_judge and report.reward is None:
             raise QueueError(400, "reward: missing, and the run has no judge; post a number, or a failure")
         output = WorkflowOutput(reward=report.reward, response=report.response, metrics=report.metrics)
-        self._queue.finish_attempt(attempt_id, output)
+        await self._queue.report(attempt_id, output)
         return JSONResponse({"status": "accepted"})
 
     async def failure(self, request: Request) -> Response:
         attempt_id = self._find_attempt(request)
         report = await read_fields(request, FailureReport, max_bytes=self._limits.max_body_bytes)
-        self._queue.finish_attempt(attempt_id, WorkerError(report.message))
+        await self._queue.report(attempt_id, WorkerError(report.message))
         return JSONResponse({"status": "accepted"})
 
     async def heartbeat(self, request: Request) -> Response:
-        self._queue.find_open(self._find_attempt(request)).is_silent = False
+        await self._queue.report(self._find_attempt(request), None)
         return JSONResponse({"status": "ok"})
 
     def _find_attempt(self, request: Request) -> str:
-        """The id of an open attempt; refused before its body is read."""
+        """The id of an attempt; one of this rank that has ended is refused before the body is read."""
         check_key(request.scope, self._limits.api_key)
         attempt_id = str(request.path_params["attempt_id"])
-        self._queue.find_open(attempt_id, is_report=True)
+        if not self._queue.is_elsewhere(attempt_id):
+            self._queue.find_open(attempt_id, is_report=True)
         return attempt_id
 
 
 class _ModelRoute:
     """Passes model calls of open attempts to the endpoint, and refuses those of others."""
 
-    def __init__(self, queue: TaskQueue, model_app: ASGIApp, routes: RankRoutes | None) -> None:
+    def __init__(self, queue: TaskQueue, model_app: ASGIApp) -> None:
         self._queue = queue
         self._model_app = model_app
-        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt_id, _, rest = scope["path"].removeprefix("/attempts/").partition("/")
-        if self._routes is not None and self._routes.find(attempt_id) is not None:
+        if self._queue.is_elsewhere(attempt_id):
             raise QueueError(404, "the model of this attempt is served at the base_url of its task")
         attempt = self._queue.find_open(attempt_id)
         path = f"/t/{attempt_id}/{rest}"
@@ -235,19 +206,3 @@ class RequestLimit:
             await self._app(scope, receive, send)
         finally:
             self._num_open -= 1
-
-
-async def _run_while_connected(receive: Receive, waiting: Coroutine[Any, Any, Attempt | None]) -> Attempt | None:
-    """Await a task for a worker; if the worker disconnects first, stop, and raise ClientDisconnect."""
-    work = asyncio.ensure_future(waiting)
-    disconnect = asyncio.ensure_future(wait_disconnect(receive))
-    try:
-        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        disconnect.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work})
-    with contextlib.suppress(asyncio.CancelledError):
-        return work.result()
-    raise ClientDisconnect

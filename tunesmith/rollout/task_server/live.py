@@ -20,7 +20,7 @@ from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelService
-from tunesmith.rollout.task_server.queue import NUM_REMEMBERED, QueueError
+from tunesmith.rollout.task_server.queue import QueueError, remember
 from tunesmith.rollout.time_limit import uncounted_time
 from tunesmith.types import Sampling, Turn, WorkflowOutput
 
@@ -146,9 +146,7 @@ class LiveSessions:
         live = self._open.pop(session_id)
         live.feedback = feedback
         live.session.end()
-        self._rewarded[session_id] = None
-        if len(self._rewarded) > NUM_REMEMBERED:
-            self._rewarded.popitem(last=False)
+        remember(self._rewarded, session_id, None)
         if self._scored.qsize() >= self._max_sessions:
             self._drop(self._scored.get_nowait())
         self._scored.put_nowait(live)

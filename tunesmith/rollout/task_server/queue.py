@@ -1,6 +1,6 @@
 """The queue of a run's tasks: rollouts put attempts in, workers in other processes take them and report.
 
-On several ranks workers take tasks from the first one, where the others offer theirs (`rank_offers.py`).
+On several ranks workers take tasks from the first one, where the others offer theirs (`rank_queue.py`).
 `TaskQueue.run_attempt` is the workflow of such a run. It is an ordinary workflow, so that groups, seeds, failures and
 evaluations are those of every run. An attempt has the session of its rollout, whose key is its id. It ends with a
 report (a response and a reward, or a failure), at its time limit, or with the loss of its worker: no model call and no
@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 import json
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import WorkerError, WorkerLostError
 from tunesmith.rollout.time_limit import uncounted_time
@@ -28,6 +28,7 @@ NUM_TICKS = 8
 """Checks for signs of life in `lost_after_s`."""
 REPORTED = "it has its report"
 
+T = TypeVar("T")
 Report = WorkflowOutput | WorkerError
 
 
@@ -72,12 +73,8 @@ class Attempt:
             self.is_silent = False
 
 
-class FirstRank(Protocol):
-    """The queue of the first rank, as the others see it."""
-
-    async def offer(self, attempt: Attempt) -> None:
-        """Offer the attempt to workers until cancelled; sets `taken`, and on errors the report."""
-        ...
+PassOn = Callable[[str, Report | None], Awaitable[None]]
+"""Passes the report of an attempt on to its rank; None: a heartbeat."""
 
 
 class TaskQueue:
@@ -98,8 +95,10 @@ class TaskQueue:
         """By name, which workers may share: those whose attempt or request has ended and that have not asked since."""
         self._has_returned = asyncio.Event()
         self._is_finished = False
-        self.first_rank: FirstRank | None = None
-        """Where workers take this rank's attempts; None: here."""
+        self._elsewhere: OrderedDict[str, PassOn] = OrderedDict()
+        """By attempt of another rank, ended ones too: their rank says why it refuses what comes late."""
+        self.offer: Callable[[Attempt], contextlib.AbstractContextManager[None]] = self.offered
+        """Offers an attempt of this rank to workers."""
 
     @property
     def num_waiting(self) -> int:
@@ -114,8 +113,9 @@ class TaskQueue:
         row = json.loads(json.dumps(task, allow_nan=False, default=str))
         attempt = Attempt(attempt_id=model.api_key, task=row, model_name=model.model_name)
         reason = f"its time limit of {self.timeout_s:g} s has passed, or the run has ended"
+        self._open[attempt.attempt_id] = attempt  # a worker may call before this rank knows that it took the attempt
         try:
-            async with self._offered_to_workers(attempt):
+            with self.offer(attempt):
                 with uncounted_time():
                     await attempt.taken.wait()
                 report = await self._wait_report(attempt)
@@ -128,27 +128,12 @@ class TaskQueue:
             raise
         finally:
             self._open.pop(attempt.attempt_id, None)
-            self._remember(attempt.attempt_id, REPORTED if attempt.report.done() else reason)
-
-    @contextlib.asynccontextmanager
-    async def _offered_to_workers(self, attempt: Attempt) -> AsyncIterator[None]:
-        """Let workers take the attempt, here or from the first rank, until the block ends."""
-        if self.first_rank is None:
-            with self.offered(attempt):
-                yield
-            return
-        self._open[attempt.attempt_id] = attempt  # its worker may call before the first rank's answer is read
-        offering = asyncio.ensure_future(self.first_rank.offer(attempt))
-        try:
-            yield
-        finally:
-            offering.cancel()
-            await asyncio.wait({offering})
+            remember(self._ended, attempt.attempt_id, REPORTED if attempt.report.done() else reason)
 
     @contextlib.contextmanager
     def offered(self, attempt: Attempt) -> Iterator[None]:
         """Let workers take the attempt from this queue; it ends with the block."""
-        self._offer(attempt)
+        self._hand_out(attempt)
         try:
             yield
         finally:
@@ -175,7 +160,7 @@ class TaskQueue:
                 )
         return attempt.report.result()
 
-    def _offer(self, attempt: Attempt) -> None:
+    def _hand_out(self, attempt: Attempt) -> None:
         """Give the attempt to the first waiting worker, or let it wait."""
         while self._polls:
             poll = self._polls.popleft()
@@ -190,6 +175,7 @@ class TaskQueue:
         It is the oldest one of the rank that has the fewest at work.
         """
         self._count_return(worker)
+        # an attempt may end between its handing out and the next step of this coroutine
         while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
             pass
         if attempt is None:
@@ -197,12 +183,11 @@ class TaskQueue:
         else:
             attempt.worker = worker
             self._num_at_work[attempt.rank] += 1
-            if attempt.url is None:
-                self._open[attempt.attempt_id] = attempt
             attempt.taken.set()
         return attempt
 
     async def _poll(self, wait_s: float) -> Attempt | None:
+        # fewest at work first: all ranks wait for the slowest one before they train
         if self._waiting:
             attempt = min(self._waiting, key=lambda each: self._num_at_work[each.rank])
             self._waiting.remove(attempt)
@@ -217,7 +202,7 @@ class TaskQueue:
             return poll.result() if poll.done() else None
         except asyncio.CancelledError:
             if poll.done() and not poll.cancelled() and poll.exception() is None:
-                self._offer(poll.result())  # the worker is gone
+                self._hand_out(poll.result())  # the worker is gone
             raise
         finally:
             poll.cancel()
@@ -235,9 +220,28 @@ class TaskQueue:
             raise QueueError(404, "there is no such attempt: use the attempt_id of a task that you took")
         raise QueueError(409 if is_report and reason == REPORTED else 410, f"the attempt has ended: {reason}")
 
-    def finish_attempt(self, attempt_id: str, report: Report) -> None:
-        """Deliver the report of an open attempt."""
-        self.find_open(attempt_id, is_report=True).report.set_result(report)
+    def note_rank(self, attempt_id: str, pass_on: PassOn) -> None:
+        """The attempt is another rank's, which receives its reports."""
+        remember(self._elsewhere, attempt_id, pass_on)
+
+    def is_elsewhere(self, attempt_id: str) -> bool:
+        """Whether the attempt is another rank's."""
+        return attempt_id in self._elsewhere
+
+    async def report(self, attempt_id: str, report: Report | None) -> None:
+        """Deliver the report of an open attempt to its rank, or a heartbeat."""
+        if (pass_on := self._elsewhere.get(attempt_id)) is not None:
+            await pass_on(attempt_id, report)
+        else:
+            self.receive_report(attempt_id, report)
+
+    def receive_report(self, attempt_id: str, report: Report | None) -> None:
+        """Deliver the report of an open attempt of this rank, or a heartbeat."""
+        attempt = self.find_open(attempt_id, is_report=True)
+        if report is None:
+            attempt.is_silent = False
+        else:
+            attempt.report.set_result(report)
 
     def finish(self) -> None:
         """The run has ended: waiting workers learn it."""
@@ -262,7 +266,9 @@ class TaskQueue:
             del self._num_away[worker]
         self._has_returned.set()
 
-    def _remember(self, attempt_id: str, reason: str) -> None:
-        self._ended[attempt_id] = reason
-        if len(self._ended) > NUM_REMEMBERED:
-            self._ended.popitem(last=False)
+
+def remember(known: OrderedDict[str, T], key: str, value: T) -> None:
+    """Add an entry, and forget the oldest one of too many."""
+    known[key] = value
+    if len(known) > NUM_REMEMBERED:
+        known.popitem(last=False)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupModel, GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.recording.replay import RolloutRecord
@@ -129,6 +130,7 @@ class GroupRunner:
         self, group: RunningGroup, run_index: int, record: RolloutRecord | None = None
     ) -> Trajectory:
         request = group.request
+        # the permit covers the judge too, which may call models or tools of its own
         async with self._permits:
             trajectory = await run_trajectory(
                 request.task,
@@ -164,29 +166,3 @@ class GroupRunner:
 def is_stale(oldest: int | None, policy_version: int, max_staleness: int) -> bool:
     """Whether a group is too old for a step of this version; `oldest` is the version of its oldest token."""
     return oldest is not None and policy_version - oldest > max_staleness
-
-
-async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
-    pending = [each for each in tasks if not each.done()]
-    for each in pending:
-        each.cancel()
-    if pending:
-        await asyncio.wait(pending)
-
-
-async def run_groups(
-    requests: Sequence[GroupRequest],
-    *,
-    agent: Agent,
-    model: ModelProvider,
-    max_concurrency: int,
-    branching: Branching | None = None,
-    progress: RolloutProgress | None = None,
-) -> list[Group]:
-    """Run groups to their end, with a model that samples already; returns them in the order of the requests."""
-    runner = GroupRunner(
-        agent=agent, model=model, max_concurrency=max_concurrency, branching=branching, progress=progress
-    )
-    async with runner:
-        return await runner.run_all(requests)

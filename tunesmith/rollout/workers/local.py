@@ -7,7 +7,7 @@ does not count toward their time limit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,17 +76,12 @@ class LocalWorker:
         self._windows: StepWindows | None = None
         self._window: WindowState = "idle"
         self._stack = contextlib.AsyncExitStack()
-        self._groups: GroupRunner | None = None
+        self._is_open = False
         self._is_paused = True
         self._statistics: list[WorkerStatistics] = []
         """Counted before an evaluation."""
-        self._progress = RolloutProgress()
         self.on_change: Callable[[], None] = lambda: None
-
-    @property
-    def groups(self) -> GroupRunner:
-        assert self._groups is not None, "open() was called"
-        return self._groups
+        self.groups = self._build_runner(RolloutProgress())
 
     @property
     def rank(self) -> int:
@@ -94,13 +89,11 @@ class LocalWorker:
 
     @property
     def progress(self) -> RolloutProgress:
-        return self._progress
+        return self.groups.progress
 
     @progress.setter
     def progress(self, value: RolloutProgress) -> None:
-        self._progress = value
-        if self._groups is not None:
-            self._groups.progress = value
+        self.groups.progress = value
 
     @property
     def num_running(self) -> int:
@@ -116,11 +109,12 @@ class LocalWorker:
 
     async def open(self) -> None:
         """Serve the models and begin to watch the event loop, once."""
-        if self._groups is not None:
+        if self._is_open:
             return
+        self._is_open = True
         await self._stack.enter_async_context(serve_models(self.actors))
-        self._groups = await self._stack.enter_async_context(self._build_runner())
-        self._groups.on_change = self._note_change
+        await self._stack.enter_async_context(self.groups)
+        self.groups.on_change = self._note_change
         if self._open_windows is not None:
             self._windows = self._open_windows(self._end_window)
 
@@ -156,7 +150,7 @@ class LocalWorker:
 
     def pause(self) -> None:
         """Auxiliary models share the device with the trainer; they have requests now only if groups are in flight."""
-        self.actors.engine.pause()
+        self._pause_engine()
         if self.max_staleness:
             for engine in self.actors.auxiliary_engines:
                 engine.pause()
@@ -168,12 +162,14 @@ class LocalWorker:
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
         """Groups in flight keep their permits while they wait, so that an evaluation has as many of its own."""
         await self.open()
+        # counters start anew when they are read: those of training are set aside, those of the evaluation dropped below
         self._statistics.append(self._count())
         async with self._set_aside():
             self._resume_engines(policy_version)
-            async with self._build_runner() as runner:
+            # permits of its own: groups in flight may hold all of the others while their model calls wait
+            async with self._build_runner(self.progress) as runner:
                 groups = await runner.run_all(requests)
-            self.actors.engine.pause()
+            self._pause_engine()
         self._count()
         if not self._is_paused:
             self._resume_engines(policy_version)
@@ -182,8 +178,8 @@ class LocalWorker:
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
         return WorkerStatistics(
-            engine=add_counts([part.engine for part in parts]),
-            recorder=add_counts([part.recorder for part in parts]),
+            engine=sum_by_name([part.engine for part in parts]),
+            recorder=sum_by_name([part.recorder for part in parts]),
         )
 
     async def close(self) -> None:
@@ -191,27 +187,33 @@ class LocalWorker:
             self._windows.release()
         await self._stack.aclose()
 
-    def _build_runner(self) -> GroupRunner:
+    def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
         return GroupRunner(
             agent=self.actors.agent,
-            model=self.actors.model or self.actors.service,
+            model=self.actors.model,
             auxiliary_models=self.actors.auxiliary_models,
             max_concurrency=self.actors.max_concurrency,
             branching=self._branching,
             keeps_cache=self._keeps_cache,
-            progress=self.progress,
+            progress=progress,
         )
+
+    def _pause_engine(self) -> None:
+        if self.actors.engine is not None:
+            self.actors.engine.pause()
 
     def _resume_engines(self, policy_version: int) -> None:
         """An empty prefix cache makes what follows a function of its seed."""
         for auxiliary in self.actors.auxiliary_engines:
             auxiliary.resume(0)
+        # before `resume`, which gathers the weights: the other ranks have to be in the collective too
         if policy_version != self._gathered_version:
             self._gathered_version = policy_version
             for link in self._shard_links:
                 link.send(GatherWeights())
         engine: Any = self.actors.engine
-        engine.resume(policy_version, **({"keeps_cache": True} if self._keeps_cache else {}))
+        if engine is not None:
+            engine.resume(policy_version, **({"keeps_cache": True} if self._keeps_cache else {}))
 
     @contextlib.asynccontextmanager
     async def _set_aside(self) -> AsyncIterator[None]:
@@ -231,8 +233,11 @@ class LocalWorker:
             self.groups.gate.set()
 
     def _count(self) -> WorkerStatistics:
-        recorder = self.actors.service.recorder
-        return WorkerStatistics(engine=self.actors.engine.compute_stats(), recorder=recorder.compute_stats())
+        engine, service = self.actors.engine, self.actors.service
+        return WorkerStatistics(
+            engine={} if engine is None else engine.compute_stats(),
+            recorder={} if service is None else service.recorder.compute_stats(),
+        )
 
     def _end_window(self, is_idle: bool) -> None:
         self._window = "idle" if is_idle else "waiting"
@@ -244,10 +249,6 @@ class LocalWorker:
         self.on_change()
 
 
-def add_counts(parts: Sequence[Any]) -> dict[str, float]:
-    """Sums by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

@@ -195,11 +195,13 @@ class RankWorker:
 
     async def set_version(self, policy_version: int) -> list[int]:
         dropped: list[int] = []
+        # a rank that only samples goes on with weights that it has; one that trains was paused for the update
         if not self.only_samples or policy_version != self._version:
             self._version = policy_version
             answer = await self._ask(SetVersion(policy_version=policy_version, num_weights=self._num_weights))
             assert isinstance(answer, VersionSet)
             dropped += answer.dropped
+        # groups that such a rank has sent are known only here, so they age here
         if self.only_samples:
             ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
             dropped += [n for n, oldest in ages.items() if is_stale(oldest, policy_version, self._max_staleness)]
@@ -390,6 +392,7 @@ class ServedWorker:
             worker.pause()
             await self._thread.run(lambda: take(num_weights))
         dropped = await worker.set_version(message.policy_version)
+        # one that only samples keeps no groups
         if take is None:
             dropped += self._drop_kept(message.policy_version)
         self._link.send(VersionSet(policy_version=message.policy_version, dropped=dropped))
@@ -429,5 +432,6 @@ class ServedWorker:
         if self._take_weights is None and number not in self._untrained:
             self.kept[number] = group
         self._untrained.discard(number)
+        # the first rank saves what an aborted phase has finished; here it would pile up
         self._worker.progress.finished.clear()
         self._link.send(GroupFinished(number=number, group=sent, cost=measure_group(group)))

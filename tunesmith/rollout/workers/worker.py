@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tunesmith.experience.finished_group import FinishedGroup
-from tunesmith.rollout.branching.stats import BranchingCounts
+from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.types import Group
@@ -22,7 +22,7 @@ class WorkerStatistics:
 
     engine: Mapping[str, float]
     recorder: Mapping[str, float]
-    branching: BranchingCounts | None = None
+    branching: BranchingStats | None = None
     """Of a worker on another rank whose rollouts branch."""
 
 

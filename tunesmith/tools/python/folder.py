@@ -18,7 +18,7 @@ MIB = 1 << 20
 MAX_FILES = 10_000
 """Files and folders in a temporary folder."""
 MAX_REMOVED_FILES = 1000
-"""A worker whose temporary folder holds more is replaced, which takes less time than to remove them."""
+"""A worker whose temporary folder holds more is replaced: that takes less time than to remove them."""
 KEPT_ATTRIBUTES = ("st_mode", "st_uid", "st_gid", "st_nlink", "st_size")
 
 

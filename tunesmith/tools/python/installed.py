@@ -1,4 +1,4 @@
-"""What of this Python installation a sandbox may read: interpreter, standard library, and chosen distributions."""
+"""Parts of this Python installation that a sandbox may read: interpreter, standard library, chosen distributions."""
 
 from __future__ import annotations
 

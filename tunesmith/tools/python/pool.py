@@ -43,7 +43,7 @@ class CancelledCallError(Exception):
 
 
 class PendingCall:
-    """A call in a thread, which another thread may cancel; made on the event loop."""
+    """A call in a thread that another thread may cancel; made on the event loop."""
 
     def __init__(self, on_start: OnStart = ignore_start) -> None:
         self._lock = threading.Lock()

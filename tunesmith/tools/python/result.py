@@ -15,7 +15,7 @@ STATE_LOST = "The session was restarted: its variables are lost."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonResult:
-    """What code did. Every outcome is an observation for the model; trouble with the sandbox is an exception."""
+    """The result of a call. Every outcome is an observation for the model; trouble with the sandbox is an exception."""
 
     outcome: Outcome
     """ok; error: an exception, a non-zero exit status or a signal; timeout: wall or CPU time; memory: an uncaught
@@ -33,7 +33,7 @@ class PythonResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a call did."""
+    """The end of a call, and the output of its code."""
 
     outcome: Outcome
     reason: str

@@ -57,7 +57,7 @@ COMMON_MODULES = (
 
 
 class Report(ctypes.Structure):
-    """What the worker tells the pool; `ENDED` has the wait status and the beginning of `struct rusage`."""
+    """A report of the worker to the pool; `ENDED` has the wait status and the beginning of `struct rusage`."""
 
     _fields_ = [
         ("kind", ctypes.c_int),
@@ -84,7 +84,7 @@ def main() -> None:
     config = _read_configuration(control)
     try:
         prepare(config)
-        Worker(config, control, wake).serve()
+        ForkServer(config, control, wake).serve()
     except (OSError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     finally:
@@ -149,7 +149,7 @@ def drop_capabilities(libc: Any) -> None:
     check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-class Worker:
+class ForkServer:
     """Forks children on command, one at a time."""
 
     def __init__(self, config: Config, control: socket.socket, wake: int) -> None:

@@ -28,7 +28,7 @@ from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, ite
 from tunesmith.tools.python.result import Answer
 
 TIMEOUT_S = 120.0
-"""For what a worker does itself; generous, because packages are imported at its start."""
+"""Limit of the worker's own actions; generous, because packages are imported at its start."""
 END_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class WorkerProcess:
 
 
 class Launcher:
-    """Starts workers with the first kind of isolation that works, which is found out at the first start."""
+    """Starts workers with the first kind of isolation that works; the first start finds it."""
 
     def __init__(self, settings: PythonToolSection) -> None:
         self._settings = settings

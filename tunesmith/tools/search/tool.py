@@ -2,7 +2,7 @@
 
     passages -> each cut at max_passage_chars -> joined by blank lines
 
-A query that is empty or too long is an error of the model, which it reads. A source that does not answer raises
+A query that is empty or too long is an error that the model reads. A source that does not answer raises
 `ToolUnavailableError`: the rollout becomes a `Failure`, never an observation. Equal queries that run at the same time,
 as in the rollouts of a group, are one request.
 """
@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 import httpx
 
 from tunesmith.errors import ToolUnavailableError
-from tunesmith.tools.search.cache import ResultCache
 from tunesmith.tools.search.settings import SearchToolSection
-from tunesmith.tools.search.sources import FoundPassage, SearchSource, open_source
+from tunesmith.tools.search.sources import FoundPassage, ResultCache, SearchSource, open_source
 from tunesmith.tools.tool import Tool, ToolInputError
 
 NAME = "search"
@@ -31,7 +30,7 @@ MAX_CONNECTIONS = 64
 
 @dataclass(slots=True)
 class _LoopState:
-    """What belongs to one event loop: connections, and the searches that run."""
+    """The connections of one event loop, and the searches that run in it."""
 
     client: httpx.AsyncClient
     running: dict[str, asyncio.Task[list[FoundPassage]]] = field(default_factory=dict)

@@ -8,11 +8,17 @@ Axes: R ranks, S elements of a rank's share of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tunesmith.cluster.ranks import wait_for
+
+T = TypeVar("T")
 
 BUCKET_ELEMENTS = 2**25
 """Elements of one collective; a larger parameter is a bucket of its own."""
@@ -55,11 +61,14 @@ def build_buckets(parameters: Mapping[str, nn.Parameter], world_size: int) -> li
     return [Bucket(parts=tuple(parts)) for parts in buckets]
 
 
-def fill_rows(whole_RS: Tensor, parts: Sequence[Shard], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Write the gradients of the parts, one after the other, so that row r is what rank r keeps; they are freed.
+def pack_gradients(parts: Sequence[Shard], parameters: Mapping[str, nn.Parameter], world_size: int) -> Tensor:
+    """The gradients of the parts [R, S], one after the other, so that row r is what rank r keeps; they are freed.
 
-    A parameter without a gradient keeps what is there.
+    A parameter without a gradient on this rank adds zeros to the sum: the others' collective has its place, too.
     """
+    first = parameters[parts[0].name]
+    dtype, size = torch.promote_types(first.dtype, torch.float32), sum(part.size for part in parts)
+    whole_RS = torch.zeros(world_size, size, dtype=dtype, device=first.device)
     start = 0
     for part in parts:
         parameter = parameters[part.name]
@@ -68,6 +77,24 @@ def fill_rows(whole_RS: Tensor, parts: Sequence[Shard], parameters: Mapping[str,
             target_RS.copy_(pad_flat(parameter.grad.flatten(), target_RS.numel()).view_as(target_RS))
             parameter.grad = None
         start += part.size
+    return whole_RS
+
+
+def finish_one_behind(started: Iterable[tuple[Any, T]]) -> Iterator[T]:
+    """Start the collectives one after the other, and wait for each only when the next has been started.
+
+    So a bucket is packed while the one before it is on its way, and no more than two are in memory. The second element
+    of a pair, which is returned, must hold the tensors of the collective: it reads and writes them until it ends.
+    """
+    previous: tuple[Any, T] | None = None
+    for each in started:
+        if previous is not None:
+            wait_for([previous[0]])
+            yield previous[1]
+        previous = each
+    if previous is not None:
+        wait_for([previous[0]])
+        yield previous[1]
 
 
 def pad_flat(flat: Tensor, size: int) -> Tensor:

@@ -22,7 +22,7 @@ class CollectiveTimes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The work within is a collective without data."""
+        """The work within is a collective without data: its time is that of the slowest rank."""
         with self._measuring("perf/train_wait_s"):
             yield
 

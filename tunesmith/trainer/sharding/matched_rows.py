@@ -1,7 +1,8 @@
 """Equal numbers of forward and backward passes on all ranks of a sharded model.
 
-Gathering a layer is a collective, so every rank must run as many rows as the rank with the most. What a rank lacks it
-runs on two tokens, with gradients of zero.
+Gathering a layer is a collective, so every rank must run as many rows as the rank with the most: otherwise the layer
+that a rank gathers would meet another layer, or the sum of gradients, of a rank that is done. What a rank lacks it runs
+on two tokens, with gradients of zero.
 """
 
 from __future__ import annotations

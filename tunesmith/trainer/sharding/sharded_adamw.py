@@ -1,31 +1,37 @@
 """AdamW whose float32 masters and moments are sharded over ranks (ZeRO stage 2; Rajbhandari et al., 2020).
 
 Every rank holds all parameters, which the sampler reads. Each parameter is cut into as many equal parts as there are
-ranks, padded with zeros; a rank holds the master and the moments of its part. Gradients are summed with
-reduce-scatter, the parts are updated, and the new parameters are gathered in place. Collectives work on buckets of
-parameters in reverse order, which is about the order of the backward pass.
+ranks, padded with zeros; a rank holds the master and the moments of its part. An update on every rank:
+
+    1. which parameters have a gradient on some rank       objects gathered
+    2. sums of the gradients, a part to each rank          reduce-scatter, bucket by bucket
+    3. norm of the whole gradient                          sum of one number
+    4. AdamW on the own parts                              no communication
+    5. the new parameters, in place                        all-gather, bucket by bucket
+
+All ranks pass through these in the same order, so a rank waits in 1 for the slowest. Buckets hold parameters in reverse
+order, which is about the order of the backward pass.
 
 A parameter of a sharded layer (`sharded_model`) has the same layout: a rank holds whole rows of it, which are one range
 of its elements. These rows are the master, their gradient has been summed by the backward pass, and nothing has to be
-gathered, so such parameters are in no bucket. States are those of one rank, whatever the layout.
+gathered, so such parameters are in no bucket. A state is saved as that of a single rank, whatever the layout, so a run
+resumes on any number of ranks.
 
 Axes: R ranks, S elements of a rank's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tunesmith.cluster.ranks import Ranks, wait_for
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import TrainerSection
-from tunesmith.errors import ModelError
 from tunesmith.trainer.optimizer import (
-    MOMENTS,
     NUM_SAMPLED_ELEMENTS,
     NUM_SAMPLED_MATRICES,
     MasterAdamW,
@@ -34,7 +40,14 @@ from tunesmith.trainer.optimizer import (
     find_trainable,
     pop_tensor,
 )
-from tunesmith.trainer.sharding.buckets import Bucket, Shard, build_buckets, fill_rows, pad_flat
+from tunesmith.trainer.sharding.buckets import (
+    Bucket,
+    Shard,
+    build_buckets,
+    finish_one_behind,
+    pack_gradients,
+    pad_flat,
+)
 from tunesmith.trainer.sharding.collective_times import CollectiveTimes
 from tunesmith.trainer.sharding.sharded_model import get_local, is_narrow
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
@@ -69,11 +82,16 @@ class ShardedAdamW(MasterAdamW):
             self.stream.clear()
 
     def compute_grad_norm(self) -> Tensor:
-        """Sum the gradients over ranks, which frees them, and return the norm of the sum."""
+        """Sum the gradients over ranks, which frees them, and return the norm of the sum.
+
+        The norm is that of the summed gradient, so all ranks clip by the same factor and stay equal.
+        """
+        # a collective without data first: the time that this rank waits for the slowest is not that of moving data
         with self._times.waiting():
             self._ranks.add(torch.zeros(1, device=self._ranks.device))
         with self._times.communicating():
             self._reduce_gradients()
+        # parts of different ranks are disjoint, padding is zero: the squares of their norms add up
         shards = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(shards).double().to(self._ranks.device)
         return self._ranks.add(norm.square()).sqrt()
@@ -114,53 +132,26 @@ class ShardedAdamW(MasterAdamW):
 
         All ranks must call it.
         """
-        state: dict[str, Tensor] = {}
-        for name, master in self._masters.items():
-            moments = self._adamw.state[master]
-            if "step" in moments:
-                state[f"step:{name}"] = moments["step"].detach().cpu().clone()
-            for kind in MOMENTS[1:]:
-                if kind in moments:
-                    state[f"{kind}:{name}"] = self._gather(name, moments[kind])
-            if self._has_master(name):
-                state[f"master:{name}"] = self._gather(name, master.detach())
+        state = super().state_dict()
         return state if self._ranks.is_first else {}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a state of any number of ranks; parameters with a separate master are rewritten from it."""
-        rest = dict(state)
-        for name, master in self._masters.items():
-            parameter = self._parameters[name]
-            self._restore_master(name, rest)
-            moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
-            if moments and any(moments[kind].shape != parameter.shape for kind in MOMENTS[1:]):
-                raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
-            self._adamw.state[master] = {
-                kind: (value if kind == "step" else self._cut(name, value)).to(master.device, copy=True)
-                for kind, value in moments.items()
-            }
-        if rest:
-            raise ModelError(f"optimizer state holds {next(iter(rest))!r}, which this model does not have")
-        self._write_back()
 
     @torch.no_grad()
     def _reduce_gradients(self) -> None:
         """Set each master's gradient to its part of the sum over ranks; parameters that no rank used have none."""
         has_gradient = self._find_used()
-        pending = []
-        for bucket in self._buckets:
-            parts = [part for part in bucket.parts if part.name in has_gradient and part.name not in self._streamed]
-            if not parts:
-                continue
-            whole_RS = self._pack(parts)
-            shard_S = torch.empty_like(whole_RS[0])
-            work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
-            pending.append((work, parts, shard_S, whole_RS))
-            if len(pending) > 1:
-                self._take_shards(*pending.pop(0)[:3])
-        for work, parts, shard_S, _ in pending:
-            self._take_shards(work, parts, shard_S)
+
+        def start() -> Iterator[tuple[Any, tuple[Sequence[Shard], Tensor, Tensor]]]:
+            for bucket in self._buckets:
+                parts = [part for part in bucket.parts if part.name in has_gradient and part.name not in self._streamed]
+                if parts:
+                    whole_RS = pack_gradients(parts, self._parameters, self._ranks.world_size)
+                    shard_S = torch.empty_like(whole_RS[0])
+                    work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
+                    yield work, (parts, shard_S, whole_RS)
+
+        for parts, shard_S, _ in finish_one_behind(start()):
+            for part, gradient in zip(parts, shard_S.split([part.size for part in parts]), strict=True):
+                self._masters[part.name].grad = gradient
         if self.stream is not None:
             for name, gradient in self.stream.totals.items():
                 self._masters[name].grad = gradient if name in has_gradient else None
@@ -169,54 +160,43 @@ class ShardedAdamW(MasterAdamW):
             parameter.grad = None
 
     def _find_used(self) -> set[str]:
-        """Names of parameters that have a gradient on some rank."""
+        """Names of parameters that have a gradient on some rank.
+
+        All ranks must agree on them: they decide which collectives follow, and AdamW would decay the weights and the
+        moments of a parameter with a gradient of zeros, but not those of one without.
+        """
         streamed = self.stream.used if self.stream is not None else set()
         used = bytes(parameter.grad is not None or name in streamed for name, parameter in self._parameters.items())
         gathered = self._ranks.all_gather_objects(used)
         return {name for name, *flags in zip(self._parameters, *gathered, strict=True) if any(flags)}
 
-    def _pack(self, parts: Sequence[Shard]) -> Tensor:
-        """The gradients of the parts as [R, S], so that row r is what rank r keeps; they are freed."""
-        like = self._masters[parts[0].name]
-        whole_RS = like.new_zeros(self._ranks.world_size, sum(part.size for part in parts))
-        fill_rows(whole_RS, parts, self._parameters)
-        return whole_RS
-
-    def _take_shards(self, work: Any, parts: Sequence[Shard], shard_S: Tensor) -> None:
-        wait_for([work])
-        for part, gradient in zip(parts, shard_S.split([part.size for part in parts]), strict=True):
-            self._masters[part.name].grad = gradient
-
     @torch.no_grad()
     def _write_back(self) -> None:
         """Round the masters into the parameters of every rank, in place."""
-        pending = []
-        for bucket in self._buckets:
-            dtype = self._parameters[bucket.parts[0].name].dtype
-            shard_S = torch.cat([self._masters[part.name].detach() for part in bucket.parts]).to(dtype)
-            whole = shard_S.new_empty(self._ranks.world_size * bucket.size)
-            pending.append((self._ranks.all_gather(whole, shard_S, is_async=True), bucket, whole, shard_S))
-            if len(pending) > 1:
-                self._unpack(*pending.pop(0)[:3])
-        for work, bucket, whole, _ in pending:
-            self._unpack(work, bucket, whole)
 
-    def _unpack(self, work: Any, bucket: Bucket, whole: Tensor) -> None:
-        wait_for([work])
-        whole_RS = whole.view(self._ranks.world_size, bucket.size)
-        for part in bucket.parts:
-            parameter = self._parameters[part.name]
-            values_RS = whole_RS[:, part.start : part.start + part.size]
-            if parameter.numel() == values_RS.numel() and parameter.is_contiguous():
-                parameter.data.view_as(values_RS).copy_(values_RS)
-            else:
-                parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
+        def start() -> Iterator[tuple[Any, tuple[Bucket, Tensor, Tensor]]]:
+            for bucket in self._buckets:
+                dtype = self._parameters[bucket.parts[0].name].dtype  # rounded before it is sent: half the bytes
+                shard_S = torch.cat([self._masters[part.name].detach() for part in bucket.parts]).to(dtype)
+                whole = shard_S.new_empty(self._ranks.world_size * bucket.size)
+                yield self._ranks.all_gather(whole, shard_S, is_async=True), (bucket, whole, shard_S)
+
+        for bucket, whole, _ in finish_one_behind(start()):
+            whole_RS = whole.view(self._ranks.world_size, bucket.size)
+            for part in bucket.parts:
+                parameter = self._parameters[part.name]
+                values_RS = whole_RS[:, part.start : part.start + part.size]
+                if parameter.numel() == values_RS.numel() and parameter.is_contiguous():
+                    parameter.data.view_as(values_RS).copy_(values_RS)
+                else:  # padded, or laid out in another order
+                    parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
 
     def _has_master(self, name: str) -> bool:
         return is_narrow(self._model, self._parameters[name])
 
     def _build_part(self, name: str, *, seed: int) -> Tensor:
-        """This rank's part of the master of a parameter, which becomes that of the first rank."""
+        """This rank's part of the master of a parameter; whole parameters become those of the first rank, by one
+        broadcast each, in the same order on all ranks."""
         parameter = self._parameters[name]
         if name in self._sharded:
             return get_local(parameter).requires_grad_()
@@ -231,7 +211,7 @@ class ShardedAdamW(MasterAdamW):
         parameter = self._parameters[name]
         if self._has_master(name):
             self._masters[name].copy_(self._cut(name, pop_tensor(state, f"master:{name}", parameter)))
-        elif name not in self._sharded:  # whose rows are the master itself
+        elif name not in self._sharded:  # the rows of a sharded parameter are its master
             self._masters[name].copy_(self._cut(name, parameter.detach()))
 
     def _count_part(self, name: str) -> int:
@@ -248,6 +228,8 @@ class ShardedAdamW(MasterAdamW):
 
     def _gather(self, name: str, part: Tensor) -> Tensor:
         """The whole tensor of a part, on the CPU of the first rank; empty on the others."""
+        if part.ndim == 0:  # the number of steps, the same on all ranks
+            return part.detach().cpu().clone()
         parameter = self._parameters[name]
         padded = pad_flat(part.flatten(), self._count_part(name))
         whole = part.new_empty(self._ranks.world_size * len(padded))

@@ -34,7 +34,7 @@ class Sharding:
 
     ranks: Ranks
     dtype: torch.dtype
-    """In which the layers compute, and in which weights are handed on and saved."""
+    """The type in which the layers compute, and in which weights are sent to samplers and saved."""
 
 
 _SHARDINGS: WeakKeyDictionary[nn.Module, Sharding] = WeakKeyDictionary()
@@ -49,13 +49,14 @@ def find_sharding(model: nn.Module) -> Sharding | None:
 def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
     """Move the model to the devices of the ranks and shard its decoder layers; all ranks call this.
 
-    The weights are those of the first rank. Only a model that takes gradients has float32 shards.
+    The weights are those of the first rank. Only a model that takes gradients has float32 shards. Every weight is one
+    broadcast, so ranks must go through layers, other parameters and buffers in the same order: that of the modules.
     """
     model.tie_weights()  # moving a model to the meta device unties them
     dtype, decoder = model.dtype, model.get_decoder()
     layers = find_layers(model, dtype)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    seeds = {name: seed for seed, name in enumerate(trained)}
+    seeds = {name: seed for seed, name in enumerate(trained)}  # as `MasterAdamW`: equal masters on one and many ranks
     mesh = DeviceMesh.from_group(ranks.tensors, device.type)
     is_narrow = bool(trained) and dtype.itemsize < torch.float32.itemsize
     policy = MixedPrecisionPolicy(
@@ -68,6 +69,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
             _place_parameter(model, f"{prefix}.{name}", ranks, device, seed=seeds.get(f"{prefix}.{name}"))
         fully_shard(layer, mesh=mesh, mp_policy=policy)
         assert isinstance(layer, FSDPModule)
+        # the weights of the loss are those of the whole update: gradients of ranks are summed, not averaged
         layer.set_gradient_divide_factor(1.0)
         layer.set_force_sum_reduction_for_comms(True)
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -77,11 +79,12 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         module._buffers[leaf] = _receive(module._buffers[leaf], ranks, device)
-    model.tie_weights()
+    model.tie_weights()  # the placed parameters are new objects
+    # the root lets layers share streams: one is gathered while the one before it runs; its own weights stay whole
     ignored = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(decoder, mesh=mesh, ignored_params=ignored)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of whole layers
+        torch.cuda.empty_cache()  # the memory of whole layers
     _SHARDINGS[model] = Sharding(ranks=ranks, dtype=dtype)
 
 
@@ -172,7 +175,7 @@ def cut_rows(whole: Tensor, parameter: Tensor, rank: int) -> Tensor:
 
 
 def is_narrow(model: nn.Module, parameter: Tensor) -> bool:
-    """Whether the model computes with 16-bit values of the parameter."""
+    """Whether the model computes with 16-bit values of the parameter, which then has a separate float32 master."""
     sharding = find_sharding(model)
     if sharding is None or not isinstance(parameter, DTensor):
         return not is_wide(parameter)  # type: ignore[arg-type]

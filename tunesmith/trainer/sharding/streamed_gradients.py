@@ -1,8 +1,16 @@
 """Gradients that are summed over ranks while the backward pass makes them.
 
-A rank then holds float32 gradients of its own parts only, and 16-bit gradients of one bucket. Every rank reduces all
-buckets once for each row, in the same order; a rank that has fewer rows adds zeros. Embeddings and head, whose
-gradients are made in several pieces of a row, are summed after the last row (`ShardedAdamW`).
+A rank then holds float32 gradients of its own parts only, and 16-bit gradients of one bucket. Embeddings and head,
+whose gradients are made in several pieces of a row, are summed after the last row (`ShardedAdamW`).
+
+Collectives have no names: the n-th call of one rank meets the n-th call of the others. So every rank reduces all
+buckets once for each row, in the order of the buckets, whatever the order in which its gradients become complete; a
+rank that has fewer rows adds zeros. With two buckets, two rows on rank 0 and one on rank 1:
+
+    rank 0   begin_update(2)   row 1: buckets 0, 1   row 2: buckets 0, 1    end_update
+    rank 1   begin_update(1)   row 1: buckets 0, 1   end_update: buckets 0, 1 of zeros
+
+A rank waits where the other has not yet come to the same bucket, so rows of equal cost keep both busy (`packing.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.cluster.ranks import Ranks, wait_for
-from tunesmith.trainer.sharding.buckets import Bucket, build_buckets, fill_rows
+from tunesmith.trainer.sharding.buckets import Bucket, build_buckets, pack_gradients
 
 MEMORY_FRACTION = 0.1
 """Share of the device's memory that float32 gradients of all weights may take before they are sharded."""
@@ -32,7 +40,9 @@ class StreamedGradients:
         self._ready: set[str] = set()
         self._num_launched = 0
         self._pending: tuple[Any, Bucket, Tensor, Tensor] | None = None
+        """The bucket that is being reduced, with its tensors."""
         self._num_rows = 0
+        """Rows of this update that are left on the rank with the most."""
         self.totals: dict[str, Tensor] = {}
         """Parts of the sum over ranks and rows, by name of the parameter."""
         self.used: set[str] = set()
@@ -46,10 +56,10 @@ class StreamedGradients:
         self._num_rows = max(self._ranks.all_gather_objects(num_rows))
 
     def end_row(self) -> None:
-        """After the backward of a row: reduce what is left of it."""
+        """After the backward of a row: reduce the buckets that are left, those of parameters without a gradient."""
         while self._num_launched < len(self._buckets):
             self._launch()
-        self._settle()
+        self._add_reduced()
         self._ready.clear()
         self._num_launched = 0
         self._num_rows -= 1
@@ -66,7 +76,11 @@ class StreamedGradients:
         self.used.clear()
 
     def _add(self, name: str, parameter: Tensor) -> None:
-        """The gradient of a parameter is complete for this row."""
+        """The gradient of a parameter is complete for this row.
+
+        Autograd calls this within the backward pass, which goes on while the bucket is reduced. A complete bucket waits
+        for those before it: ranks must reduce in the same order.
+        """
         self._ready.add(name)
         self.used.add(name)
         while self._num_launched < len(self._buckets):
@@ -78,16 +92,14 @@ class StreamedGradients:
     def _launch(self) -> None:
         bucket = self._buckets[self._num_launched]
         self._num_launched += 1
-        first = self._parameters[bucket.parts[0].name]
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        whole_RS = torch.zeros(self._ranks.world_size, bucket.size, dtype=dtype, device=first.device)
-        fill_rows(whole_RS, bucket.parts, self._parameters)
+        whole_RS = pack_gradients(bucket.parts, self._parameters, self._ranks.world_size)
         shard_S = torch.empty_like(whole_RS[0])
         work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
-        self._settle()
+        # only now wait for the bucket before: two at a time bound the memory, and one is always on its way
+        self._add_reduced()
         self._pending = (work, bucket, shard_S, whole_RS)
 
-    def _settle(self) -> None:
+    def _add_reduced(self) -> None:
         """Add the bucket that was reduced last to the totals."""
         if self._pending is None:
             return

@@ -2,7 +2,8 @@
 
 A segment is a chain of nodes without a branch. Its queries attend to all keys of the path with a causal mask within the
 segment. A long chain below another segment is split, so that few of the computed scores are masked. A chain that starts
-at a root is one causal call.
+at a root is one causal call. In a trie of 5 nodes with branches of 3 and 200 nodes the segments are 0-5, 5-8, 8-136 and
+136-208; the path of the last one is 0-5, 8-136, 136-208.
 
 Axes: N tokens of a segment, P tokens of its path (the segment included), H query heads, K key-value heads, D head size.
 """

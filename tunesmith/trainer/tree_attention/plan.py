@@ -93,7 +93,10 @@ class TreePlan:
         return tree_attention(query, key, value, table, tile.steps, window or 0, scaling, softcap or 0.0)[0]
 
     def reserve_tables(self) -> None:
-        """Reallocate each table at the maximum size for a row of this length."""
+        """Reallocate each table at the maximum size for a row of this length.
+
+        A CUDA graph reads the memory that it was captured with, and tables of later rows may be longer.
+        """
         for (window, steps), table in self._tables.items():
             reserved = table.new_zeros(compute_table_size(self._trie.num_tokens, TILES[steps]))
             reserved[: len(table)] = table
@@ -105,6 +108,7 @@ class TreePlan:
             self._tables[table_key][: len(table)].copy_(table)
 
     def _build_table(self, window: int | None, tile: Tile) -> Tensor:
+        # built on the host while the device computes the row before; pinned, so that the copy does not wait for it
         table = torch.from_numpy(build_table(pad_trie(self._trie), window, tile))
         return table.pin_memory().to(self._device, non_blocking=True)
 

@@ -43,7 +43,7 @@ class Tile:
 NARROW = Tile(rows=64, steps=64, num_warps=4, num_stages=3, num_backward_stages=2)
 """For 16-bit types."""
 LARGE = Tile(rows=64, steps=32, num_warps=8, num_stages=2, num_backward_stages=1)
-"""For 16-bit types and header sizes above 128."""
+"""For 16-bit types and head sizes above 128."""
 WIDE = Tile(rows=32, steps=16, num_warps=4, num_stages=1, num_backward_stages=1)
 """For float32."""
 TILES = {tile.steps: tile for tile in (NARROW, LARGE, WIDE)}
@@ -135,6 +135,7 @@ def _list_tiles(is_visible_RS: np.ndarray, is_full_RS: np.ndarray, *, first: int
 def _split_heavy_tiles(rows: np.ndarray, num_sums: int) -> tuple[np.ndarray, np.ndarray]:
     """Splits [E, 5] of the rows' work, and the partial sums [D, 3] of each split row.
 
+    Partial sums have fixed places, and are added in their order: atomic additions would round differently each time.
     A split has at most twice the mean work of a row, or more if that would need more than `num_sums` partial sums.
     """
     tile_R, begin_R, middle_R, end_R = rows.T

@@ -16,9 +16,8 @@ from typing import Any
 from tunesmith.chat.parsers import HARMONY, HarmonyParser, IncrementalParser, ReplyParser
 from tunesmith.experience.samples import chain_turns
 from tunesmith.types import Turn
-from tunesmith.viewer.reading.reply_format import ReplyFormat
 from tunesmith.viewer.reading.run import StoredRollout
-from tunesmith.viewer.reading.token_text import CLOSE, OPEN, TokenText
+from tunesmith.viewer.reading.token_text import CLOSE, OPEN, ReplyFormat, TokenText
 
 MARK = f"{OPEN}(?:{{}}){CLOSE}"
 ROLE = r"([a-zA-Z_]+)"

@@ -1,12 +1,12 @@
 """Evaluation questions with the answers of models next to each other.
 
-A column is one evaluation: a step of a run, or a model of a comparison (`tunesmith eval`).
+A column is one evaluation: a step of a run (key `<run>:<step>`), or a model of a comparison by `tunesmith eval`
+(`<run>:=<label>`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,38 +17,26 @@ PAGE_ROWS = 50
 MAX_ANSWER_CHARS = 2000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One evaluation on one set."""
-
-    key: str
-    """`<run>:<step>`, or `<run>:=<label>` of a comparison."""
-    label: str
-    run: int
-    step: int | None
-
-
 def list_evaluations(runs: Sequence[Run]) -> dict[str, Any]:
     """The task sets, and the evaluations on each of them with their mean and interval."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for number, run in enumerate(runs):
-        for step in run.list_evaluated_steps():
-            for name, result in run.load_evaluation(step).items():
-                low, high = result.get("interval_95") or (None, None)
-                described = {"key": f"{number}:{step}", "label": f"{run.name} step {step}", "run": number, "step": step}
-                sets.setdefault(name, []).append(
-                    described
-                    | {"mean": result.get("mean"), "low": low, "high": high, "num_tasks": len(result["tasks"])}
-                )
-        for name, compared in run.comparison.items():
-            for label, result in compared["models"].items():
-                estimate = result["estimates"].get("reward", {})
-                low, high = estimate.get("interval") or (None, None)
-                described = {"key": f"{number}:={label}", "label": f"{run.name} {label}", "run": number, "step": None}
-                sets.setdefault(name, []).append(
-                    described
-                    | {"mean": estimate.get("mean"), "low": low, "high": high, "num_tasks": result["num_tasks"]}
-                )
+        columns: list[tuple[str, str, str, int | None, Any, Any, int]] = [
+            (name, f"{step}", f"step {step}", step, result.get("mean"), result.get("interval_95"), len(result["tasks"]))
+            for step in run.list_evaluated_steps()
+            for name, result in run.load_evaluation(step).items()
+        ]
+        columns += [
+            (name, f"={label}", label, None, reward.get("mean"), reward.get("interval"), result["num_tasks"])
+            for name, compared in run.comparison.items()
+            for label, result in compared["models"].items()
+            for reward in (result["estimates"].get("reward", {}),)
+        ]
+        for name, key, label, step, mean, interval, num_tasks in columns:
+            low, high = interval or (None, None)
+            column = {"key": f"{number}:{key}", "label": f"{run.name} {label}", "run": number, "step": step}
+            column |= {"mean": mean, "low": low, "high": high, "num_tasks": num_tasks}
+            sets.setdefault(name, []).append(column)
     return {"sets": sets}
 
 

@@ -6,13 +6,12 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunesmith.errors import TunesmithError
 from tunesmith.viewer.answers.evaluations import list_answers, list_evaluations
-from tunesmith.viewer.answers.failures import list_failures
-from tunesmith.viewer.answers.overview import describe_runs, get_metric, get_versions
+from tunesmith.viewer.answers.overview import describe_runs, get_metric, get_versions, list_failures
 from tunesmith.viewer.answers.search import search_rollouts
 from tunesmith.viewer.answers.steps import (
     describe_group,
@@ -23,6 +22,32 @@ from tunesmith.viewer.answers.steps import (
 )
 from tunesmith.viewer.answers.tasks import describe_task, diff_rollouts, list_repeated_tasks
 from tunesmith.viewer.reading.run import Run
+
+OF_ALL: Mapping[str, Callable[[Sequence[Run], Mapping[str, str]], Any]] = {
+    "runs": lambda runs, _: describe_runs(runs),
+    "versions": lambda runs, _: get_versions(runs),
+    "metric": lambda runs, params: get_metric(runs, params["name"]),
+    "evaluations": lambda runs, _: list_evaluations(runs),
+    "answers": list_answers,
+    "diff": lambda runs, params: diff_rollouts(runs, params["before"], params["after"]),
+}
+"""Answers about all runs, from the parameters of the query."""
+OF_RUN: Mapping[str, Callable[[Run, Mapping[str, str]], Any]] = {
+    "failures": lambda run, _: list_failures(run),
+    "tasks": lambda run, _: list_repeated_tasks(run),
+    "task": lambda run, params: describe_task(run, params["id"]),
+    "search": search_rollouts,
+    "config": lambda run, _: {"config": run.settings},
+}
+"""Answers about the run whose number follows in the path."""
+OF_STEPS: Mapping[tuple[str, int], Callable[..., Any]] = {
+    ("step", 1): describe_step,
+    ("selection", 1): describe_selection,
+    ("group", 2): describe_group,
+    ("trie", 2): describe_trie,
+    ("rollout", 3): describe_rollout,
+}
+"""Answers about a step, a group or a rollout of a run, by the number of further keys in the path."""
 
 
 class UnknownAnswerError(TunesmithError):
@@ -50,59 +75,15 @@ class Answers:
     def get(self, path: str, params: Mapping[str, str]) -> Any:
         """The answer for a path such as `step/0/40`; ValueError or UnknownAnswerError for a wrong one."""
         kind, *numbers = path.strip("/").split("/")
+        if not all(number.isdecimal() for number in numbers):
+            raise UnknownAnswerError(f"there is nothing at {path!r}")
         try:
-            keys = [int(number) for number in numbers]
-        except ValueError:
-            keys = [-1]
-        if all(key >= 0 for key in keys):
-            try:
-                match kind, keys:
-                    case (("runs" | "versions" | "metric" | "evaluations" | "answers" | "diff"), []):
-                        return self._answer_all(kind, params)
-                    case _, [run, *rest]:
-                        return self._answer_run(kind, self.runs[run], rest, params)
-            except (IndexError, KeyError) as error:
-                raise UnknownAnswerError(f"there is nothing at {path!r} with these settings") from error
-        raise UnknownAnswerError(f"there is nothing at {path!r}")
-
-    def _answer_all(self, kind: str, params: Mapping[str, str]) -> Any:
-        match kind:
-            case "runs":
-                return describe_runs(self.runs)
-            case "versions":
-                return get_versions(self.runs)
-            case "metric":
-                return get_metric(self.runs, params["name"])
-            case "evaluations":
-                return list_evaluations(self.runs)
-            case "answers":
-                return list_answers(self.runs, params)
-            case _:
-                return diff_rollouts(self.runs, params["before"], params["after"])
-
-    def _answer_run(self, kind: str, run: Run, keys: Sequence[int], params: Mapping[str, str]) -> Any:
-        match kind, keys:
-            case "step", [step]:
-                return describe_step(run, step)
-            case "group", [step, group]:
-                return describe_group(run, step, group)
-            case "trie", [step, group]:
-                return describe_trie(run, step, group)
-            case "rollout", [step, group, number]:
-                return describe_rollout(run, step, group, number)
-            case "selection", [step]:
-                return describe_selection(run, step)
-            case "failures", []:
-                return list_failures(run)
-            case "tasks", []:
-                return list_repeated_tasks(run)
-            case "task", []:
-                return describe_task(run, params["id"])
-            case "search", []:
-                return search_rollouts(run, params)
-            case "config", []:
-                return {"config": run.settings}
-        raise KeyError(kind)
+            if not numbers:
+                return OF_ALL[kind](self.runs, params)
+            run, keys = self.runs[int(numbers[0])], [int(number) for number in numbers[1:]]
+            return OF_STEPS[kind, len(keys)](run, *keys) if keys else OF_RUN[kind](run, params)
+        except (IndexError, KeyError) as error:
+            raise UnknownAnswerError(f"there is nothing at {path!r} with these settings") from error
 
 
 def clean(value: Any) -> Any:

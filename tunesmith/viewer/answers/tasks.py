@@ -56,7 +56,7 @@ def describe_task(run: Run, task_id: str) -> dict[str, Any]:
     return {"task_id": task_id, "title": find_title(row), "row": dict(row), "groups": groups, "num_groups": len(keys)}
 
 
-def list_repeated_tasks(run: Run, *, limit: int = MAX_TASKS) -> dict[str, Any]:
+def list_repeated_tasks(run: Run) -> dict[str, Any]:
     """The tasks that were tried in most steps, each with the mean reward of its groups in order of steps."""
     run.index.extend()
     parts = [average_groups(rows) for rows in run.index.iter_rows() if len(rows)]
@@ -64,7 +64,7 @@ def list_repeated_tasks(run: Run, *, limit: int = MAX_TASKS) -> dict[str, Any]:
         return {"tasks": [], "num_tasks": 0}
     task_G, step_G, mean_G = (np.concatenate(column) for column in zip(*parts[::-1], strict=True))
     counts = np.bincount(task_G)
-    chosen = np.argsort(-counts, kind="stable")[:limit]
+    chosen = np.argsort(-counts, kind="stable")[:MAX_TASKS]
     tasks = []
     for code in chosen[counts[chosen] > 0]:
         members = np.flatnonzero(task_G == code)
@@ -108,7 +108,7 @@ def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any
 
 WORD = re.compile(r"\s+|\w+|[^\w\s]")
 MAX_WORDS = 6000
-"""Longer texts are compared line by line, which is quadratic in far fewer parts."""
+"""Longer texts are compared line by line, because the time is quadratic in the number of parts."""
 
 
 def diff_texts(before: str, after: str) -> list[dict[str, Any]]:

@@ -12,9 +12,8 @@ from tunesmith.experience.step_files import load_step_json
 from tunesmith.experience.store import parse_row
 from tunesmith.runs.record import RunRecord, find_run_folders
 from tunesmith.types import Trajectory
-from tunesmith.viewer.reading.reply_format import find_reply_format
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, Rows
-from tunesmith.viewer.reading.token_text import TokenText, find_tokenizer
+from tunesmith.viewer.reading.token_text import TokenText, find_reply_format, find_tokenizer
 
 NUM_KEPT_GROUPS = 3
 ROLLOUT = ["group_index", "run_index", "task_id", "task_index", "task_row", "reward", "advantage", "turn_advantages"]

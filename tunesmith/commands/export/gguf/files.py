@@ -1,4 +1,4 @@
-"""GGUF files of an export: checks before weights load, writing, and comparison in llama.cpp.
+"""GGUF files of an export: checks before weights load, and comparison in llama.cpp; `writer.py` writes them.
 
 The packages `gguf` (writing) and `llama-cpp-python` (q4_k_m, and comparison) are optional. A package that is needed and
 missing is an error before weights load. Without llama-cpp-python the other types are written with a warning that they
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from tunesmith.commands.export.gguf.architecture import GgufArchitecture, describe_architecture
 from tunesmith.commands.export.gguf.vocabulary import GgufVocabulary, describe_vocabulary
@@ -22,7 +22,6 @@ from tunesmith.commands.export.verify import VerificationPrompt, check_gguf_file
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
 from tunesmith.runs.trained_model import ExportSource
-from tunesmith.storage import storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -109,37 +108,6 @@ def load_end_ids(source: ExportSource, config: PretrainedConfig) -> tuple[int, .
     if end_ids is None:
         return ()
     return tuple(end_ids) if isinstance(end_ids, list | tuple) else (end_ids,)
-
-
-def write_gguf_files(plan: GgufPlan, model: PreTrainedModel, folder: Path) -> dict[str, str]:
-    """Write one file per type into the new folder; return the file names by type."""
-    from tunesmith.commands.export.gguf.writer import GgufHeader, write_gguf  # needs an optional package
-
-    header = GgufHeader(
-        name=plan.name, license=plan.license, architecture=plan.architecture, vocabulary=plan.vocabulary
-    )
-    with storage_errors(folder, "write"):
-        folder.mkdir()
-        for kind in plan.types:
-            if kind not in QUANTIZED_BY_LLAMA_CPP:
-                write_gguf(folder / plan.file_name(kind), model, header, file_type=kind)
-        if plan.needs_llama_cpp:
-            f32_file = folder / plan.file_name("f32")
-            if "f32" not in plan.types:
-                write_gguf(f32_file, model, header, file_type="f32")
-            quantize_files(plan, f32_file, folder)
-            if "f32" not in plan.types:
-                f32_file.unlink()
-    return {kind: plan.file_name(kind) for kind in plan.types}
-
-
-def quantize_files(plan: GgufPlan, f32_file: Path, folder: Path) -> None:
-    """Quantise an f32 file to the types that only llama.cpp can write."""
-    from tunesmith.commands.export.llama_cpp import quantize_file  # needs an optional package
-
-    for kind in plan.types:
-        if kind in QUANTIZED_BY_LLAMA_CPP:
-            quantize_file(f32_file, folder / plan.file_name(kind), file_type=kind, num_threads=plan.num_threads)
 
 
 def check_gguf_files(

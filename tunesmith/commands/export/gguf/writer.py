@@ -20,8 +20,10 @@ from gguf.quants import quantize
 from transformers import PreTrainedModel
 
 from tunesmith.commands.export.gguf.architecture import GgufArchitecture
+from tunesmith.commands.export.gguf.files import QUANTIZED_BY_LLAMA_CPP, GgufPlan
 from tunesmith.commands.export.gguf.vocabulary import GgufVocabulary
 from tunesmith.errors import ModelError
+from tunesmith.storage import storage_errors
 
 F32, F16, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0
 MATRIX_TYPES = {"f32": F32, "f16": F16, "q8_0": Q8_0}
@@ -29,16 +31,6 @@ FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8
 QUANTIZATION_VERSION = 2
 ROPE_FACTORS = "rope_freqs.weight"
 ATTENTION_ROWS = re.compile(r"\.(attn_q|attn_k)\.(weight|bias)$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufHeader:
-    """Metadata of a file."""
-
-    name: str
-    license: str | None
-    architecture: GgufArchitecture
-    vocabulary: GgufVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +44,38 @@ class TensorEntry:
     """Number of heads whose rows are reordered into rotary pairs; 0 keeps the order."""
 
 
-def write_gguf(path: Path, model: PreTrainedModel, header: GgufHeader, *, file_type: str) -> None:
+def write_gguf_files(plan: GgufPlan, model: PreTrainedModel, folder: Path) -> dict[str, str]:
+    """Write one file per type into the new folder; return the file names by type."""
+    with storage_errors(folder, "write"):
+        folder.mkdir()
+        for kind in plan.types:
+            if kind not in QUANTIZED_BY_LLAMA_CPP:
+                write_gguf(folder / plan.file_name(kind), model, plan, file_type=kind)
+        if plan.needs_llama_cpp:
+            f32_file = folder / plan.file_name("f32")
+            if "f32" not in plan.types:
+                write_gguf(f32_file, model, plan, file_type="f32")
+            quantize_files(plan, f32_file, folder)
+            if "f32" not in plan.types:
+                f32_file.unlink()
+    return {kind: plan.file_name(kind) for kind in plan.types}
+
+
+def quantize_files(plan: GgufPlan, f32_file: Path, folder: Path) -> None:
+    """Quantise an f32 file to the types that only llama.cpp can write."""
+    from tunesmith.commands.export.llama_cpp import quantize_file  # needs an optional package
+
+    for kind in plan.types:
+        if kind in QUANTIZED_BY_LLAMA_CPP:
+            quantize_file(f32_file, folder / plan.file_name(kind), file_type=kind, num_threads=plan.num_threads)
+
+
+def write_gguf(path: Path, model: PreTrainedModel, plan: GgufPlan, *, file_type: str) -> None:
     """Write the file; raises OSError on disk errors and ModelError for values out of the range of f16."""
-    entries = list(plan_tensors(model, header.architecture, MATRIX_TYPES[file_type]))
-    writer = GGUFWriter(path=None, arch=header.architecture.name)
+    entries = list(plan_tensors(model, plan.architecture, MATRIX_TYPES[file_type]))
+    writer = GGUFWriter(path=None, arch=plan.architecture.name)
     try:
-        add_header(writer, header, file_type=file_type)
+        add_metadata(writer, plan, file_type=file_type)
         for entry in entries:
             add_tensor_info(writer, entry)
         writer.write_header_to_file(path)
@@ -70,19 +88,19 @@ def write_gguf(path: Path, model: PreTrainedModel, header: GgufHeader, *, file_t
         writer.close()
 
 
-def add_header(writer: GGUFWriter, header: GgufHeader, *, file_type: str) -> None:
+def add_metadata(writer: GGUFWriter, plan: GgufPlan, *, file_type: str) -> None:
     """Write all metadata fields."""
     writer.add_type("model")
-    writer.add_name(header.name)
-    if header.license is not None:
-        writer.add_license(header.license)
+    writer.add_name(plan.name)
+    if plan.license is not None:
+        writer.add_license(plan.license)
     writer.add_file_type(FILE_TYPES[file_type])
     if file_type not in {"f32", "f16"}:
         writer.add_quantization_version(QUANTIZATION_VERSION)
-    for key, value in header.architecture.fields.items():
+    for key, value in plan.architecture.fields.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{header.architecture.name}.{key}", value)
-    add_vocabulary(writer, header.vocabulary)
+        add(f"{plan.architecture.name}.{key}", value)
+    add_vocabulary(writer, plan.vocabulary)
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:

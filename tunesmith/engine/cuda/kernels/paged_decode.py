@@ -1,18 +1,23 @@
 """Paged decode attention: one new token per request; the same kernel writes its key and value to the cache.
 
-One program handles one request and one key-value head with all its query heads. Its online softmax (Milakov and
-Gimelshein, 2018) starts with the new token, whose key and value it writes to their KV-cache block, and then loops over
-the context in tiles. With few requests the context is split over several programs, and a second kernel reduces the
-partial results. RMS norm and rotary embedding of query and key heads can be fused into the same kernel.
+One program handles one range of tokens of a context and one key-value head with all its query heads. Short contexts
+are one range each. A batch with long ones is divided into items of similar length, so that the programs of a launch
+finish together whatever the lengths are; a second kernel merges the partial results of the items of a request, in their
+order. Requests that share a prefix are one item there with their queries stacked, so the prefix is read once.
+`list_items` lists the items on the device at each step, for all layers, since contexts grow with every replay of a
+captured graph.
+
+The program that holds a request's new token writes that token's key and value to their KV-cache block and starts its
+online softmax (Milakov and Gimelshein, 2018) with them. RMS norm and rotary embedding of query and key heads can be
+fused into the same kernel.
 
 Axes: R requests, H query heads, K key-value heads, G query heads of one key-value head, D head size, P KV-cache blocks,
-Z block size, T tokens of a tile, S splits of the context.
+Z block size, M stacked queries of an item, T tokens of a tile, S partial results, W items, F fields of an item.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -20,12 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tunesmith.engine.cuda.custom_ops import Prologue
+from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, Kind, get_num_sms
 from tunesmith.engine.cuda.kernels.heads import apply_softcap, get_prologue_tensors, load_heads
 from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
-
-MAX_SPLITS = 32
-MANY_PROGRAMS = 2500
-"""From this number of programs on, they hide each other's memory latency, and fewer pipeline stages are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,105 @@ class KernelConfig:
     num_stages: int
     max_registers: int | None = None
     """Per thread; a lower limit raises occupancy."""
+
+
+@triton.jit
+def _divide_up(value, divisor):
+    return (value + divisor - 1) // divisor
+
+
+@triton.jit
+def _store_items(
+    entries, start, stop, index, count, num_members, flags, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr
+):  # fmt: skip
+    """Cut the tokens from `start` to `stop` into `count` items; the requests have `index` items before the first."""
+    aligned = start // ALIGNMENT * ALIGNMENT
+    length = _divide_up(_divide_up(stop - aligned, count), ALIGNMENT) * ALIGNMENT
+    for first in range(0, count, 32):
+        numbers = first + tl.arange(0, 32)
+        is_item = numbers < count
+        items = entries + numbers * FIELDS
+        tl.store(items, tl.maximum(aligned + numbers * length, start), mask=is_item)
+        tl.store(items + 1, tl.minimum(aligned + (numbers + 1) * length, stop), mask=is_item)
+        tl.store(items + 2, num_members + 0 * numbers, mask=is_item)
+        tl.store(items + 3, index + numbers, mask=is_item)
+        tl.store(items + 4, tl.where(numbers == 0, flags, 0), mask=is_item)
+
+
+@triton.jit
+def _store_member(entries, count, member, row, base, MEMBERS: tl.constexpr, FIELDS: tl.constexpr):
+    """Write the row of one request of each of `count` items, and the first of its partial results."""
+    for first in range(0, count, 32):
+        numbers = first + tl.arange(0, 32)
+        items = entries + numbers * FIELDS + FIELDS - 2 * MEMBERS + member
+        tl.store(items, row + 0 * numbers, mask=numbers < count)
+        tl.store(items + MEMBERS, base + 0 * numbers, mask=numbers < count)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_prefixes", "window"])
+def _list_items_kernel(
+    positions, division, items, parts, num_rows, num_prefixes, window, division_stride, items_stride,
+    ROWS: tl.constexpr, PREFIXES: tl.constexpr, MEMBERS: tl.constexpr, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    HAS_PDL: tl.constexpr,
+):  # fmt: skip
+    """The items of one request or of one shared prefix; each program computes the sums before its own entries."""
+    pdl_wait(HAS_PDL)
+    program, is_windowed = tl.program_id(0), tl.program_id(1)
+    items, parts = items + is_windowed * items_stride, parts + is_windowed * 2 * num_rows
+    ranks, prefix_ids = tl.arange(0, ROWS), tl.arange(0, PREFIXES)
+    order = tl.load(division + ranks, mask=ranks < num_rows, other=0)
+    starts = tl.load(division + division_stride + ranks, mask=ranks < num_rows, other=0)
+    stops = tl.load(positions + order, mask=ranks < num_rows, other=0).to(tl.int32)
+    # requests that share a prefix have windows of their own, so the prefix is not shared under a sliding window
+    is_prefix = (prefix_ids < num_prefixes) & (is_windowed == 0)
+    fields = division + 2 * division_stride + prefix_ids
+    firsts = tl.load(fields, mask=is_prefix, other=0)
+    sizes = tl.load(fields + division_stride, mask=is_prefix, other=0)
+    prefix_starts = tl.load(fields + 2 * division_stride, mask=is_prefix, other=0)
+    prefix_stops = tl.load(fields + 3 * division_stride, mask=is_prefix, other=0)
+    chunk = tl.load(division + 6 * division_stride)
+    if is_windowed == 1:
+        starts = tl.maximum(stops - window + 1, 0)
+    own_counts = tl.maximum(_divide_up(stops - starts // ALIGNMENT * ALIGNMENT, chunk), 1)
+    own_counts = tl.where(ranks < num_rows, own_counts, 0)
+    counts = _divide_up(prefix_stops - prefix_starts // ALIGNMENT * ALIGNMENT, chunk)
+    num_shared = tl.sum(counts, axis=0)
+    if program == 0:
+        tl.store(items, num_shared + tl.sum(own_counts, axis=0))
+    items += FIELDS
+    if program < num_rows:
+        row, own_count = tl.sum(tl.where(ranks == program, order, 0)), tl.sum(tl.where(ranks == program, own_counts, 0))
+        start, stop = tl.sum(tl.where(ranks == program, starts, 0)), tl.sum(tl.where(ranks == program, stops, 0))
+        before = tl.sum(tl.where(ranks < program, own_counts, 0))
+        index = tl.sum(tl.where((firsts <= program) & (program < firsts + sizes), counts, 0))
+        base = before + tl.sum(counts * tl.minimum(tl.maximum(program - firsts, 0), sizes))
+        count = index + own_count
+        tl.store(parts + 2 * row, base)
+        tl.store(parts + 2 * row + 1, count)
+        entries = items + (num_shared + before) * FIELDS
+        flags = tl.where(count == 1, 3, 1)
+        _store_items(entries, start, stop, index, own_count, 1, flags, ALIGNMENT, FIELDS)
+        _store_member(entries, own_count, 0, row, base, MEMBERS, FIELDS)
+    elif is_windowed == 0:
+        prefix = program - num_rows
+        first, size = (
+            tl.sum(tl.where(prefix_ids == prefix, firsts, 0)),
+            tl.sum(tl.where(prefix_ids == prefix, sizes, 0)),
+        )
+        start = tl.sum(tl.where(prefix_ids == prefix, prefix_starts, 0))
+        stop = tl.sum(tl.where(prefix_ids == prefix, prefix_stops, 0))
+        count = tl.sum(tl.where(prefix_ids == prefix, counts, 0))
+        entries = items + tl.sum(tl.where(prefix_ids < prefix, counts, 0)) * FIELDS
+        if size > 0:
+            is_outer = (firsts <= first) & (first < firsts + sizes) & (prefix_starts < start)
+            index = tl.sum(tl.where(is_outer, counts, 0))
+            _store_items(entries, start, stop, index, count, size, 0, ALIGNMENT, FIELDS)
+            for member in range(size):
+                rank = first + member
+                base = tl.sum(tl.where(ranks < rank, own_counts, 0))
+                base += tl.sum(counts * tl.minimum(tl.maximum(rank - firsts, 0), sizes))
+                row = tl.sum(tl.where(ranks == rank, order, 0))
+                _store_member(entries, count, member, row, base, MEMBERS, FIELDS)
 
 
 @triton.jit
@@ -71,113 +172,150 @@ def _load_tile(
 
 @triton.jit
 def _accumulate_context(
-    query_GD, maximum, total, acc_GD, keys, values, block_table, head, begin_context, first, end_context,
-    scaling, softcap,
+    query_MD, maximum, total, acc_MD, keys, values, block_table, head, first, end, scaling, softcap,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Continue an online softmax over part of a context: maximum and sum of weights [G], weighted values [G, D].
-
-    Tokens of the first tile before `first` lie outside the sliding window.
-    """
-    for start in range(begin_context, end_context, TOKENS):
+    """Continue an online softmax over the tokens from `first` to `end`: maximum and sum [M], weighted values [M, D]."""
+    for start in range(first // TOKENS * TOKENS, end, TOKENS):
         offsets = start + tl.arange(0, TOKENS)
-        is_token = (offsets >= first) & (offsets < end_context)
+        is_token = (offsets >= first) & (offsets < end)
         keys_TD, values_TD = _load_tile(
             keys, values, block_table, head, start, is_token, HEADS, SIZE, SIZE_PAD, BLOCK_SIZE, TOKENS, IS_LARGE
         )
-        scores = tl.dot(query_GD, tl.trans(keys_TD), input_precision=PRECISION) * scaling
+        scores = tl.dot(query_MD, tl.trans(keys_TD), input_precision=PRECISION) * scaling
         scores = apply_softcap(scores, softcap, HAS_SOFTCAP)
-        # finite, since -inf minus -inf would be NaN where no token of a tile is inside the window
+        # finite, since -inf minus -inf would be NaN
         scores = tl.where(is_token[None, :], scores, -1e30)
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp(scores - new_maximum[:, None])
         rescale = tl.exp(maximum - new_maximum)
         total = total * rescale + tl.sum(weights, axis=1)
-        acc_GD = tl.dot(weights.to(values_TD.dtype), values_TD, acc_GD * rescale[:, None], input_precision=PRECISION)
+        acc_MD = tl.dot(weights.to(values_TD.dtype), values_TD, acc_MD * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
-    return maximum, total, acc_GD
+    return maximum, total, acc_MD
 
 
-@triton.jit(do_not_specialize=["num_splits"])  # one compiled kernel for any number of requests
+@triton.jit
 def _paged_decode_kernel(
-    query, key, value, keys, values, block_table, positions, cos, sin, query_norm, key_norm, output, maxima, sums,
-    scaling, softcap, epsilon, window, table_width, num_splits,
+    query, key, value, keys, values, block_table, positions, items, cos, sin, query_norm, key_norm,
+    output, parts, maxima, sums, scaling, softcap, epsilon, window, table_width,
     query_stride_r, query_stride_h, key_stride_r, key_stride_h, value_stride_r, value_stride_h, cos_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, MEMBERS: tl.constexpr, FIELDS: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    HAS_ITEMS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
-    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    groups, sizes = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
-    is_group, is_size, one = groups < GROUPS, sizes < SIZE, tl.zeros((1,), tl.int32)
-    position = tl.load(positions + request)  # the previous kernel, which may still run, does not write it
+    if HAS_ITEMS:  # those of one range are adjacent, so that programs that run together read adjacent heads of a block
+        head, item = tl.program_id(0), tl.program_id(1)
+    else:
+        item, head = tl.program_id(0), tl.program_id(1)
+    queries, sizes = tl.arange(0, QUERIES), tl.arange(0, SIZE_PAD)
+    member, group, is_size, one = queries // GROUPS, queries % GROUPS, sizes < SIZE, tl.zeros((1,), tl.int32)
+    # the previous kernel, which may still run, writes neither items nor positions
+    if HAS_ITEMS:
+        entry = items + (item + 1) * FIELDS
+        members = entry + FIELDS - 2 * MEMBERS
+        num_items, start, stop, row = tl.load(items), tl.load(entry), tl.load(entry + 1), tl.load(members)
+        num_members, index, flags = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+        if item >= num_items:
+            return
+        is_query, rows, bases = queries < GROUPS, row + 0 * queries, tl.load(members + MEMBERS) + 0 * queries
+        if MEMBERS > 1:
+            # loaded without waiting for `num_members`: what is not used is the row of an earlier item
+            is_query, is_member = member < num_members, member < MEMBERS
+            rows = tl.load(members + member, mask=is_member, other=0)
+            bases = tl.load(members + MEMBERS + member, mask=is_member, other=0)
+        has_new_token, is_whole = flags % 2 == 1, flags >= 2
+    else:
+        row, start, stop = item, 0, tl.load(positions + item).to(tl.int32)
+        if HAS_WINDOW:
+            start = tl.maximum(stop - window + 1, 0)
+        is_query, rows = queries < GROUPS, row + 0 * queries
+        has_new_token, is_whole = True, True
     pdl_wait(HAS_PDL)
-    block_table, cos, sin = block_table + request * table_width, cos + request * cos_stride, sin + request * cos_stride
-    query_heads = query + request * query_stride_r + (head * GROUPS + groups) * query_stride_h
-    query_GD = load_heads(
-        query_heads, cos + 0 * groups, sin + 0 * groups, query_norm, epsilon, is_group,
+    query_heads = query + rows * query_stride_r + (head * GROUPS + group) * query_stride_h
+    query_MD = load_heads(
+        query_heads, cos + rows * cos_stride, sin + rows * cos_stride, query_norm, epsilon, is_query,
         SIZE, SIZE_PAD, HAS_NORM, HAS_ROPE,
     )  # fmt: skip
-    maximum, total = tl.full((GROUPS_PAD,), -1e30, tl.float32), tl.zeros((GROUPS_PAD,), tl.float32)
-    acc_GD = tl.zeros((GROUPS_PAD, SIZE_PAD), tl.float32)
+    maximum, total = tl.full((QUERIES,), -1e30, tl.float32), tl.zeros((QUERIES,), tl.float32)
+    acc_MD = tl.zeros((QUERIES, SIZE_PAD), tl.float32)
+    block_table += row * table_width
     # The new token comes from registers: it is not read back from the cache, where the store may not be visible yet.
-    # Only the first split counts it.
-    if split == 0:
+    if has_new_token:
+        position, cos, sin = tl.load(positions + row), cos + row * cos_stride, sin + row * cos_stride
         key_1D = load_heads(
-            key + request * key_stride_r + head * key_stride_h + one, cos + one, sin + one, key_norm, epsilon, one == 0,
+            key + row * key_stride_r + head * key_stride_h + one, cos + one, sin + one, key_norm, epsilon, one == 0,
             SIZE, SIZE_PAD, HAS_NORM, HAS_ROPE,
         )  # fmt: skip
         new_key = tl.sum(key_1D.to(tl.float32), axis=0)
-        new_value = tl.load(value + request * value_stride_r + head * value_stride_h + sizes, mask=is_size, other=0.0)
+        new_value = tl.load(value + row * value_stride_r + head * value_stride_h + sizes, mask=is_size, other=0.0)
         block = tl.load(block_table + position // BLOCK_SIZE).to(tl.int64)
         offset = (block * HEADS + head) * (BLOCK_SIZE * SIZE) + (position % BLOCK_SIZE) * SIZE
         tl.store(keys + offset + sizes, new_key.to(keys.dtype.element_ty), mask=is_size)
         tl.store(values + offset + sizes, new_value, mask=is_size)
-        score = tl.sum(query_GD.to(tl.float32) * new_key[None, :], axis=1) * scaling
+        score = tl.sum(query_MD.to(tl.float32) * new_key[None, :], axis=1) * scaling
         maximum = apply_softcap(score, softcap, HAS_SOFTCAP)
         total += 1.0
-        acc_GD += new_value.to(tl.float32)[None, :]
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(position - window + 1, 0)
-    aligned = first // TOKENS * TOKENS
-    # splits consist of whole tiles and start at a multiple of one, so that no tile crosses a cache block
-    per_split = tl.cdiv(tl.cdiv(position - aligned, TOKENS), num_splits) * TOKENS
-    start = aligned + split * per_split
-    maximum, total, acc_GD = _accumulate_context(
-        query_GD, maximum, total, acc_GD, keys, values, block_table, head,
-        start, first, tl.minimum(start + per_split, position),
+        acc_MD += new_value.to(tl.float32)[None, :]
+    maximum, total, acc_MD = _accumulate_context(
+        query_MD, maximum, total, acc_MD, keys, values, block_table, head, start, stop,
         scaling, softcap, HEADS, SIZE, SIZE_PAD, BLOCK_SIZE, TOKENS, HAS_SOFTCAP, IS_LARGE, PRECISION,
     )  # fmt: skip
-    row = (request * HEADS + head) * num_splits + split
-    if num_splits == 1:
-        acc_GD = acc_GD / total[:, None]
-    else:
-        tl.store(maxima + row * GROUPS + groups, maximum, mask=is_group)
-        tl.store(sums + row * GROUPS + groups, total, mask=is_group)
-    offsets_GD = (row * GROUPS + groups)[:, None] * SIZE + sizes[None, :]
-    tl.store(output + offsets_GD, acc_GD.to(output.dtype.element_ty), mask=is_group[:, None] & is_size[None, :])
+    is_output = is_query[:, None] & is_size[None, :]
+    if is_whole:
+        heads = (row * HEADS + head) * GROUPS + group
+        acc_MD = acc_MD / total[:, None]
+        tl.store(output + heads[:, None] * SIZE + sizes[None, :], acc_MD.to(output.dtype.element_ty), mask=is_output)
+    elif HAS_ITEMS:
+        heads = ((bases + index) * HEADS + head) * GROUPS + group
+        tl.store(maxima + heads, maximum, mask=is_query)
+        tl.store(sums + heads, total, mask=is_query)
+        tl.store(parts + heads[:, None] * SIZE + sizes[None, :], acc_MD, mask=is_output)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _reduce_splits_kernel(
-    parts, maxima, sums, output, num_splits,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MAX_SPLITS: tl.constexpr, HAS_PDL: tl.constexpr,
+@triton.jit
+def _merge_parts_kernel(
+    part_ranges, parts, maxima, sums, output,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PARTS: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Merge the partial results of one request and query head."""
+    head, row, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    base, count = tl.load(part_ranges + 2 * row), tl.load(part_ranges + 2 * row + 1)
     pdl_wait(HAS_PDL)
-    row, group = tl.program_id(0), tl.program_id(1)
-    splits, sizes = tl.arange(0, MAX_SPLITS), tl.arange(0, SIZE_PAD)
-    is_split, is_size = splits < num_splits, sizes < SIZE
-    heads = (row * num_splits + splits) * GROUPS + group
-    maximum = tl.load(maxima + heads, mask=is_split, other=-1e30)
-    scale = tl.exp(maximum - tl.max(maximum, axis=0))
-    total = tl.sum(tl.load(sums + heads, mask=is_split, other=0.0) * scale, axis=0)
-    is_used = is_split[:, None] & is_size[None, :]
-    parts_SD = tl.load(parts + heads[:, None] * SIZE + sizes[None, :], mask=is_used, other=0.0)
-    acc = tl.sum(parts_SD * scale[:, None], axis=0) / total
-    tl.store(output + (row * GROUPS + group) * SIZE + sizes, acc.to(output.dtype.element_ty), mask=is_size)
+    if count == 1:
+        return
+    sizes = tl.arange(0, SIZE_PAD)
+    maximum, total, acc = -1e30, 0.0, tl.zeros((SIZE_PAD,), tl.float32)
+    for first in range(0, count, PARTS):
+        numbers = first + tl.arange(0, PARTS)
+        is_part = numbers < count
+        heads = (base + numbers) * num_heads + head
+        maxima_S = tl.load(maxima + heads, mask=is_part, other=-1e30)
+        sums_S = tl.load(sums + heads, mask=is_part, other=0.0)
+        is_used = is_part[:, None] & (sizes < SIZE)[None, :]
+        parts_SD = tl.load(parts + heads[:, None] * SIZE + sizes[None, :], mask=is_used, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(maxima_S, axis=0))
+        scale, rescale = tl.exp(maxima_S - new_maximum), tl.exp(maximum - new_maximum)
+        total = total * rescale + tl.sum(sums_S * scale, axis=0)
+        acc = acc * rescale + tl.sum(parts_SD * scale[:, None], axis=0)
+        maximum = new_maximum
+    offsets = (row * num_heads + head) * SIZE + sizes
+    tl.store(output + offsets, (acc / total).to(output.dtype.element_ty), mask=sizes < SIZE)
+
+
+def list_items(work: DecodeWork) -> None:
+    """List the step's items from the positions and the division of the batch, as they are on the device."""
+    if not len(work.items_2WF):
+        return
+    num_rows, num_prefixes = len(work.positions_R), work.num_prefixes
+    _list_items_kernel[(num_rows + num_prefixes, len(work.items_2WF))](
+        work.positions_R, work.division_7S, work.items_2WF, work.parts_2R2, num_rows, num_prefixes, work.window,
+        work.division_7S.stride(0), work.items_2WF.stride(0),
+        ROWS=triton.next_power_of_2(num_rows), PREFIXES=triton.next_power_of_2(max(num_prefixes, 1)),
+        MEMBERS=work.num_members, FIELDS=work.items_2WF.shape[2], ALIGNMENT=ALIGNMENT, **get_launch_options(),
+    )  # fmt: skip
 
 
 def run_paged_decode(
@@ -188,6 +326,8 @@ def run_paged_decode(
     values_PKZD: Tensor,
     block_table_RP: Tensor,
     positions_R: Tensor,
+    items_2WF: Tensor,
+    parts_2R2: Tensor,
     scaling: float,
     sliding_window: int,
     softcap: float,
@@ -199,62 +339,59 @@ def run_paged_decode(
     _, num_heads, num_requests, size = query_1HRD.shape
     num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     num_groups, size_pad = num_heads // num_kv_heads, max(16, triton.next_power_of_2(size))
-    num_splits = choose_num_splits(num_requests, num_kv_heads, get_num_sms())
-    if config is None:
-        config = choose_kernel_config(size_pad, query_1HRD.dtype, block_size, num_requests * num_kv_heads * num_splits)
+    has_items, num_fields, num_members, grid = bool(len(items_2WF)), 0, 1, (num_requests, num_kv_heads)
     output = torch.empty((1, num_requests, num_heads, size), dtype=query_1HRD.dtype, device=query_1HRD.device)
-    parts, maxima, sums = output, output, output
-    if num_splits > 1:
-        part_shape = (num_requests, num_kv_heads, num_splits, num_groups)
-        parts = torch.empty((*part_shape, size), dtype=torch.float32, device=query_1HRD.device)
-        maxima, sums = parts.new_empty(part_shape), parts.new_empty(part_shape)
+    items_WF, parts, maxima, sums = items_2WF, output, output, output
+    if has_items:
+        items_WF = items_2WF[int(sliding_window > 0)]
+        num_items, num_fields = len(items_WF) - 1, items_WF.shape[1]
+        num_members, grid = (num_fields - ITEM_FIELDS) // 2, (num_kv_heads, num_items)
+        parts = query_1HRD.new_empty((num_items * num_members, num_heads, size), dtype=torch.float32)
+        maxima, sums = parts.new_empty(parts.shape[:2]), parts.new_empty(parts.shape[:2])
+    num_queries = max(16, triton.next_power_of_2(num_members * num_groups))
+    if config is None:
+        kind = Kind.WHOLE if not has_items else Kind.EVEN if num_members == 1 else Kind.UNEVEN
+        per_sm = num_requests * num_kv_heads / get_num_sms(query_1HRD.device)
+        config = choose_kernel_config(kind, size_pad, query_1HRD.dtype, programs_per_sm=per_sm)
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HRD)
     options = get_launch_options()
-    # The number of splits follows from the batch size alone, which a graph fixes, not from context lengths, which
-    # differ at each replay.
-    _paged_decode_kernel[(num_requests, num_kv_heads, num_splits)](
-        query_1HRD, key_1KRD, value_1KRD, keys_PKZD, values_PKZD, block_table_RP, positions_R, cos, sin,
-        query_norm, key_norm, parts, maxima, sums,
-        scaling, softcap, prologue.epsilon if prologue else 0.0, sliding_window, block_table_RP.stride(0), num_splits,
+    _paged_decode_kernel[grid](
+        query_1HRD, key_1KRD, value_1KRD, keys_PKZD, values_PKZD, block_table_RP, positions_R, items_WF,
+        cos, sin, query_norm, key_norm, output, parts, maxima, sums,
+        scaling, softcap, prologue.epsilon if prologue else 0.0, sliding_window, block_table_RP.stride(0),
         query_1HRD.stride(2), query_1HRD.stride(1), key_1KRD.stride(2), key_1KRD.stride(1),
         value_1KRD.stride(2), value_1KRD.stride(1), cos.stride(1),
-        HEADS=num_kv_heads, GROUPS=num_groups, GROUPS_PAD=max(16, triton.next_power_of_2(num_groups)),
+        HEADS=num_kv_heads, GROUPS=num_groups, QUERIES=num_queries, MEMBERS=num_members, FIELDS=num_fields,
         SIZE=size, SIZE_PAD=size_pad, BLOCK_SIZE=block_size, TOKENS=config.tile,
-        HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_ROPE=prologue is not None,
+        HAS_ITEMS=has_items, HAS_WINDOW=sliding_window > 0, HAS_SOFTCAP=softcap > 0, HAS_ROPE=prologue is not None,
         HAS_NORM=prologue is not None and prologue.query_norm_D is not None, IS_LARGE=keys_PKZD.numel() >= 2**31,
         PRECISION="ieee" if query_1HRD.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers, **options,
     )  # fmt: skip
-    if num_splits > 1:
-        _reduce_splits_kernel[(num_requests * num_kv_heads, num_groups)](
-            parts, maxima, sums, output, num_splits,
-            GROUPS=num_groups, SIZE=size, SIZE_PAD=size_pad, MAX_SPLITS=MAX_SPLITS, **options,
+    if has_items:
+        _merge_parts_kernel[(num_heads, num_requests)](
+            parts_2R2[int(sliding_window > 0)], parts, maxima, sums, output,
+            SIZE=size, SIZE_PAD=size_pad, PARTS=1024 // size_pad, num_warps=1, **options,
         )  # fmt: skip
     return output
 
 
-def choose_kernel_config(size: int, dtype: torch.dtype, block_size: int, num_programs: int) -> KernelConfig:
-    """Fastest on an H200: tiles of one block, read by one warp; float32 only serves comparisons."""
+def choose_kernel_config(kind: Kind, size: int, dtype: torch.dtype, *, programs_per_sm: float) -> KernelConfig:
+    """Fastest on an H200; float32 only serves comparisons.
+
+    Where many programs run on a multiprocessor, they hide each other's latency, and one warp with few tiles in flight
+    suffices. Where few run, each needs larger tiles or more of them in flight.
+    """
     if dtype == torch.float32:
         return KernelConfig(16, 4, 2)
-    if block_size % 16:
-        return KernelConfig(32, 4, 4)
-    num_stages = 6 if num_programs < MANY_PROGRAMS else 4
-    return KernelConfig(16, 1, num_stages, max_registers=80 if size <= 64 else 128 if size <= 128 else None)
-
-
-def choose_num_splits(num_requests: int, num_kv_heads: int, num_sms: int) -> int:
-    """The smallest power of two with two programs per multiprocessor, at most `MAX_SPLITS`."""
-    num_splits = 1
-    while num_splits < MAX_SPLITS and num_requests * num_kv_heads * num_splits < 2 * num_sms:
-        num_splits *= 2
-    return num_splits
-
-
-@cache
-def get_num_sms() -> int:
-    """Streaming multiprocessors of the current device."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    max_registers = 128 if 64 < size <= 128 else None
+    if kind is not Kind.WHOLE:
+        return KernelConfig(16, 1, 4 if size > 128 else 6, max_registers)
+    if programs_per_sm < 2 and size <= 128:
+        return KernelConfig(128, 4, 3)
+    if programs_per_sm < MANY_PROGRAMS:
+        return KernelConfig(16, 1, 6, max_registers)
+    return KernelConfig(32 if size <= 64 else 16, 1, 4, max_registers=128 if size <= 128 else None)
 
 
 torch.library.impl("tunesmith::paged_decode", "CUDA")(run_paged_decode)

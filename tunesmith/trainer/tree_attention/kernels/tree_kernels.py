@@ -145,7 +145,7 @@ def attention_forward(
         queries, depths, sizes, is_size, scaling, softcap, window, num_tokens, key_stride_t, value_stride_t,
         TILE_N, False, HAS_SOFTCAP, HAS_WINDOW, SIZE != SIZE_PAD, PRECISION,
     )  # fmt: skip
-    mixed_MD = mixed_MD / total_M[:, None]
+    mixed_MD = mixed_MD / total_M[:, None]  # never 0: a token attends to itself
     _store_tile(output + head * SIZE, queries, sizes, HEADS * SIZE, is_size, mixed_MD, SIZE != SIZE_PAD)
     tl.store(log_sums + head * num_tokens + queries, maximum_M + tl.log2(total_M))
 
@@ -160,6 +160,7 @@ def _accumulate_key_value_grads(
 ):  # fmt: skip
     """Accumulate gradients of a tile of keys and values over tiles of queries, of all heads of the group."""
     factor = _compute_log2_scale(scaling, HAS_SOFTCAP)
+    # one loop over heads and tiles: nested loops would start the pipeline of loads again for each head
     place, group = begin, 0
     for _ in range((end - begin) * GROUPS):
         queries = tl.load(table + place) * TILE_M + tl.arange(0, TILE_M)
@@ -201,7 +202,7 @@ def backward_key_value(
     row, head = tl.program_id(0), tl.program_id(1)
     entry = table + 2 * num_tokens + 4 * (num_tokens // TILE_N) + 5 * row
     tile = tl.load(entry)
-    if tile < 0:
+    if tile < 0:  # the grid has room for all splits that a row of this length may need, so a CUDA graph fits every trie
         return
     keys = tile * TILE_N + tl.arange(0, TILE_N)
     begin, middle, end, place = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
@@ -232,6 +233,7 @@ def backward_key_value(
         _store_tile(grad_key + head * SIZE, keys, sizes, stride, is_size, grad_key_ND * scaling, SIZE != SIZE_PAD)
         _store_tile(grad_value + head * SIZE, keys, sizes, stride, is_size, grad_value_ND, SIZE != SIZE_PAD)
     else:
+        # scaled after the sum, as in tiles that are not split; 64 bits, as the offset may exceed 2^31
         sums += (place * KV_HEADS + head).to(tl.int64) * (2 * TILE_N * SIZE)
         rows = tl.arange(0, TILE_N)
         _store_tile(sums, rows, sizes, SIZE, is_size, grad_key_ND, SIZE != SIZE_PAD)
@@ -309,6 +311,7 @@ def backward_query(
     grad_MD = _load_tile(grad + head * grad_stride_h, queries, sizes, grad_stride_t, is_size, SIZE != SIZE_PAD)
     output_MD = _load_tile(output + head * SIZE, queries, sizes, HEADS * SIZE, is_size, SIZE != SIZE_PAD)
     log_sums_M = tl.load(log_sums + head * num_tokens + queries)
+    # here and not in a kernel of its own: output and gradient of these queries are loaded anyway
     deltas_M = tl.sum(output_MD.to(tl.float32) * grad_MD.to(tl.float32), axis=1)
     tl.store(deltas + head * num_tokens + queries, deltas_M)
     key += (head // GROUPS) * key_stride_h

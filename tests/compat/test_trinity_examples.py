@@ -1,0 +1,173 @@
+"""Trinity-RFT's example files: summaries of their keys and values, read as files of the command that runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tunesmith.commands.settings import load_preference_file, load_run_file, load_sft_file
+from tunesmith.compat.trinity_yaml import translate_trinity_file
+from tunesmith.errors import ConfigError
+from tunesmith.runs.load_function import load_functions
+
+SUMMARIES = [json.loads(line) for line in (Path(__file__).parent / "trinity_examples.jsonl").read_text().splitlines()]
+REFUSED = {
+    "bench/external_model.yaml": ["model.external_model"],
+    "dpo_human_in_the_loop/dpo.yaml": [
+        "data_processor.task_pipeline.operators[0].name='human_preference_annotation_mapper'",
+        "prefer",
+    ],
+    "entropy/clipb.yaml": ["algorithm.algorithm_type='grpo_verl'", "algorithm.advantage_fn='clipb'"],
+    "entropy/clipv.yaml": ["algorithm.algorithm_type='grpo_verl'", "algorithm.advantage_fn='clipv'"],
+    "grpo_gsm8k_experience_pipeline/dj_scoring_exp.yaml": ["project_name"],
+    "grpo_gsm8k_experience_pipeline/gsm8k.yaml": ["data_processor.experience_pipeline.operators[0]"],
+    "grpo_gsm8k_task_pipeline/gsm8k.yaml": ["operators[0].name='llm_difficulty_score_filter'", "pass-rate"],
+}
+"""What has no counterpart: Data-Juicer's service and recipes, clip_b and clip_v, the evaluation of a remote model."""
+LOADERS = {"sft_mot/sft.yaml": load_sft_file, "dpo_humanlike/dpo.yaml": load_preference_file}
+FUNCTIONS = ["workflow=agent.py:workflow", "judge=agent.py:judge"]
+
+
+def nest(keys):
+    values = {}
+    for key, value in keys.items():
+        *parents, last = key.split(".")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return values
+
+
+def find(name):
+    return nest(next(each["keys"] for each in SUMMARIES if each["file"] == name))
+
+
+def write(folder, name):
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(find(name), sort_keys=False))
+    return file
+
+
+def test_most_examples_are_accepted():
+    assert (len(SUMMARIES), len(SUMMARIES) - len(REFUSED)) == (55, 48)
+
+
+@pytest.mark.parametrize("name", [each["file"] for each in SUMMARIES])
+def test_an_example_is_read_or_all_that_is_missing_is_named(tmp_path, name):
+    file = write(tmp_path, name)
+    load = LOADERS.get(name, load_run_file)
+    overrides = [] if name in LOADERS else FUNCTIONS
+    if name not in REFUSED:
+        load(file, overrides)
+        return
+    with pytest.raises(ConfigError) as refused:
+        load(file, overrides)
+    for key in REFUSED[name]:
+        assert key in str(refused.value)
+
+
+def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "mode: serve\nmodel:\n  model_path: m\n  temprature: 1\n  repetition_penalty: 1.2\n"
+        "buffer:\n  explorer_input:\n    taskset:\n      path: ${oc.env:NO_SUCH_VARIABLE}\n      storage_type: sql\n"
+        "explorer:\n  over_rollout: {ratio: 0.5}\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        load_run_file(file)
+    lines = str(refused.value).split("\n")
+    assert lines[0].startswith("6 keys cannot be translated (--set KEY=VALUE answers each")
+    found = [
+        (line.split(":")[0].removeprefix("- "), line.split(": ")[1].split("=")[0].split(" ")[0]) for line in lines[1:]
+    ]
+    assert found == [
+        ("line 9", "buffer.explorer_input.taskset.path"),
+        ("line 1", "mode"),
+        ("line 4", "model.temprature"),
+        ("line 5", "model.repetition_penalty"),
+        ("line 10", "buffer.explorer_input.taskset.storage_type"),
+        ("line 12", "explorer.over_rollout.ratio"),
+    ]
+    answers = [
+        "buffer.explorer_input.taskset.path=my_data", "mode=both", "model.temprature=null",
+        "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file", "explorer.over_rollout=null",
+        "trainer.learning_rate=1e-5", "buffer.batch_size=5", "explorer.max_retry_times=null", "algorithm.group_size=3",
+    ]  # fmt: skip
+    config = load_run_file(file, answers)
+    assert (config.train_dataset.path, config.trainer.learning_rate) == ("my_data", 1e-5)
+    assert (config.algorithm.batch_size, config.algorithm.group_size) == (5, 3)
+
+
+def test_an_override_of_an_item_of_a_list_answers_its_refusal(tmp_path):
+    file = write(tmp_path, "grpo_gsm8k_experience_pipeline/gsm8k.yaml")
+    config = load_run_file(file, [*FUNCTIONS, "data_processor.experience_pipeline.operators[0]=null"])
+    assert [each.name for each in config.experience.operators] == ["reward_shaping_mapper"]
+
+
+def test_workflows_and_rewards_are_built_in_or_named():
+    boxed = translate_trinity_file(find("asymre_math/math.yaml"))
+    names = ("math_boxed_workflow", "math_boxed_reward")
+    assert [boxed.values[kind] for kind in ("workflow", "judge")] == [
+        f"tunesmith.compat.trinity_rewards:{name}" for name in names
+    ]
+    assert boxed.values["train_dataset"]["fields"]["format"]["prompt_key"]
+    own = translate_trinity_file(find("grpo_alfworld/alfworld.yaml"))
+    assert "workflow" not in own.values
+    assert any("'alfworld_workflow' is not built in (built in are math_workflow" in note for note in own.notes)
+
+
+def test_an_unknown_reward_function_names_those_that_exist(tmp_path):
+    config = load_run_file(write(tmp_path, "grpo_math/math.yaml"))
+    with pytest.raises(ConfigError, match="'rm_gallery_reward' is not built in; built in are .*math_boxed_reward"):
+        load_functions(config, workflow=lambda task, model: None)
+
+
+def test_arguments_of_workflows_reach_the_task():
+    section = translate_trinity_file(find("grpo_frozen_lake/frozen_lake.yaml")).values["train_dataset"]
+    assert section["fields"]["workflow_args"] == {"env_max_steps": 8, "agent_max_steps": 10, "is_slippery": False}
+    assert set(section["fields"]) == {"workflow_args"}, "the row stays as it is for workflows of one's own"
+
+
+def test_operators_of_data_juicer_that_have_a_counterpart_are_mapped():
+    operators = [
+        {"name": "text_length_filter", "args": {"min_len": 5, "max_len": 100}},
+        {"name": "document_deduplicator"},
+    ]
+    values = {
+        "buffer": {"explorer_input": {"taskset": {"path": "d"}}},
+        "data_processor": {"task_pipeline": {"operators": operators, "target_fields": ["question"]}},
+    }
+    assert translate_trinity_file(values).values["train_dataset"]["operators"] == [
+        {"name": "length_filter", "args": {"field": "question", "min_chars": 5, "max_chars": 100}},
+        {"name": "deduplicate", "args": {"fields": ["question"]}},
+    ]
+    operators[1]["args"] = {"lowercase": True}
+    with pytest.raises(ConfigError, match=r"operators\[1\].name='document_deduplicator' with lowercase is not"):
+        translate_trinity_file(values)
+
+
+def test_parts_of_algorithms_and_models_without_names_are_resolved():
+    email = translate_trinity_file(find("grpo_email_search/email_search.yaml"))
+    assert email.values["algorithm"]["algorithm_type"] == "rec"
+    assert email.values["algorithm"]["advantage"].endswith("group:compute_multi_step_grpo_advantages")
+    assert list(email.values["auxiliary_models"]) == ["auxiliary_0"]
+    distilled = translate_trinity_file(find("opd_gsm8k/opd_gsm8k.yaml")).values
+    assert "teacher" in distilled["algorithm"] and "auxiliary_models" not in distilled
+    adapter = translate_trinity_file(find("tinker/tinker.yaml")).values["model"]["lora"]
+    assert adapter == {"r": 16, "target_modules": "all-linear"}
+    critic = translate_trinity_file(find("ppo_countdown/countdown.yaml")).values["algorithm"]["critic"]
+    assert critic["learning_rate"] == 1e-5
+
+
+def test_offline_training_is_a_file_of_its_command(tmp_path):
+    pairs = load_preference_file(write(tmp_path, "dpo_humanlike/dpo.yaml"))
+    assert (pairs.algorithm_type, pairs.num_epochs, pairs.max_steps, pairs.max_rows_per_batch) == ("dpo", 2, 200, 64)
+    assert (pairs.trainer.learning_rate, pairs.trainer.schedule, pairs.model.max_model_len) == (5e-7, "cosine", 1536)
+    conversations = load_sft_file(write(tmp_path, "sft_mot/sft.yaml"))
+    assert (conversations.train_dataset.name, conversations.trainer.learning_rate) == ("math", 1e-5)
+    with pytest.raises(ConfigError, match="is a file for `tunesmith sft`"):
+        load_run_file(tmp_path / "run.yaml")

@@ -1,0 +1,143 @@
+"""Settings of environments (`tunesmith.environments`): of a tool agent, or the name of one with tasks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from tunesmith.config.section import Needs, Section, Unused
+
+BUILT_IN_TOOLS = ("python", "calculator", "search")
+"""Tools that are named without a module."""
+
+
+class ToolSection(Section):
+    """One tool of an environment."""
+
+    tool: str
+    """A built-in tool (python, calculator, search), or `module:name` or `file.py:name` of a tool or an async
+    function."""
+    name: str | None = None
+    """Name under which the model calls it; by default the tool's own."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a built-in tool, as in its section; keyword arguments of a function that builds a tool."""
+    max_calls: int | None = Field(default=None, ge=0)
+    """Calls of this tool per rollout; null sets no limit besides `max_calls` of the environment."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a call is cancelled; by default the tool's own. The model reads that its call took too long;
+    for search, which may wait for a server, the rollout becomes a failure instead."""
+    max_result_chars: int | None = Field(default=None, ge=200)
+    """Characters of a result; by default the environment's. python and search have defaults of their own: 4000, and
+    room for all passages."""
+    is_session: Annotated[bool, Needs("tool", "python")] = False
+    """For python: keep variables from call to call, as in a notebook."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_name(cls, values: Any) -> Any:
+        return {"tool": values} if isinstance(values, str) else values
+
+    @model_validator(mode="after")
+    def _check_tool(self) -> Self:
+        if ":" not in self.tool and self.tool not in BUILT_IN_TOOLS:
+            raise ValueError(f"{self.tool!r} is neither a built-in tool ({', '.join(BUILT_IN_TOOLS)}) nor module:name")
+        return self
+
+
+ENVIRONMENT_TASKS = "environment"
+"""The `path` of a data set that stands for the tasks of the named environment."""
+PLAY = "tunesmith.environments:play"
+NAMED = Needs("name")
+AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
+"""Knobs of tool agents alone."""
+TASK_KNOBS = ("name", "args", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
+"""Knobs of environments with tasks."""
+
+
+class EnvironmentSection(Section):
+    """How an agent thinks, calls tools and answers; or, with `name`, an environment that has tasks and rewards."""
+
+    name: str | None = None
+    """Environment with tasks, as `family:member` (`tunesmith environments list`), or `module:Class` or `file.py:Class`
+    of your own; a text in place of the section is its name. Null is a tool agent."""
+    args: Annotated[dict[str, Any], NAMED] = Field(default_factory=dict)
+    """Arguments of the generator, the game or the class."""
+    num_train: Annotated[int, NAMED] = Field(default=1000, ge=1)
+    """Tasks of the split train."""
+    num_test: Annotated[int, NAMED] = Field(default=100, ge=0)
+    """Tasks of the split test; no task is in both splits. With 0, set `eval_datasets: {}`."""
+    seed: Annotated[int, NAMED] = Field(default=0, ge=0, le=10**9)
+    """First seed of the tasks; another one gives other tasks."""
+    max_turns: Annotated[int, NAMED] = Field(default=30, ge=1)
+    """Replies after which an episode ends with the rewards so far."""
+    step_timeout_s: Annotated[float, NAMED] = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds of one `reset`, `step` or `close`, after which the rollout has failed; `rollout.timeout_s` limits the
+    episode."""
+    protocol: Literal["tags", "native"] = "tags"
+    """tags: `<think>`, tool and `<answer>` tags inside one assistant turn; native: the tool calls of the chat
+    template."""
+    tools: tuple[ToolSection, ...] = ()
+    """The tools, each by name or with settings."""
+    prompt: Literal["standard", "brief", "none"] = "standard"
+    """System prompt: standard explains the format with an example; brief only names the tags; none for a model that was
+    fine-tuned on the format."""
+    system_prompt: str | None = None
+    """Text in place of the system prompt; for a tool agent, `{tools}` in it becomes the list of tools."""
+    opening: Annotated[str, Needs("protocol", "tags")] = ""
+    """Text that every assistant turn begins with, such as `<think>`; it is never trained."""
+    max_calls: int = Field(default=6, ge=0)
+    """Tool calls per rollout, of all tools together. A further call is answered with a notice, the next one ends the
+    rollout."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Sampled tokens per rollout, over all model calls; null leaves only the limit of a single model call."""
+    max_result_chars: int = Field(default=4000, ge=200)
+    """Characters of a result that the model reads; the middle of a longer one is left out. The tools python and search
+    have limits of their own, see `tools.max_result_chars`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_name(cls, values: Any) -> Any:
+        return {"name": values} if isinstance(values, str) else values
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.name is not None:
+            self.refuse_knobs(Unused(AGENT_KNOBS, f"{self.name} is no tool agent"), where="environment")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _write_own_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
+        others = TASK_KNOBS if self.name is None else AGENT_KNOBS
+        return {key: value for key, value in write(self).items() if key not in others}
+
+    @field_validator("tools")
+    @classmethod
+    def _check_names(cls, tools: tuple[ToolSection, ...]) -> tuple[ToolSection, ...]:
+        names = [each.name or each.tool for each in tools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two tools have the same name: {', '.join(sorted(names))}; give one of them a name")
+        return tools
+
+
+def add_environment_tasks(values: Any, fields: Mapping[str, Any]) -> Any:
+    """The values of a file with the tasks and the workflow of the environment that it names, where it names none.
+
+    Agents of `serve` run elsewhere, so that its files name their tasks themselves.
+    """
+    if not isinstance(values, Mapping) or values.get("serve") is not None:
+        return values
+    section = values.get("environment")
+    name = section.get("name") if isinstance(section, Mapping) else getattr(section, "name", section)
+    if not isinstance(name, str):
+        return values
+    added: dict[str, Any] = {}
+    if values.get("workflow") is None:
+        added["workflow"] = PLAY
+    if values.get("train_dataset") is None and not values.get("train_datasets"):
+        added["train_dataset"] = {"path": ENVIRONMENT_TASKS}
+    if values.get("eval_datasets") is None:
+        added["eval_datasets"] = {"test": {"path": ENVIRONMENT_TASKS, "split": "test"}}
+    return {**values, **{key: value for key, value in added.items() if key in fields}}

@@ -1,1 +1,0 @@
-"""Knobs of stages of a pipeline that choose data for training."""

@@ -1,0 +1,157 @@
+"""Passages of a corpus, read one by one: JSON Lines, Hugging Face data sets, folders of text files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import DataError, MissingDataError
+from tunesmith.hub import describe_hub_failure, is_path_like, offline_if_unreachable
+from tunesmith.retrieval.settings import IndexSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The unit of search: an id and a text that begins with its title, if it has one."""
+
+    passage_id: str
+    contents: str
+
+
+def iter_row_passages(row: Mapping[str, Any], number: int, settings: IndexSettings, *, where: str) -> Iterator[Passage]:
+    """The passage of a row, or its chunks; `number` is the id of a row without one."""
+    given_id = row.get(settings.id_field)
+    passage_id = str(number) if given_id is None else str(given_id)
+    title, text = _read_texts(row, settings, where=where)
+    if settings.chunk_words is None:
+        yield Passage(passage_id, f"{title}\n{text}" if title else text)
+        return
+    words = text.split()
+    starts = range(0, max(len(words), 1), settings.chunk_words)
+    for index, start in enumerate(starts):
+        chunk = " ".join(words[start : start + settings.chunk_words])
+        yield Passage(f"{passage_id}#{index}", f"{title}\n{chunk}" if title else chunk)
+
+
+def _read_texts(row: Mapping[str, Any], settings: IndexSettings, *, where: str) -> tuple[str, str]:
+    """Title (may be empty) and text of a row."""
+    if settings.text_field is not None:
+        field = settings.text_field
+    else:
+        field = "contents" if isinstance(row.get("contents"), str) else "text"
+    text = row.get(field)
+    if not isinstance(text, str):
+        wanted = f"{field!r}" if settings.text_field is not None else "'contents' or 'text'"
+        raise DataError(
+            f"{where} has no text in {wanted}; its fields are {', '.join(map(str, row)) or 'none'}. Set text_field"
+        )
+    title = row.get("title")
+    return (title if isinstance(title, str) and field != "contents" else ""), text
+
+
+TEXT_SUFFIXES = {".txt", ".md", ".rst"}
+LINES_SUFFIXES = {".jsonl", ".json"}
+TABLE_SUFFIXES = {*LINES_SUFFIXES, ".parquet", ".arrow", ".csv"}
+"""Files of a data set as the hub stores it."""
+
+
+def iter_passages(
+    source: str | Path, settings: IndexSettings, *, name: str | None = None, split: str | None = None
+) -> Iterator[Passage]:
+    """Passages of a JSON Lines file, a folder of text files, a data set in a folder (of `save_to_disk`, or with the
+    files of a hub repository), or a hub id.
+
+    Raises:
+        DataError: the source does not exist, has another form, or a row has no text.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() not in LINES_SUFFIXES:
+            raise DataError(
+                f"{path} is not a .jsonl file; give one, a folder of text files, or a Hugging Face data set"
+            )
+        _refuse_parts(path, name=name, split=split)
+        return _iter_lines(path, settings)
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return _iter_data_set(str(path), settings, name=name, split=split, is_saved=True)
+        paths = sorted(each for each in path.rglob("*") if each.is_file())
+        if any(each.suffix.lower() in TABLE_SUFFIXES for each in paths) and not _find_texts(paths, but="README.md"):
+            return _iter_data_set(str(path), settings, name=name, split=split, is_saved=False)
+        _refuse_parts(path, name=name, split=split)
+        return _iter_folder(path, paths, settings)
+    if is_path_like(str(source)):
+        raise MissingDataError(f"the corpus {str(source)!r} does not exist; give a file, a folder or a hub id")
+    return _iter_data_set(str(source), settings, name=name, split=split, is_saved=False)
+
+
+def _refuse_parts(path: Path, *, name: str | None, split: str | None) -> None:
+    for knob, value in (("name", name), ("split", split)):
+        if value is not None:
+            raise DataError(f"{knob}={value!r} has no effect: {path} is not a Hugging Face data set; leave out {knob}")
+
+
+def _iter_lines(path: Path, settings: IndexSettings) -> Iterator[Passage]:
+    with path.open("rb") as file:  # only \n separates lines: text may contain other Unicode line separators
+        for number, line in enumerate(file):
+            if line.isspace():
+                continue
+            where = f"line {number + 1} of {path}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is not a JSON object")
+            yield from iter_row_passages(row, number, settings, where=where)
+
+
+def _find_texts(paths: list[Path], *, but: str | None = None) -> list[Path]:
+    return [path for path in paths if path.suffix.lower() in TEXT_SUFFIXES and path.name != but]
+
+
+def _iter_folder(folder: Path, files: list[Path], settings: IndexSettings) -> Iterator[Passage]:
+    """Text files below a folder in the order of their paths; the path is the id, the file name the title."""
+    paths = _find_texts(files)
+    if not paths:
+        raise DataError(f"the folder {folder} has no files that end in {', '.join(sorted(TEXT_SUFFIXES))}")
+    for number, path in enumerate(paths):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error}") from error
+        row = {settings.id_field: path.relative_to(folder).as_posix(), "title": path.stem, "text": text}
+        if settings.text_field is not None:
+            row[settings.text_field] = text
+        yield from iter_row_passages(row, number, settings, where=str(path))
+
+
+def _iter_data_set(
+    path: str, settings: IndexSettings, *, name: str | None, split: str | None, is_saved: bool
+) -> Iterator[Passage]:
+    for number, row in enumerate(_iter_rows(path, name=name, split=split or "train", is_saved=is_saved)):
+        yield from iter_row_passages(row, number, settings, where=f"row {number} of {path!r}")
+
+
+def _iter_rows(path: str, *, name: str | None, split: str, is_saved: bool) -> Iterator[Mapping[str, Any]]:
+    from datasets import load_dataset, load_from_disk  # slow to import, and not needed for files
+
+    try:
+        if is_saved:
+            rows: Any = load_from_disk(path)
+            if hasattr(rows, "keys"):
+                rows = rows[split]
+        else:
+            with offline_if_unreachable(path):
+                rows = load_dataset(path, name, split=split, streaming=True)
+        yield from rows
+    except StopIteration as error:
+        raise DataError(f"the data set {path!r} has a file without rows") from error
+    except KeyError as error:
+        raise DataError(f"the data set {path!r} has no split {split!r}; set --split") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if Path(path).is_dir() else describe_hub_failure()
+        raise DataError(f"cannot load the data set {path!r} (split {split!r}): {reason}") from error

@@ -1,1 +1,0 @@
-"""Reading passages: JSON Lines, Hugging Face data sets, folders of text files."""

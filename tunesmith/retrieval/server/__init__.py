@@ -1,1 +1,0 @@
-"""The search server: one index, requests that wait are searched in batches, rankings are cached."""

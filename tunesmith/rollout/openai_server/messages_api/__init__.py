@@ -1,1 +1,0 @@
-"""Anthropic's Messages API as a translation to chat completions and back."""

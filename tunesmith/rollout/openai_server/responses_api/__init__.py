@@ -1,1 +1,0 @@
-"""OpenAI's Responses API as a translation to chat completions and back."""
