@@ -182,7 +182,10 @@ def test_a_missing_file_is_found_without_running_code(values):
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"name": LETTERS, "max_calls": 3}, "max_calls=3 has no effect: games.py:Letters is no tool agent"),
+        (
+            {"name": LETTERS, "max_calls": 3},
+            "environment.max_calls=3 has no effect with name=games.py:Letters: leave out name for a tool agent",
+        ),
         ({"num_train": 3}, "num_train=3 has no effect without name"),
     ],
 )

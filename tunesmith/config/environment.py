@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from tunesmith.config.section import Needs, Section, Unused
+from tunesmith.config.section import Needs, Section
 
 BUILT_IN_TOOLS = ("python", "calculator", "search")
 """Tools that are named without a module."""
@@ -104,7 +104,8 @@ class EnvironmentSection(Section):
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         if self.name is not None:
-            self.refuse_knobs(Unused(AGENT_KNOBS, f"{self.name} is no tool agent"), where="environment")
+            explanation = f"has no effect with name={self.name}: leave out name for a tool agent"
+            self.refuse_knobs(AGENT_KNOBS, explanation, where="environment")
         return self
 
     @model_serializer(mode="wrap")
