@@ -105,9 +105,9 @@ def test_a_burst_without_entropies_is_sampled_from_the_same_graph_as_before() ->
     engine = build_engine("cuda", cuda_decode="graphs")
     first = generate(engine, seeded(Sampling(max_tokens=24, ignore_eos=True)))
     decoder = engine._runner._burst_decoder
-    assert all(not has_entropies for *_, has_entropies in decoder._graphs)
+    assert all(not has_entropies for _, _, has_entropies, _ in decoder._graphs)
     asked = generate(engine, seeded(PLAIN))
-    assert {has_entropies for *_, has_entropies in decoder._graphs} == {True, False}
+    assert {has_entropies for _, _, has_entropies, _ in decoder._graphs} == {True, False}
     assert [one.sampled_ids for one in first] == [one.sampled_ids for one in asked]
     assert first[0].entropies is None and asked[0].entropies is not None
 

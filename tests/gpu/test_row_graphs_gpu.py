@@ -83,15 +83,15 @@ def test_moved_weights_are_captured_again():
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
     for _ in range(3):
         trainer.step(build_samples(8))
-    assert trainer._graphs.num_captured
+    assert trainer._setup.graphs.num_captured
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     trainer.step(build_samples(8))
-    assert not trainer._graphs.num_captured
+    assert not trainer._setup.graphs.num_captured
     for _ in range(2):
         trainer.step(build_samples(8))
-    assert trainer._graphs.num_captured
+    assert trainer._setup.graphs.num_captured
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
@@ -102,6 +102,6 @@ def test_rows_are_not_captured_while_an_autograd_graph_is_referenced(caplog):
     kept = [parameter.clone() for parameter in model.parameters()]
     losses = [trainer.step(build_samples(8))["train/loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
-    assert not trainer._graphs.num_captured
+    assert not trainer._setup.graphs.num_captured
     assert "an output of the model with a pending backward" in caplog.text
     del kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_a_killed_fine_tuning_resumes_from_its_checkpoint(kept):
     committed = load_metrics(kept / "sft/metrics.jsonl")[:2]
     refused = run("sft", "sft.yaml", "--out", "sft", "--set", "num_epochs=2", expected_status=1)
     assert f"{kept / 'sft'} was made with other settings: num_epochs was 8, is 2. Restore them" in refused
-    assert "24 steps on 6 rows" in run("sft", "sft.yaml", "--out", "sft")
+    assert re.search(r"steps +24 on 6 rows", run("sft", "sft.yaml", "--out", "sft"))
     metrics = load_metrics(kept / "sft/metrics.jsonl")
     assert metrics[:2] == committed and [row["step"] for row in metrics] == list(range(1, 25))
     assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
@@ -75,7 +76,7 @@ def test_a_killed_fine_tuning_resumes_from_its_checkpoint(kept):
 
 def test_a_finished_training_returns_its_result(kept):
     before = (kept / "prefer/metrics.jsonl").read_text()
-    assert "6 steps on 6 rows, loss 0.6926" in run("prefer", "prefer.yaml", "--out", "prefer")
+    assert re.search(r"steps +6 on 6 rows\n +loss +0.6926", run("prefer", "prefer.yaml", "--out", "prefer"))
     assert (kept / "prefer/metrics.jsonl").read_text() == before
     refused = run("prefer", "prefer.yaml", "--out", "prefer", "--set", "num_epochs=2", expected_status=1)
     assert "was made with other settings: num_epochs was 1, is 2" in refused

@@ -173,7 +173,7 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
     original = Dispatcher.evaluate
 
     async def die_at_the_second_batch(dispatcher, tasks, **options):
-        measured.append(tasks[0].row["place"])
+        measured.append(tasks[0].task.row["place"])
         if len(measured) == 2:
             raise KeyboardInterrupt
         return await original(dispatcher, tasks, **options)

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from tunesmith import JudgeOutput, WorkflowOutput
-from tunesmith.et_agent.flywheel.roles import CheckFinding, StepDraft
+from tunesmith.et_agent.flywheel.roles import Finding, StepDraft
 
 CALLS = count(1)
 
@@ -37,7 +37,7 @@ async def search(query: str) -> str:
 
 
 def analyst(request):
-    return CheckFinding(step=len(request.steps), reason="It is odd.")
+    return Finding(step=len(request.steps), reason="It is odd.")
 
 
 def author(request):

@@ -125,9 +125,9 @@ class DecodeGraphs:
         )
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
-        self._graphs: GraphStore[None] = GraphStore(model)
+        self._graphs: GraphStore[DecodeWork] = GraphStore(model)
         """Keys: the number of rows, whether some row is truncated, whether some row asks for entropies, and how
-        attention is divided."""
+        attention is divided. Values: the items of attention, which each replay lists again."""
         self._hidden_graphs: HiddenGraphs | None = None
         """Graphs for requests that the host samples; built when the first one comes."""
         self._prefill_graphs: PrefillGraphs | None = None
@@ -223,11 +223,11 @@ class DecodeGraphs:
             )
             first += len(hidden_NC)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[DecodeWork]:
         key = (size, has_truncation, has_entropies, kind)
         return self._graphs.find(key) or self._capture(*key)
 
-    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[None]:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[DecodeWork]:
         """Capture a step on padding rows while the device is idle."""
         # the last launch may still copy from the pinned staging buffer, which is padded now
         torch.cuda.synchronize()
@@ -240,12 +240,13 @@ class DecodeGraphs:
         work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
         plan = build_decode_plan(self._cache, self._block_table[:size], work)
 
-        def run_step() -> None:
+        def run_step() -> DecodeWork:
             list_items(work)
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
             sample_next_tokens(
                 compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation, has_entropies=has_entropies
             )
+            return work  # nothing else holds these tensors, whose addresses are in the graph
 
         with self.installed():
             graph = self._graphs.capture((size, has_truncation, has_entropies, kind), run_step)

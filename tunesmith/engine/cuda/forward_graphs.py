@@ -78,8 +78,9 @@ class HiddenGraphs:
         self._host_division_7S = torch.zeros((7, num_slots), dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
         """Recorded after the last copy from the host buffers."""
-        self._graphs: GraphStore[Tensor] = GraphStore(context.model)
-        """Keys: the batch size, and how attention is divided; each writes hidden states [R, C]."""
+        self._graphs: GraphStore[tuple[Tensor, DecodeWork]] = GraphStore(context.model)
+        """Keys: the batch size, and how attention is divided. Each writes hidden states [R, C]; the items of attention
+        are kept with it."""
 
     def compute(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
@@ -95,7 +96,8 @@ class HiddenGraphs:
             self._fill(spans, token_ids, size)
         self._copy(size, division)
         self._copied.record()
-        return graph.replay()[: len(spans)]
+        hidden_RC, _ = graph.replay()
+        return hidden_RC[: len(spans)]
 
     def _fill(self, spans: Sequence[Span], token_ids: Sequence[int], size: int) -> None:
         integers, table = self._host_integers_2S.numpy(), self._host_table_SP.numpy()
@@ -113,7 +115,7 @@ class HiddenGraphs:
             division.fill(self._host_division_7S.numpy())
             self._division_7S.copy_(self._host_division_7S, non_blocking=True)
 
-    def _capture(self, size: int, kind: Kind) -> CapturedGraph[Tensor]:
+    def _capture(self, size: int, kind: Kind) -> CapturedGraph[tuple[Tensor, DecodeWork]]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         context = self._context
@@ -124,9 +126,10 @@ class HiddenGraphs:
         work = DecodeWork.allocate(context.divider, kind, positions_R, self._division_7S)
         plan = build_decode_plan(context.cache, self._block_table_SP[:size], work)
 
-        def run_step() -> Tensor:
+        def run_step() -> tuple[Tensor, DecodeWork]:
             list_items(work)
-            return run_body(context.model, ids_R[None], positions_R[None], plan)[0]
+            # nothing else holds the tensors of `work`, whose addresses are in the graph
+            return run_body(context.model, ids_R[None], positions_R[None], plan)[0], work
 
         with context.installed():
             return self._graphs.capture((size, kind), run_step)

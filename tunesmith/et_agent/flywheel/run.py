@@ -24,7 +24,7 @@ from tunesmith.config import FlywheelConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.errors import DataError
-from tunesmith.et_agent.flywheel.crew import Batch, Crew, check_roles, load_crew, load_role_functions
+from tunesmith.et_agent.flywheel.crew import AttemptBatch, Crew, check_roles, load_crew, load_role_functions
 from tunesmith.et_agent.flywheel.journal import OUTCOMES, AttemptPlan, Attempts, Record
 from tunesmith.et_agent.flywheel.state import QuestionState, find_fresh_records, is_correct, plan_iteration
 from tunesmith.et_agent.selection.rows import write_rows
@@ -114,7 +114,7 @@ async def sample_batch(
     plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
 ) -> list[Record]:
     """Make the attempts of a batch; returns them in order."""
-    batch = Batch(crew=crew, plans=plans, states=states)
+    batch = AttemptBatch(crew=crew, plans=plans, states=states)
     agent = replace(actors.agent, workflow=batch.make, judge=None)
     async with build_evaluator(replace(actors, agent=agent, model=batch, auxiliary_models={})) as dispatcher:
         groups = await dispatcher.evaluate(batch.list_requests(), max_failure_rate=crew.config.rollout.max_failure_rate)

@@ -64,7 +64,11 @@ class GraphStore(Generic[Output]):
         self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
 
     def capture(self, key: Hashable, run: Callable[[], Output], *, num_warmups: int = 2) -> CapturedGraph[Output]:
-        """Run a function to warm up, then capture it; its inputs are the tensors that it reads, at their addresses."""
+        """Run a function to warm up, then capture it; its inputs are the tensors that it reads, at their addresses.
+
+        The store keeps what the function returns, but not the function: the output must hold every tensor that the
+        graph reads and that nobody else keeps.
+        """
         # The first run compiles kernels, and libraries create handles and workspaces: nothing of that may be captured.
         # It is on a side stream, as torch asks for before a capture.
         if num_warmups:
