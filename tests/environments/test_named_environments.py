@@ -16,6 +16,7 @@ from tunesmith.config import EvalConfig
 from tunesmith.environments import Environment
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
+from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_config import build_config, build_section, dump_config, load_config
 from tunesmith.runs.load_function import load_environment, load_functions, load_run_tasks
 from tunesmith.types import WorkflowOutput
@@ -93,6 +94,16 @@ def test_a_saved_config_is_read_back_to_the_same(values, tmp_path):
     config = build_config(values)
     (tmp_path / "saved.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_a_run_resumes_and_refuses_another_environment(values):
+    tune(build_config(values))
+    longer = values | {"total_steps": 2, "continue_from_checkpoint": True}
+    other = {**values["environment"], "seed": 9}
+    with pytest.raises(ConfigError, match=r"environment\.seed was 0, is 9"):
+        tune(build_config(longer | {"environment": other}))
+    result = tune(build_config(longer))
+    assert [row["step"] for row in load_metrics(result.folder / "metrics.jsonl") if row["kind"] == "train"] == [1, 2]
 
 
 def test_rewards_of_steps_reach_gigpo(values):

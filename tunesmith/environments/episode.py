@@ -173,8 +173,8 @@ class TaskEnvironment:
 
 
 def find_split(identity: str) -> str:
-    """The split of a task: half of all tasks are held out."""
-    return "test" if hashlib.sha256(identity.encode()).digest()[0] % 2 else "train"
+    """The split of a task: one in four is held out."""
+    return "train" if hashlib.sha256(identity.encode()).digest()[0] % 4 else "test"
 
 
 def count_open_sessions() -> int:
