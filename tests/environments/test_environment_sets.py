@@ -122,8 +122,10 @@ def test_an_answer_on_which_the_scorer_raises_is_worth_nothing():
 
 @reasoning_gym
 def test_the_mixture_leaves_out_generators_that_pay_for_nonsense():
-    environment = load_set("reasoning_gym", {})
-    given = {environment.create()._questions.find(seed)[1]["metadata"]["source_dataset"] for seed in range(102)}
+    from tunesmith.environments.sets.reasoning_gym import load_questions
+
+    find = load_questions("", "{}").find
+    given = {find(seed)[1]["metadata"]["source_dataset"] for seed in range(102)}
     assert len(given) > 95
     assert not given & {"game_of_life_halting", "palindrome_generation", "propositional_logic", "sentence_reordering"}
 
