@@ -1,7 +1,7 @@
 """The roles of a flywheel, loaded once: models with their engines, functions, the judge, and the environment.
 
-An attempt is a rollout whose workflow is `AttemptBatch.make`. A model in a role has a session of its own in each attempt,
-with a seed of its own; requests carry their sampling parameters, so nothing is shared between attempts.
+An attempt is a rollout whose workflow is `AttemptBatch.make`. A model in a role has a session of its own in each
+attempt, with a seed of its own; requests carry their sampling parameters, so nothing is shared between attempts.
 """
 
 from __future__ import annotations
