@@ -18,7 +18,8 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_config import build_config, build_section, dump_config, load_config
-from tunesmith.runs.load_function import load_environment, load_functions, load_run_tasks
+from tunesmith.runs.load_function import load_environment, load_functions
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.types import WorkflowOutput
 
 GAMES = """

@@ -21,9 +21,10 @@ from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, r
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.group import build_requests
-from tunesmith.runs.load_function import load_functions, load_run_tasks
+from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.runs.result import Result
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import Journal, load_json_lines, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType

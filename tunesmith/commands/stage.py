@@ -17,8 +17,9 @@ from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import DatasetSection, EnvironmentSection, ModelSection, RunConfig, SourceSection
 from tunesmith.model.load import resolve_device
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.runs.load_function import has_environment_tasks, load_functions, load_run_tasks
+from tunesmith.runs.load_function import has_environment_tasks, load_functions
 from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.load import load_preview
 
 TABLES = "tables"

@@ -12,19 +12,18 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config import DatasetSection, EnvironmentSection, PythonToolSection, RunConfig, ToolSection
-from tunesmith.config.environment import ENVIRONMENT_TASKS, PLAY
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.config.environment import ENVIRONMENT_TASKS
+from tunesmith.errors import ConfigError
 from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
 from tunesmith.runs.load_config import build_section
-from tunesmith.tasks.load import load_tasks
 from tunesmith.tools.tool import Tool
-from tunesmith.types import JudgeType, Task, WorkflowType
+from tunesmith.types import JudgeType, WorkflowType
 
 if TYPE_CHECKING:
     from tunesmith.environments.environment import Environment
@@ -158,38 +157,6 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
 def has_environment_tasks(config: RunConfig, dataset: DatasetSection) -> bool:
     """Whether a data set stands for the tasks of the run's environment."""
     return config.environment.name is not None and dataset.path == ENVIRONMENT_TASKS
-
-
-def check_environment_rows(tasks: Sequence[Task], name: str, *, path: str) -> None:
-    """Refuse rows of a file that are no tasks of an environment of a family; own ones read any rows."""
-    from tunesmith.environments.sets import FAMILIES  # deferred as in load_environment
-
-    if name.partition(":")[0] not in FAMILIES:
-        return
-    for task in tasks:
-        if (found := task.row.get("environment")) != name or not isinstance(task.row.get("seed"), int):
-            of = "no environment" if found is None else f"environment {found!r}"
-            raise DataError(
-                f"row {task.index} of {path!r} is a task of {of}, not of {name!r}: leave out the data set, or give one "
-                "that a run with this environment wrote"
-            )
-
-
-def load_run_tasks(config: RunConfig, dataset: DatasetSection, *, name: str) -> list[Task]:
-    """`load_tasks` for a data set of a run, which may stand for the tasks of the run's environment."""
-    section = config.environment
-    if not has_environment_tasks(config, dataset):
-        tasks = load_tasks(dataset, name=name)
-        if section.name is not None and config.workflow == PLAY:
-            check_environment_rows(tasks, section.name, path=dataset.path)
-        return tasks
-    numbers = {"train": section.num_train, "test": section.num_test}
-    if dataset.split not in numbers:
-        raise ConfigError(f"split={dataset.split!r}: the splits of environment {section.name!r} are train and test")
-    if not (number := numbers[dataset.split]):
-        raise ConfigError("environment.num_test=0 leaves no held-out task: raise it, or set eval_datasets={}")
-    rows = load_task_environment(config).list_rows(dataset.split, number=number, seed=section.seed)
-    return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
 
 
 def load_tool(section: ToolSection) -> Tool:

@@ -23,8 +23,9 @@ from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_config import change_section
-from tunesmith.runs.load_function import load_functions, load_run_tasks
+from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy, load_actors
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
 
 

@@ -24,8 +24,9 @@ from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.extra_models import check_extra_models, check_sharded_models
-from tunesmith.runs.load_function import load_component, load_function, load_run_tasks
+from tunesmith.runs.load_function import load_component, load_function
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.contamination import count_shared_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
