@@ -344,13 +344,16 @@ def export(
     formats: Sequence[str] | None = None,
     gguf_types: Sequence[str] | None = None,
     name: str | None = None,
+    push: str | None = None,
+    is_public: bool = False,
     overrides: Sequence[str] = (),
 ) -> ExportResult:
     """Export a model to the folder `out` as a Hugging Face folder ("hf"), PEFT adapter ("adapter") or GGUF files
     ("gguf"), and verify each against the source.
 
     `model` is the folder of a model, adapter or run (its last checkpoint), a hub id, or an ExportSection with all
-    settings, which the other arguments override.
+    settings, which the other arguments override. `push` uploads the format hf, or adapter if there is no other, to the
+    hub as OWNER/NAME, private unless `is_public`.
     """
     given = {"formats": formats, "gguf_types": gguf_types, "name": name}
     changes = {key: value for key, value in given.items() if value is not None}
@@ -358,7 +361,7 @@ def export(
         settings = change_section(model, overrides, values=changes)
     else:
         settings = load_section(ExportSection, None, overrides, values={"path": str(model), **changes})
-    return run_export(settings, out_dir=Path(out))
+    return run_export(settings, out_dir=Path(out), push=push, is_public=is_public)
 
 
 def run_pipeline(

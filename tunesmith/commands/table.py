@@ -476,6 +476,8 @@ COMMANDS: tuple[Command, ...] = (
                 key="gguf_types",
             ),
             Option("name", "Model name, for the model card and the GGUF files.", key="name"),
+            Option("push", "Upload hf, or else adapter, to the hub; private.", metavar="OWNER/NAME"),
+            Option("is_public", "Let everybody read what --push uploads.", type=bool, flag="--public"),
             replace(OVERRIDES, help="Override an export setting, e.g. --set license=mit."),
             DEBUG,
         ),
@@ -541,6 +543,19 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.commands.environments:show_environment",
+    ),
+    Command(
+        name="model convert",
+        help="Convert a GGUF file to a Hugging Face model folder, which can be trained, and verify it.",
+        options=(
+            argument("path", "The .gguf file."),
+            Option("out_dir", "New output folder.", default=REQUIRED, flag="--out"),
+            Option("dtype", "Data type of the weights: float32 or bfloat16.", default="float32"),
+            Option("chat_template", "Jinja file, for a file without a chat template."),
+            DEBUG,
+        ),
+        run="tunesmith.commands.export.convert:convert_gguf",
+        first_line="loading libraries",
     ),
     Command(
         name="demo",
