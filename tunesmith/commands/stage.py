@@ -19,8 +19,9 @@ from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import DatasetSection, EnvironmentSection, ModelSection, RunConfig, SourceSection
 from tunesmith.model.load import resolve_device
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.load_function import has_environment_tasks, load_functions
 from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.load import load_preview
 
 TABLES = "tables"
@@ -98,7 +99,11 @@ def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
     if judge is not None:
         check_judge_function(judge)
     check_models(config.model, models)
-    check_data([*config.training_sets.values(), *config.eval_datasets.values()])
+    for dataset in (*config.training_sets.values(), *config.eval_datasets.values()):
+        if has_environment_tasks(config, dataset):
+            load_run_tasks(config, dataset, name="check")
+        else:
+            check_data([dataset])
 
 
 def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:

@@ -16,7 +16,7 @@ from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.engine import EngineSection
-from tunesmith.config.environment import EnvironmentSection
+from tunesmith.config.environment import EnvironmentSection, add_environment_tasks
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout import BranchingSection, RolloutSection
@@ -53,7 +53,8 @@ class DatasetSection(DataSection):
     """A data set of tasks."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id."""
+    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id; in a
+    file whose `environment` has a name, `environment` stands for its tasks."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
     fields: dict[str, Any] = Field(default_factory=dict)
@@ -251,7 +252,8 @@ class RunConfig(Section):
     to bound the number of files; 1 keeps one file per step."""
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
-    `environment`."""
+    `environment`; or the name of an environment, whose tasks, workflow and rewards the file then has unless it names
+    its own."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: Annotated[DatasetSection | None, Unused(("weight",), "there is one set to draw from")] = None
@@ -288,6 +290,11 @@ class RunConfig(Section):
             trainer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
             self.__dict__["trainer"] = trainer
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_environment_tasks(cls, values: Any) -> Any:
+        return add_environment_tasks(values, cls.model_fields)
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:
