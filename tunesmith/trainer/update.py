@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.corrections import compute_correction_weights
-from tunesmith.algorithms.scores import Need, TokenInputs
-from tunesmith.algorithms.token_selection import find_top_entropy_tokens
+from tunesmith.algorithms.scores import Need, TokenInputs, compute_token_weights
+from tunesmith.algorithms.sequence_terms import compute_correction_weights, find_top_entropy_tokens
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import TrainerSection
 from tunesmith.experience.trie import Trie

@@ -11,9 +11,10 @@ import torch
 from token_batches import build_scores
 from tunesmith.algorithms.advantages.group import RunOutcome, compute_bnpo_advantages, fit_beta
 from tunesmith.algorithms.advantages.returns import compute_gae, compute_ppo_terms, compute_reinforce_plus_plus_terms
-from tunesmith.algorithms.losses.bounded_ratio import (
+from tunesmith.algorithms.losses.clipped import (
     compute_cispo_losses,
     compute_gspo_losses,
+    compute_rec_losses,
     compute_sapo_losses,
     compute_sppo_losses,
 )
@@ -24,7 +25,6 @@ from tunesmith.algorithms.losses.expert_mixture import (
     compute_mix_terms,
 )
 from tunesmith.algorithms.losses.preference import compute_kto_terms
-from tunesmith.algorithms.losses.reinforce import compute_rec_losses
 from tunesmith.algorithms.scores import TokenScores
 from tunesmith.algorithms.sequence_terms import compute_m2po_terms, compute_rloo_terms, compute_topr_terms
 

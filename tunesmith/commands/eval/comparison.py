@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from tunesmith.commands.eval.behavior import MEASURES
+from tunesmith.commands.eval.results import MEASURES
 from tunesmith.commands.eval.sample_scores import (
     REWARD,
     SAMPLE_STATS,

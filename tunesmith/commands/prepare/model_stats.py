@@ -12,8 +12,7 @@ from typing import Any
 
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.prepare.calculator_agent import calculator_agent
-from tunesmith.commands.prepare.rows import DroppedRows, RowCandidate
-from tunesmith.commands.prepare.trajectories import Style
+from tunesmith.commands.prepare.rows import DroppedRows, RowCandidate, Style
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, TokensSection
 from tunesmith.errors import DataError

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.commands.run.plan import PlannedStage
+from tunesmith.commands.run.config import PlannedStage
 from tunesmith.commands.stage import StageResult
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.errors import StorageError

@@ -18,9 +18,8 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.commands.references import StageReference
-from tunesmith.commands.run.config import PipelineConfig
+from tunesmith.commands.run.config import PipelineConfig, PlannedStage, StageSelection, plan_stages
 from tunesmith.commands.run.folder import CONFIG_FILE, PipelineFolder, State
-from tunesmith.commands.run.plan import PlannedStage, StageSelection, plan_stages
 from tunesmith.commands.run.report import PipelineResult, load_pipeline_result, save_report
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.commands.table import STAGES, import_named

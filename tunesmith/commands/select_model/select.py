@@ -16,21 +16,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunesmith.commands.candidates.models import (
+from tunesmith.commands.candidates import (
     Candidate,
+    MeasuredModel,
+    RunLimits,
     build_candidates,
     check_candidate,
+    count_failures,
+    counted_calls,
+    find_problem,
+    get_usage,
+    list_run_causes,
     load_candidate,
     load_fixed_tasks,
-)
-from tunesmith.commands.candidates.runs import (
-    RunLimits,
-    count_failures,
-    find_problem,
-    list_run_causes,
     run_agent,
 )
-from tunesmith.commands.candidates.usage import MeasuredModel, counted_calls, get_usage
 from tunesmith.commands.eval.compare import release_memory
 from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
 from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
