@@ -20,7 +20,7 @@ from tunesmith.commands import pass_rate
 from tunesmith.commands.check.run import check
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
 from tunesmith.commands.eval.compare import run_comparison
-from tunesmith.commands.eval.comparison_table import EvalResult
+from tunesmith.commands.eval.comparison import EvalResult
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.commands.pass_rate import PassRates

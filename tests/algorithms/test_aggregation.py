@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
+from tunesmith.algorithms.losses.policy import compute_ppo_clip_losses
 from tunesmith.algorithms.scores import TokenScores, compute_token_weights
 
 

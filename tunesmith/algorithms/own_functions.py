@@ -1,13 +1,11 @@
-"""Advantage and loss functions of users: their place in the table's entry, their signatures, and checked advantages.
+"""Advantage and loss functions of users: their place in the table's entry, their signatures, and their checks.
 
-An own function replaces that of `algorithm_type`; the entry's other parts stay. The checks of own losses are in
-`loss_contract.py`.
+An own function replaces that of `algorithm_type`; the entry's other parts stay.
 
-Checks of an own loss function on random tokens in float64, before a model loads.
-
-The loss of a token must be finite, differentiable by its logprob, and a function of that token alone, so that the
-gradient does not depend on how tokens are packed. The gradient is compared with finite differences in which detached
-values are held fixed: `detach()` in a loss is allowed.
+An own loss is computed on random tokens in float64 before a model loads. The loss of a token must be finite,
+differentiable by its logprob, and a function of that token alone, so that the gradient does not depend on how tokens
+are packed. The gradient is compared with finite differences in which detached values are held fixed: `detach()` in a
+loss is allowed.
 
 Axes: N random tokens, in sequences of equal length.
 """

@@ -5,16 +5,12 @@ the algorithm's function of all tokens (`compute_terms` in the table: sequence r
 and correction. After that the loss of a token depends on that token alone, so the gradient does not depend on how
 tokens are split into rows and chunks. The loss pass adds the logprobs of its forward: `TokenScores`.
 
+The loss of the batch is the sum of weight times token loss. The weights of the aggregation are computed before the
+forward pass, from counts over the whole batch. A sequence is a trajectory: its samples, branches included, count as
+one, and only its sampled tokens count.
+
 Axes: E trained tokens of the update, ordered by sequence, sample, time. Q sequences, each one trajectory. N tokens of a
 chunk.
-
-Loss aggregation: one weight per token, computed before the forward pass.
-
-The loss of the batch is the sum of weight times token loss. Weights are computed from counts over the whole batch, so
-the gradient does not depend on rows, chunks, ranks or padding. A sequence is a trajectory: its samples, branches
-included, count as one, and only its sampled tokens count.
-
-Axes: E trained tokens of the batch.
 """
 
 from __future__ import annotations

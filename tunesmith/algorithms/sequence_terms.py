@@ -1,23 +1,17 @@
 """Terms that depend on whole sequences or on the whole update: sequence ratios, masks, a KL in the reward.
 
+Corrections are importance weights and masks between the policy that sampled a token and the policy at the start of the
+step, the *proximal* policy (Hilton et al., 2022, "Batch size-invariance for policy optimization", section 3). The two
+differ for replayed groups of earlier steps, and where sampler and trainer round differently. Truncated weights bound
+the variance at the price of a bias (Ionides, 2008); the ratio in the loss is then that of the policy and the proximal
+policy. A mask removes tokens whose ratio is out of bounds and leaves the ratio in the loss as it is.
+
+Tokens are also selected by statistics over the whole update: covariance of logprob and advantage, or entropy. Tokens
+are ordered by sequence, and ties are broken by that order, so a selection does not depend on rows, chunks or prefix
+sharing.
+
 Axes: E trained tokens of one update, Q sequences. M tokens that a clip could stop. d is the log-ratio of policy
 and old policy at a token.
-
-Importance weights and masks between the policy that sampled a token and the policy at the start of the step.
-
-The latter is the *proximal* policy (Hilton et al., 2022, "Batch size-invariance for policy optimization", section 3).
-The two differ for replayed groups of earlier steps, and where sampler and trainer round differently. Truncated weights
-bound the variance at the price of a bias (Ionides, 2008); the ratio in the loss is then that of the policy and the
-proximal policy. A mask removes tokens whose ratio is out of bounds and leaves the ratio in the loss as it is.
-
-Axes: E trained tokens of one update, Q sequences.
-
-Selects tokens by statistics over all tokens of an update: covariance of logprob and advantage, or entropy.
-
-Statistics are over the whole update, tokens are ordered by sequence, and ties are broken by that order, so a selection
-does not depend on rows, chunks or prefix sharing.
-
-Axes: E trained tokens of one update.
 """
 
 from __future__ import annotations

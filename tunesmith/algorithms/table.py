@@ -14,7 +14,7 @@ from typing import Any
 from tunesmith.algorithms import sequence_terms
 from tunesmith.algorithms.advantages import baselines, group, returns
 from tunesmith.algorithms.advantages.group import Advantages
-from tunesmith.algorithms.losses import clipped, expert_mixture, preference
+from tunesmith.algorithms.losses import policy, preference
 from tunesmith.algorithms.scores import Aggregation, Need, TokenInputs, TokenLosses, keep_advantages
 
 
@@ -35,7 +35,7 @@ class AlgorithmEntry:
 
     compute_advantages: Callable[..., Advantages] | None = group.compute_grpo_advantages
     """None for algorithms that train on given completions, without rewards."""
-    compute_losses: Callable[..., TokenLosses] = clipped.compute_ppo_clip_losses
+    compute_losses: Callable[..., TokenLosses] = policy.compute_ppo_clip_losses
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the algorithm that differ from those of the loss function."""
     aggregation: Aggregation = "token-mean"
@@ -84,47 +84,45 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "reinforce": AlgorithmEntry(
         compute_advantages=baselines.compute_reinforce_advantages,
-        compute_losses=clipped.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "opo": AlgorithmEntry(
         compute_advantages=baselines.compute_opo_advantages,
-        compute_losses=clipped.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
         needs_current_weights=True,
         reads_tokens=True,
     ),
-    "cispo": AlgorithmEntry(compute_losses=clipped.compute_cispo_losses),
+    "cispo": AlgorithmEntry(compute_losses=policy.compute_cispo_losses),
     "gspo": AlgorithmEntry(
         compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=clipped.compute_gspo_losses,
+        compute_losses=policy.compute_gspo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
         needs_sequences=True,
     ),
-    "sapo": AlgorithmEntry(compute_losses=clipped.compute_sapo_losses, aggregation="seq-mean-token-mean"),
+    "sapo": AlgorithmEntry(compute_losses=policy.compute_sapo_losses, aggregation="seq-mean-token-mean"),
     "sppo": AlgorithmEntry(
-        compute_advantages=baselines.compute_opmd_advantages, compute_losses=clipped.compute_sppo_losses
+        compute_advantages=baselines.compute_opmd_advantages, compute_losses=policy.compute_sppo_losses
     ),
-    "importance_sampling": AlgorithmEntry(
-        compute_losses=clipped.compute_importance_sampling_losses, is_on_policy=False
-    ),
+    "importance_sampling": AlgorithmEntry(compute_losses=policy.compute_importance_sampling_losses, is_on_policy=False),
     "m2po": AlgorithmEntry(
         compute_terms=sequence_terms.compute_m2po_terms,
-        compute_losses=clipped.compute_importance_sampling_losses,
+        compute_losses=policy.compute_importance_sampling_losses,
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
     ),
     "opmd": AlgorithmEntry(
         compute_advantages=baselines.compute_opmd_advantages,
-        compute_losses=clipped.compute_opmd_losses,
+        compute_losses=policy.compute_opmd_losses,
         is_on_policy=False,
     ),
     "asymre": AlgorithmEntry(
         compute_advantages=baselines.compute_asymre_advantages,
-        compute_losses=clipped.compute_opmd_losses,
+        compute_losses=policy.compute_opmd_losses,
         loss_args={"tau": 0.0},
         is_on_policy=False,
         is_group_relative=False,
@@ -133,7 +131,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "topr": AlgorithmEntry(
         compute_advantages=baselines.compute_reinforce_advantages,
         compute_terms=sequence_terms.compute_topr_terms,
-        compute_losses=clipped.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
@@ -144,7 +142,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "rec": AlgorithmEntry(
         compute_advantages=baselines.compute_rec_advantages,
         compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=clipped.compute_rec_losses,
+        compute_losses=policy.compute_rec_losses,
         find_needs=find_rec_needs,
         is_on_policy=False,
         reads_tokens=True,
@@ -152,7 +150,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "raft": AlgorithmEntry(
         compute_advantages=baselines.compute_raft_advantages,
-        compute_losses=clipped.compute_sft_losses,
+        compute_losses=policy.compute_sft_losses,
         is_on_policy=False,
         is_group_relative=False,
         drops_equal_rewards=False,
@@ -197,26 +195,26 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "dppo_tv": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
-        compute_losses=clipped.compute_dppo_tv_losses,
+        compute_losses=policy.compute_dppo_tv_losses,
         aggregation="seq-mean-token-sum-norm",
         is_on_policy=False,
     ),
     "dppo_kl": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
-        compute_losses=clipped.compute_dppo_kl_losses,
+        compute_losses=policy.compute_dppo_kl_losses,
         aggregation="seq-mean-token-sum-norm",
         is_on_policy=False,
     ),
     "gmpo": AlgorithmEntry(
         compute_terms=sequence_terms.compute_gmpo_terms,
-        compute_losses=clipped.compute_gmpo_losses,
+        compute_losses=policy.compute_gmpo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
         needs_sequences=True,
     ),
     "luspo": AlgorithmEntry(
         compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=clipped.compute_gspo_losses,
+        compute_losses=policy.compute_gspo_losses,
         loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
@@ -225,7 +223,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "vespo": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
         compute_terms=sequence_terms.compute_vespo_terms,
-        compute_losses=clipped.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
@@ -235,28 +233,28 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "clip_cov": AlgorithmEntry(compute_terms=sequence_terms.compute_clip_cov_terms, needs=frozenset({"logprobs"})),
     "kl_cov": AlgorithmEntry(
         compute_terms=sequence_terms.compute_kl_cov_terms,
-        compute_losses=clipped.compute_kl_cov_losses,
+        compute_losses=policy.compute_kl_cov_losses,
         needs=frozenset({"logprobs"}),
     ),
     "aepo": AlgorithmEntry(
         compute_advantages=group.compute_multi_step_grpo_advantages,
-        compute_terms=clipped.compute_aepo_terms,
-        compute_losses=clipped.compute_aepo_losses,
+        compute_terms=policy.compute_aepo_terms,
+        compute_losses=policy.compute_aepo_losses,
         needs=frozenset({"entropies"}),
     ),
     "mix": AlgorithmEntry(
-        compute_terms=expert_mixture.compute_mix_terms,
-        compute_losses=expert_mixture.compute_mix_losses,
+        compute_terms=policy.compute_mix_terms,
+        compute_losses=policy.compute_mix_losses,
         needs=frozenset({"experts"}),
     ),
     "mix_chord": AlgorithmEntry(
-        compute_terms=expert_mixture.compute_chord_terms,
-        compute_losses=expert_mixture.compute_chord_losses,
+        compute_terms=policy.compute_chord_terms,
+        compute_losses=policy.compute_chord_losses,
         needs=frozenset({"experts"}),
     ),
-    "sft": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_losses),
-    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_is_losses),
-    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_phi_losses),
+    "sft": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_losses),
+    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_is_losses),
+    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_phi_losses),
     "dpo": AlgorithmEntry(
         compute_advantages=None,
         compute_terms=preference.compute_dpo_terms,

@@ -1,16 +1,14 @@
-"""The model that a workflow receives, from any of its descriptions: a chat model, a server's model, or weights.
+"""Models and prompts under comparison: loading them, running the agent on tasks with them, and what the runs used.
 
-Weights are loaded into an engine of their own, with sessions that record tokens. A chat model of the caller is used as
-it is.
+A workflow receives its model from any description: a chat model, a server's model, or weights, which are loaded into an
+engine of their own, with sessions that record tokens. A chat model of the caller is used as it is. The agent runs once
+on each task; what failed is counted, never scored.
 
-Runs the agent once on each task with a model; what failed is counted, never scored.
-
-Time and tokens of one run of a workflow.
-
-Of a model in this process, the recorded turns are counted. Of other chat models, the calls of the model object: its
-class is replaced by a subclass while it is measured, so that the object stays the caller's. Replies of AgentScope
-(`input_tokens`, `output_tokens`) and of OpenAI's client (`prompt_tokens`, `completion_tokens`) state their usage.
-Tokens are unknown, not 0, if a reply states none or if the workflow calls the model in another way.
+Time and tokens are those of one run of a workflow. Of a model in this process, the recorded turns are counted. Of other
+chat models, the calls of the model object: its class is replaced by a subclass while it is measured, so that the object
+stays the caller's. Replies of AgentScope (`input_tokens`, `output_tokens`) and of OpenAI's client (`prompt_tokens`,
+`completion_tokens`) state their usage. Tokens are unknown, not 0, if a reply states none or if the workflow calls the
+model in another way.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ A reference to a group of two rollouts, one of which failed:
 
     GroupReference(run_indices=(0, 1), num_turns=(3, 1), rewards=(1.0, None), metrics=({"steps": 3.0}, {}),
                    failures=(None, Failure(where="judge", message="no verdict")))
-
-Work of training a group, without building its samples.
 """
 
 from __future__ import annotations

@@ -7,22 +7,16 @@ statistics of its group. Rollouts on disk and the selector's feedback use the gr
 Metrics are those of one round of a batch: a plain float is averaged over the groups of all rounds; the types in
 `tunesmith.metric` define other ways to combine.
 
-Outcomes of rollouts and pass rates of tasks, used by selectors and by operators that gate groups.
-
 An outcome is a metric reported by the workflow or the judge (`experience.outcome_key`), or the judge's reward before
 shaping. A pass rate is the mean over rollouts, independent of their number of model calls; failed rollouts are
 excluded.
 
-Operators that replace rewards by those of agents with tools, computed from what the rollouts recorded.
-
-Correctness is the metric `outcome_key` or the reward, tool calls are the sum of the metrics `tool_keys`, and the format
-is right if the metric `format_key` is 1. Tokens are counted in the recorded turns: those that the policy sampled.
-Failed rollouts have no reward and are excluded from the statistics of their group. A rollout without one of the
-metrics is an error: an unknown count is not 0.
-
-The efficiency reward compares the rollouts of one task: fewer tool calls and fewer tokens than the group's mean raise
-the reward of a right answer, a wrong one gains nothing from being short (ET-Agent, arXiv:2601.06860). ARPO's reward
-pays a bonus for a right answer that used every tool (arXiv:2507.19849).
+The rewards of agents with tools are computed from what the rollouts recorded: correctness is the outcome, tool calls
+are the sum of the metrics `tool_keys`, and the format is right if the metric `format_key` is 1. Tokens are counted in
+the recorded turns: those that the policy sampled. A rollout without one of the metrics is an error: an unknown count is
+not 0. The efficiency reward compares the rollouts of one task: fewer tool calls and fewer tokens than the group's mean
+raise the reward of a right answer, a wrong one gains nothing from being short (ET-Agent, arXiv:2601.06860). ARPO's
+reward pays a bonus for a right answer that used every tool (arXiv:2507.19849).
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Replay buffer: groups of earlier steps, trained again while their staleness is within `max_staleness`.
+"""Groups of earlier steps and expert demonstrations that a step trains, and the staleness of sampled tokens.
 
-Priority is the group's policy version minus `decay` per use, plus Gaussian noise of scale `sigma`. The buffer's state
-holds the step and position of each group and what operators changed in it; the turns are read back from the rollouts on
-disk. So the state is small, and a resumed run replays the same groups in the same order.
+The replay buffer holds groups while their staleness is within `max_staleness`. Priority is the group's policy version
+minus `decay` per use, plus Gaussian noise of scale `sigma`. The buffer's state holds the step and position of each
+group and what operators changed in it; the turns are read back from the rollouts on disk. So the state is small, and a
+resumed run replays the same groups in the same order.
 
-Staleness of sampled tokens: policy versions between the weights that sampled a token and those that train on it.
-
-Choice of the expert demonstrations that a step trains.
-
-It depends on the seed and the step number only, so a resumed run trains the same demonstrations.
+Staleness is the number of policy versions between the weights that sampled a token and those that train on it.
 """
 
 from __future__ import annotations

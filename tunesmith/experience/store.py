@@ -5,10 +5,9 @@ not JSON (dates, images) are stored as `str(value)`, tuples come back as lists. 
 a surrogate pair) is stored with U+FFFD instead; everything else round-trips bit for bit. Parquet pages have checksums.
 Steps of long runs are merged into files with one row group per step.
 
-The rollouts of a run on disk: which steps there are, and rows of one step with only the columns asked for.
-
-Steps are listed from file names. Rows are read in small batches, so that memory does not grow with the size of a step.
-A file that was merged with others between listing and reading is looked up again.
+`RolloutFiles` reads the rows of one step with only the columns asked for. Steps are listed from file names, and rows
+are read in small batches, so that memory does not grow with the size of a step. A file that was merged with others
+between listing and reading is looked up again.
 """
 
 from __future__ import annotations

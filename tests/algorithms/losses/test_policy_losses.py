@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tunesmith.algorithms.losses.clipped import (
+from tunesmith.algorithms.losses.policy import (
     compute_cispo_losses,
     compute_gspo_losses,
     compute_importance_sampling_losses,

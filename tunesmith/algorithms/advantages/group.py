@@ -4,13 +4,11 @@ Pure functions of rewards. A rollout without a reward is excluded from all stati
 scored rollouts have identical rewards, or with a single scored rollout, has zero advantage: its rollouts get None, and
 the caller drops and counts the group.
 
-Advantages from several rewards of a rollout: the metrics that the judge reports beside the reward.
+GDPO reads several rewards of a rollout: the metrics that the judge reports beside the reward.
 
-Group-in-group advantages (GiGPO): one advantage per turn, at the level of episodes and of steps.
-
-A = A_E + omega A_S for each turn (Feng et al., 2025, "Group-in-group policy optimization", eqs. 3, 7 and 8). A_E
-compares the rollout's return with those of the other rollouts of its task. A_S compares the discounted return from this
-turn on with those of all turns, of rollouts of the same task, in the same state (the anchor state).
+GiGPO has one advantage per turn, A = A_E + omega A_S (Feng et al., 2025, "Group-in-group policy optimization", eqs. 3,
+7 and 8). A_E compares the rollout's return with those of the other rollouts of its task. A_S compares the discounted
+return from this turn on with those of all turns, of rollouts of the same task, in the same state (the anchor state).
 """
 
 from __future__ import annotations

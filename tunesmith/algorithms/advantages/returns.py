@@ -1,18 +1,15 @@
-"""Per-token advantages from the reward of a rollout: returns, GAE, whitening.
+"""Per-token advantages: returns, GAE and whitening of the reward of a rollout, and on-policy distillation.
 
 Each sampled token is one step of an episode. Tokens that the policy did not sample are no steps, so a long tool result
 is not discounted. The reward is that of the rollout's last sampled token; branches of a rollout follow each other in
 the order of its samples. `tokens.advantages_E` holds the raw reward of the rollout at every token.
 
-Axes: E trained tokens of one update, ordered by sequence then time.
+Distillation does not read rewards. Both of its divergences are between the next-token distributions of teacher and
+policy, at the contexts that the policy sampled. Each advantage multiplies the gradient of the token's logprob such that
+the policy gradient of the divergence at a token is unbiased.
 
-On-policy distillation: a token's advantage is computed from the logprobs of teacher and policy.
-
-Rewards are not read. Both divergences are between next-token distributions, at the contexts that the policy sampled.
-Each advantage multiplies the gradient of the token's logprob such that the policy gradient of the divergence at a
-token is unbiased.
-
-Axes: E trained tokens of one update. s is the policy's logprob of the token as sampled, t is the teacher's.
+Axes: E trained tokens of one update, ordered by sequence then time. s is the policy's logprob of the token as sampled,
+t is the teacher's.
 """
 
 from __future__ import annotations

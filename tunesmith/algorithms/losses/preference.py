@@ -1,20 +1,12 @@
-"""Losses over whole completions: DPO and its forms, and KTO.
+"""Losses over whole completions: DPO and its forms, KTO, and without a reference model ORPO and SimPO.
 
 A completion's implicit reward r = log policy(y | x) - log reference(y | x), a sum over its tokens. The scoring pass
 gives every r, hence the derivative of the loss by each r. That number times the logprob, as the loss of each token, has
 the gradient of the whole loss, independent of packing. Chosen or desirable completions have advantage 1, rejected or
 undesirable ones -1; a pair shares its group. Coefficients include the weights of the loss: no further aggregation
-(aggregation "sum").
+(aggregation "sum"). The losses without a reference depend on a, the mean logprob of the tokens of a completion.
 
 Axes: E trained tokens of one update, Q sequences, P pairs.
-
-Preference losses without a reference model: ORPO and SimPO.
-
-As in `preference`, the scoring pass gives the logprobs of whole completions, and the loss of a token is the derivative
-of the loss by the logprob of its completion, times its own logprob. Both losses depend on a, the mean logprob of the
-tokens of a completion.
-
-Axes: Q sequences, P pairs.
 """
 
 from __future__ import annotations

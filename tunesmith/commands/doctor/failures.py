@@ -1,6 +1,5 @@
-"""Checks of failures: the error that stopped the run, failed rollouts by cause, calls after the end of a rollout.
-
-Checks of lengths: truncated responses, prompts that do not fit, responses that grow.
+"""Checks of rollouts that end badly: the error that stopped the run, failed rollouts by cause, calls after the end of a
+rollout; truncated responses, prompts that do not fit, responses that grow.
 """
 
 from __future__ import annotations

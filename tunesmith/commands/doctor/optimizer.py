@@ -1,7 +1,6 @@
 """Checks of the optimizer, of fine-tuning as well as of reinforcement learning: weights that do not change, clipped,
-exploding or non-finite gradients; and of the loss of fine-tuning and preference training.
-
-Checks of the policy's drift: sampler and trainer mismatch, entropy, KL, size of updates, replayed groups.
+exploding or non-finite gradients; of the loss of fine-tuning and preference training; and of the policy's drift:
+sampler and trainer mismatch, entropy, KL, size of updates, replayed groups.
 """
 
 from __future__ import annotations

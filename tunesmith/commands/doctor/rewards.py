@@ -1,6 +1,5 @@
-"""Checks of what is trained: groups without variance, small batches, rewards that fall or stay, branches, few tasks.
-
-Checks of held-out evaluations: gains within their intervals, overfitting, failed evaluation rollouts.
+"""Checks of what is trained: groups without variance, small batches, rewards that fall or stay, branches, few tasks;
+and of held-out evaluations: gains within their intervals, overfitting, failed evaluation rollouts.
 """
 
 from __future__ import annotations

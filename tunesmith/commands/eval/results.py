@@ -3,12 +3,11 @@
 A task's score is the mean reward of its rollouts; the interval is a bootstrap over tasks. A failed rollout has no
 reward: it is excluded from the mean and counted.
 
-Measures of a tool agent's behavior from recorded numbers (ET-Agent, arXiv:2601.06860, section 4).
-
-Each relates the correctness P of a rollout to what it cost: tool calls (efficiency), failed tool calls (successful
-execution) or sampled tokens (reasoning length). The measure of a task set is the mean over its rollouts; a wrong answer
-has the value 0 in each. Failed rollouts have no value. `evaluation.behavior` adds the measures to the metrics of
-held-out rollouts, so that tables give them intervals and paired tests.
+The measures of a tool agent's behavior (ET-Agent, arXiv:2601.06860, section 4) each relate the correctness P of a
+rollout to what it cost: tool calls (efficiency), failed tool calls (successful execution) or sampled tokens (reasoning
+length). The measure of a task set is the mean over its rollouts; a wrong answer has the value 0 in each. Failed
+rollouts have no value. `evaluation.behavior` adds the measures to the metrics of held-out rollouts, so that tables give
+them intervals and paired tests.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 A `RowCandidate` is a question with its parsed solution; `build_row` converts it after all filters. Each dropped row is
 counted under exactly one reason, and the first examples of each reason are kept for the report.
 
-Conversion of worked solutions into conversations of the calculator agent.
-
-Each calculation of a solution, or only the last one, becomes an assistant message with reasoning and a tool call,
-followed by the tool's result. The last message ends in `#### <answer>`. Stated results are verified with the calculator
-before the conversion, and conversations with the judge that scores the agent after it.
+In the conversation each calculation of a solution, or only the last one, becomes an assistant message with reasoning
+and a tool call, followed by the tool's result. The last message ends in `#### <answer>`. Stated results are verified
+with the calculator before the conversion, and conversations with the judge that scores the agent after it.
 """
 
 from __future__ import annotations

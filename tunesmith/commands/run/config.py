@@ -14,10 +14,6 @@ stage `rl` of round 2 is `rl_2`. In the strings of the inner stages,
     round:NAME                    the round's entry of `values.NAME`
 
 Outside, `stage:ENTRY` is the model of the last round.
-
-Parsing of pipeline files: stages, references between them, and digests of their settings.
-
-A reference is a string `stage:NAME` (the stage's model) or `stage:NAME/FILE` (a file of its output) in the settings.
 """
 
 from __future__ import annotations

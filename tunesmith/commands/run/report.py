@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.run.config import PlannedStage
 from tunesmith.commands.run.folder import REPORT_JSON, REPORT_TABLE, DoneRecord, PipelineFolder, State
 from tunesmith.commands.stage import RADAR, TABLES

@@ -1,9 +1,8 @@
-"""The result of `select_model`: the best model and its metrics, and the scores of all candidates.
+"""The result of `select_model`, and its built-in judges, by time and by tokens.
 
-Built-in judges of `select_model`: by time and by tokens; a higher reward is better, so the reward is negative.
-
-Their arguments are those of AgentScope's judges: a task, which is not used, and the response with the metrics of the
-run, `{"response": ..., "metrics": {"execution_time": ..., "total_tokens": ...}}`.
+The arguments of the judges are those of AgentScope's judges: a task, which is not used, and the response with the
+metrics of the run, `{"response": ..., "metrics": {"execution_time": ..., "total_tokens": ...}}`. A higher reward is
+better, so the reward is negative.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.eval.statistics import Difference, Interval
 from tunesmith.types import JudgeOutput
 

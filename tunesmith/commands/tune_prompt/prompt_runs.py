@@ -1,8 +1,6 @@
-"""Runs of the agent under system prompts: each prompt once on each task; and the model that proposes prompts.
+"""Runs of the agent under system prompts, each prompt once on each task; the model that proposes prompts; the result.
 
 A run is a function of its prompt and its task, so a prompt that the optimizer evaluates again costs nothing.
-
-The result of `tune_prompt`: the prompt and its metrics, and all prompts that were evaluated.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tunesmith.commands.candidates import (
     load_candidate,
     load_fixed_tasks,
 )
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.eval.statistics import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import (
     HeldOutScores,

@@ -46,7 +46,7 @@ from tunesmith.model.forward.attention import (
     refuse_architecture,
     run_body,
 )
-from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
+from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
 from tunesmith.model.forward.rotary import fix_rotary_frequencies
 

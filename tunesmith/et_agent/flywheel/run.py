@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import FlywheelConfig
 from tunesmith.engine.event_loop.clock import run_lockstep

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_file, drop_pending_tools
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.environment import Environment

@@ -2,14 +2,11 @@
 
 `use_plan_attention` selects the implementation named "tunesmith" in transformers' attention and mask interfaces, and
 `run_body` passes a plan through the unchanged modeling code to every layer. The engine's plan reads a paged KV cache,
-the trainer's plan a tree of sequences. Without a plan the model behaves as with `sdpa`.
+the trainer's plan a tree of sequences. Without a plan the model behaves as with `sdpa`. `check_architecture` refuses
+what sampler and trainer would not compute correctly before weights are read; `verify_model` measures the rest on the
+loaded model.
 
 Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D head size.
-
-Checks of a configuration and a class for architectures that sampler and trainer compute correctly.
-
-`check_architecture` refuses what is known before weights are read; `verify_model` measures the rest on the loaded
-model. Every refusal is built by `refuse_architecture`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """One call of a sandbox, as the pool sees it: sends code to a child, collects its output, and decides on the outcome.
 
 Nothing that code writes is parsed: output is text, and an answer counts only if it is the random number of the call and
-one known byte.
-
-The result of a call of the Python tool: outcome, output, and the text that the model reads.
+one known byte. The result has the text that the model reads.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ Code shares this process, so it may answer its own call early. It cannot answer 
 not know: whatever else is written to the status pipe ends the process. What code can do to its interpreter, such as
 replacing `print`, holds for the later calls of its session, as in a notebook.
 
-Landlock rules: which files a process may read, and the one folder that it may change.
-
-Landlock needs no privileges and no namespace, Linux 5.13 or newer. It does not hide names and metadata of files.
+Landlock rules say which files the process may read, and the one folder that it may change. They need no privileges and
+no namespace, and Linux 5.13 or newer. They do not hide names and metadata of files.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ bubblewrap gives a worker namespaces of its own: no network, process 1 of its ow
 holds the interpreter read-only and a temporary folder in memory. Without it, seccomp denies sockets, processes,
 signals and changes of files, and Landlock denies to read others than the interpreter's; both need no privileges. As
 root, a worker runs under an unused user id, for which the kernel enforces the number of processes.
-
-Parts of this Python installation that a sandbox may read: interpreter, standard library, chosen distributions.
 """
 
 from __future__ import annotations
