@@ -26,7 +26,7 @@ from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.commands.pass_rate import PassRates
 from tunesmith.commands.prepare.run import PrepareResult, run_prepare
 from tunesmith.commands.run.config import PipelineConfig, StageSelection
-from tunesmith.commands.run.report import PipelineResult, StageOutcome
+from tunesmith.commands.run.folder import PipelineResult, StageOutcome
 from tunesmith.commands.run.run import run_pipeline as run_selected
 from tunesmith.commands.select_model.result import ModelSelection, avg_time_judge, avg_token_consumption_judge
 from tunesmith.commands.select_model.select import select_model

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tunesmith.experience.samples import chain_turns
-from tunesmith.experience.trie import count_shared, read_array
+from tunesmith.experience.samples import chain_turns, count_shared, read_array
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 

@@ -5,11 +5,9 @@ model's arguments, runs the function under the time limit, and returns a `ToolRe
 (arguments, a slow query, `ToolInputError`) is a result that it reads. Every other exception, such as
 `ToolUnavailableError`, is a failure of ours: it is raised, and the rollout becomes a `Failure`.
 
-Checks a model's arguments against the JSON schema of a tool.
-
-An error that the model made is a sentence that it reads, not a failure of the rollout. A schema is read in the dialect
-that its `$schema` names, by default 2020-12; `nullable`, and limits that `true` makes exclusive, mean what they do in
-OpenAPI 3.0. 3.0 is no integer: a function with an `int` parameter would receive a float. `format` is not checked.
+A schema is read in the dialect that its `$schema` names, by default 2020-12; `nullable`, and limits that `true` makes
+exclusive, mean what they do in OpenAPI 3.0. 3.0 is no integer: a function with an `int` parameter would receive a
+float. `format` is not checked.
 """
 
 from __future__ import annotations

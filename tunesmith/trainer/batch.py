@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.errors import TrainingError
-from tunesmith.experience.trie import EMPTY, Trie, read_array
+from tunesmith.experience.samples import EMPTY, Trie, read_array
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention

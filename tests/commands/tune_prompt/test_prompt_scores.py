@@ -13,7 +13,7 @@ import pytest
 import tunesmith
 from tunesmith import DatasetConfig, JudgeOutput, PromptTuneConfig, PromptTuneResult, TunerModelConfig, WorkflowOutput
 from tunesmith.commands.candidates import Candidate, LoadedModel, RunLimits
-from tunesmith.commands.eval.statistics import compare_paired
+from tunesmith.commands.eval.sample_scores import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import (
     HeldOutScores,
     LiteLlmModel,

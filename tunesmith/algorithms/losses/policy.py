@@ -5,8 +5,8 @@ the gradient does not depend on how tokens are batched. Gradients flow through `
 batch is in `scores.py`.
 
 DPPO (Qi et al., 2026, "Rethinking the trust region in LLM reinforcement learning"): PPO clips by the ratio r of the
-sampled token, which is large for improbable tokens even if the distribution hardly changes. DPPO masks by a divergence D
-of the distributions of policy and sampling policy: a token with A > 0 and r > 1, or A < 0 and r < 1, has no gradient
+sampled token, which is large for improbable tokens even if the distribution hardly changes. DPPO masks by a divergence
+D of the distributions of policy and sampling policy: a token with A > 0 and r > 1, or A < 0 and r < 1, has no gradient
 where D is above its limit (eq. 12). The *binary* approximation compares the probabilities of the sampled token and of
 all others together; it is a lower bound of the divergence over the vocabulary.
 
@@ -14,15 +14,12 @@ AEPO (Dong et al., 2025, "Agentic entropy-balanced policy optimization", arXiv:2
 tokens have larger advantages, and above the upper clip they keep their gradient. Entropies come from the scoring pass;
 their statistics are over all sampled tokens of the update.
 
+With expert demonstrations in the update, the loss is (1 - mu) times the policy loss of sampled tokens plus mu times the
+imitation loss of expert tokens. The two are aggregated separately, so the number of demonstrations does not change
+their weight.
+
 Axes: E trained tokens of one update, N sampled tokens. r is the ratio of policy and old policy at a token, p and q are
 its probabilities under the two, d = log r, A the advantage, sg the identity without gradient.
-
-Reinforcement learning and imitation of expert demonstrations in one update.
-
-The loss is (1 - mu) times the policy loss of sampled tokens plus mu times the imitation loss of expert tokens. The two
-are aggregated separately, so the number of demonstrations does not change their weight.
-
-Axes: E trained tokens of one update, N tokens of a chunk.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from tunesmith.commands.doctor.failures import (
     find_stop,
     find_truncation,
 )
-from tunesmith.commands.doctor.finding import Diagnosis, Outcome, Passed, name_findings
 from tunesmith.commands.doctor.optimizer import (
     find_dead_learning_rate,
     find_entropy,
@@ -26,7 +25,15 @@ from tunesmith.commands.doctor.optimizer import (
     find_mismatch,
     find_stale_samples,
 )
-from tunesmith.commands.doctor.record import CheckedRun, NotRecordedError, open_run
+from tunesmith.commands.doctor.record import (
+    CheckedRun,
+    Diagnosis,
+    NotRecordedError,
+    Outcome,
+    Passed,
+    name_findings,
+    open_run,
+)
 from tunesmith.commands.doctor.rewards import (
     find_branches,
     find_equal_rewards,

@@ -8,8 +8,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, observe
-from tunesmith.commands.doctor.record import AnyRun, RlRun, compute_slope_t, need_ends
+from tunesmith.commands.doctor.record import (
+    AnyRun,
+    CheckFinding,
+    Evidence,
+    Outcome,
+    RlRun,
+    compute_slope_t,
+    need_ends,
+    observe,
+)
 from tunesmith.rollout.failures import list_causes
 from tunesmith.runs.record import RunState
 from tunesmith.types import TRUNCATED, Failure, FailureWhere, Group, Task, Trajectory

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
 from tunesmith.commands.doctor.record import (
     AnyRun,
+    CheckFinding,
+    Evidence,
     OfflineRun,
+    Outcome,
     RlRun,
     compute_slope_t,
     find_longest_streak,
     find_spikes,
+    format_settings,
     need_ends,
+    observe,
     split_ends,
 )
 from tunesmith.commands.doctor.rewards import is_solved

@@ -14,16 +14,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, Severity, observe
 from tunesmith.commands.doctor.record import (
+    CheckFinding,
+    Evidence,
     NotRecordedError,
+    Outcome,
     RlRun,
+    Severity,
     compute_slope_t,
     find_best_window,
     need_ends,
+    observe,
     split_ends,
 )
-from tunesmith.commands.eval.statistics import Difference, compare_paired
+from tunesmith.commands.eval.sample_scores import Difference, compare_paired
 from tunesmith.config import RunConfig
 from tunesmith.monitor.metrics_log import Series
 

@@ -4,8 +4,7 @@ Every estimate is a mean over tasks of a task's mean over its rollouts. Pairs of
 Models keep the order in which they were given, normally that of the training stages; each is compared with every later
 one.
 
-A comparison as Markdown tables, aligned so that they are readable on a terminal, as the result of `evaluate`, and as
-bar charts.
+It is shown as Markdown tables, aligned so that they are readable on a terminal, and as bar charts.
 """
 
 from __future__ import annotations
@@ -24,13 +23,16 @@ from tunesmith.commands.eval.results import MEASURES
 from tunesmith.commands.eval.sample_scores import (
     REWARD,
     SAMPLE_STATS,
+    Difference,
+    Interval,
     TaskScores,
     collect_outcomes,
+    compare_paired,
+    compute_bootstrap_interval,
     compute_pass_at_k_by_task,
     list_reported_metrics,
     scores_to_json,
 )
-from tunesmith.commands.eval.statistics import Difference, Interval, compare_paired, compute_bootstrap_interval
 from tunesmith.errors import ConfigError
 from tunesmith.runs.result import Result
 from tunesmith.storage import open_atomic

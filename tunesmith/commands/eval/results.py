@@ -17,8 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tunesmith.commands.eval.sample_scores import compute_pass_at_k_by_task, describe_row
-from tunesmith.commands.eval.statistics import Interval, compute_bootstrap_interval
+from tunesmith.commands.eval.sample_scores import (
+    Interval,
+    compute_bootstrap_interval,
+    compute_pass_at_k_by_task,
+    describe_row,
+)
 from tunesmith.config import BehaviorSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.operators import compute_outcome, read_metric

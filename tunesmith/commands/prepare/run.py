@@ -5,8 +5,7 @@
     DONE.json     settings and file sizes, written last
 
 Steps: read, verify with the calculator, remove contamination, paraphrase, measure lengths and pass rates, write.
-
-Statistics of prepared rows that need a model: lengths in tokens (tokenizer only) and pass rates (weights).
+Lengths need a tokenizer only, pass rates the weights.
 """
 
 from __future__ import annotations

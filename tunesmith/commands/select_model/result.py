@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tunesmith.commands.eval.comparison import format_table
-from tunesmith.commands.eval.statistics import Difference, Interval
+from tunesmith.commands.eval.sample_scores import Difference, Interval
 from tunesmith.types import JudgeOutput
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from tunesmith.commands.candidates import (
     run_agent,
 )
 from tunesmith.commands.eval.compare import release_memory
-from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
+from tunesmith.commands.eval.sample_scores import Difference, compare_paired, compute_bootstrap_interval
 from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.agentscope_output import agent_output

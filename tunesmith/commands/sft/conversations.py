@@ -1,4 +1,4 @@
-"""Convert conversations to samples, tokenized exactly as an agent's rollouts are.
+"""Convert conversations and preference rows to samples, tokenized exactly as an agent's rollouts are.
 
 A row has `messages` and optionally `tools`. Each assistant message becomes a turn: its prompt is rendered and bridged
 to the previous turn as in a rollout, and the reply with its end-of-turn token takes the place of the sampled tokens. So
@@ -8,12 +8,11 @@ turn for each part that is trained; the other parts are context, as the results 
 A row may instead have rendered `text`. It is tokenized as is, control tokens included, and every token but the first is
 trained; an end-of-sequence token is appended if the text has no end token.
 
-Convert preference rows to samples with advantage 1 (chosen, desirable) or -1 (rejected, undesirable).
-
-A pair (DPO) has `chosen` and `rejected`; a labeled completion (KTO) has `completion` and `label`. Both have a `prompt`
-(or `messages`): the user's text, or messages. A completion is text, a message, or messages starting with the
-assistant's. Without a prompt, `chosen` and `rejected` may be whole conversations with a shared prefix. Everything is
-rendered by the chat template as other conversations are; assistant messages of the prompt are not trained.
+A preference row becomes samples with advantage 1 (chosen, desirable) or -1 (rejected, undesirable). A pair (DPO) has
+`chosen` and `rejected`; a labeled completion (KTO) has `completion` and `label`. Both have a `prompt` (or `messages`):
+the user's text, or messages. A completion is text, a message, or messages starting with the assistant's. Without a
+prompt, `chosen` and `rejected` may be whole conversations with a shared prefix. Everything is rendered by the chat
+template as other conversations are; assistant messages of the prompt are not trained.
 """
 
 from __future__ import annotations

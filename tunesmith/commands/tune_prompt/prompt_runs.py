@@ -24,7 +24,7 @@ from tunesmith.commands.candidates import (
     list_run_causes,
     run_agent,
 )
-from tunesmith.commands.eval.statistics import Difference
+from tunesmith.commands.eval.sample_scores import Difference
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.runner import Agent

@@ -22,7 +22,7 @@ from tunesmith.commands.candidates import (
     load_fixed_tasks,
 )
 from tunesmith.commands.eval.comparison import format_table
-from tunesmith.commands.eval.statistics import compare_paired
+from tunesmith.commands.eval.sample_scores import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import (
     HeldOutScores,
     LiteLlmModel,

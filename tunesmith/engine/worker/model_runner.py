@@ -42,13 +42,13 @@ from tunesmith.model.forward.attention import (
     AttentionOptions,
     AttentionPlan,
     CausalPlan,
+    fix_rotary_frequencies,
     get_layer_index,
     refuse_architecture,
     run_body,
 )
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
-from tunesmith.model.forward.rotary import fix_rotary_frequencies
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle, DecodeGraphs

@@ -3,16 +3,13 @@
 Engine and trainer share this definition: a sampled token's logprob is `log_softmax(truncate_logits(...))`. Each filter
 is a threshold on the logit, so equal logits are kept or dropped together and the result does not depend on sort order.
 
-Axes: N positions, V vocabulary, B biased tokens.
+Penalties and bans are how the tokens of a turn change the logits of the next one. The sampler applies them to the
+logits of a step, the trainer to those of recorded tokens, so both score one distribution. Repetition, presence and
+frequency penalties change single logits; ids that would end a reply too early, complete a forbidden sequence or leave
+the grammar are banned, that is set to -inf.
 
-Penalties and bans: how the tokens of a turn change the logits of the next one.
-
-The sampler applies them to the logits of a step, the trainer to those of recorded tokens, so both score one
-distribution. Repetition, presence and frequency penalties change single logits; ids that would end a reply too early,
-complete a forbidden sequence or leave the grammar are banned, that is set to -inf.
-
-Axes: N positions, V vocabulary, P penalized and B banned (position, id) pairs, M positions with a grammar, Y bytes of a
-bitmask. K ids of replies and their prompts, J tokens of replies.
+Axes: N positions, V vocabulary, B biased tokens, P penalized and B banned (position, id) pairs, M positions with a
+grammar, Y bytes of a bitmask. K ids of replies and their prompts, J tokens of replies.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunesmith.config.tools import PythonToolSection
-from tunesmith.tools.python.child import NUM_NUMBER_BYTES, READY
+from tunesmith.tools.python.child import CPU_TIME, ERROR, MEMORY, NUM_NUMBER_BYTES, OK, READY
 from tunesmith.tools.python.folder import SandboxFolder
-from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 from tunesmith.tools.python.worker import CONTINUE, CPU_LIMIT, DONE, END, ENDED, FORK, INTERRUPT, STOP, Report
 
 Outcome = Literal["ok", "error", "timeout", "memory", "output_limit"]

@@ -6,10 +6,9 @@ A query that is empty or too long is an error that the model reads. A source tha
 `ToolUnavailableError`: the rollout becomes a `Failure`, never an observation. Equal queries that run at the same time,
 as in the rollouts of a group, are one request.
 
-Where passages come from: a search server, an index in this process, Serper, Bing.
-
-A source returns passages for a query or raises `ToolUnavailableError`; it never returns an empty list because something
-failed. `find_version` names what the results depend on besides the query: it is part of the cache's keys.
+A source (a search server, an index in this process, Serper, Bing) returns passages for a query or raises
+`ToolUnavailableError`; it never returns an empty list because something failed. `find_version` names what the results
+depend on besides the query: it is part of the cache's keys.
 """
 
 from __future__ import annotations
