@@ -31,7 +31,7 @@ MODULES = {
         "AlgorithmConfig", "DatasetConfig", "TaskSelectorConfig", "TunerModelConfig",
     ),
     "tunesmith.compat.tinker_config": ("TinkerConfig",),
-    "tunesmith.commands.select_model.result": ("avg_time_judge", "avg_token_consumption_judge"),
+    "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
 }  # fmt: skip
 """Names whose modules import neither torch nor transformers; the other names are imported with `tunesmith.api`."""
 

@@ -28,8 +28,8 @@ from tunesmith.commands.prepare.run import PrepareResult, run_prepare
 from tunesmith.commands.run.config import PipelineConfig, StageSelection
 from tunesmith.commands.run.folder import PipelineResult, StageOutcome
 from tunesmith.commands.run.run import run_pipeline as run_selected
-from tunesmith.commands.select_model.result import ModelSelection, avg_time_judge, avg_token_consumption_judge
-from tunesmith.commands.select_model.select import select_model
+from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
+from tunesmith.commands.select_model.select import ModelSelection, select_model
 from tunesmith.commands.serve.run import run_serving
 from tunesmith.commands.settings import list_paths, load_settings
 from tunesmith.commands.sft.train import OfflineResult, run_preference, run_sft
