@@ -45,7 +45,7 @@ INNER_LAYERS = {
         {"table", "references"},
         {"settings", "stage"},
         {"eval"},
-        {"sft", "export", "doctor", "candidates", "pass_rate"},
+        {"sft", "export", "doctor", "candidates", "pass_rate", "environments"},
         {"tune", "prepare", "check", "select_model", "tune_prompt"},
         {"serve", "demo", "run"},
     ],

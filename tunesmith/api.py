@@ -70,6 +70,7 @@ from tunesmith.rollout.signature import check_judge_function, check_workflow_fun
 from tunesmith.runs.launch import is_ray_driver, tune_on_ray
 from tunesmith.runs.load_config import change_section, load_section
 from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.run_folder import AGENTSCOPE_PROJECT
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
@@ -137,6 +138,7 @@ def tune(
     eval_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None = None,
     model: TunerModelConfig | None = None,
     auxiliary_models: Mapping[str, TunerModelConfig] | None = None,
+    environment: str | Mapping[str, Any] | None = None,
     algorithm: AlgorithmConfig | None = None,
     project_name: str | None = None,
     experiment_name: str | None = None,
@@ -155,8 +157,9 @@ def tune(
 
     `config` is a RunConfig or a run file (YAML) of Tunesmith or of Trinity-RFT, and holds every setting. In place of
     `config`, AgentScope's form is accepted: `model` to `monitor_type` override the values of the run file
-    `config_path`, if it is given; a mapping of training sets is a mixture of them. In both forms `overrides`
-    ("a.b=value" with any key of a run file) override all other values.
+    `config_path`, if it is given; a mapping of training sets is a mixture of them. In both forms `environment` names an
+    environment with tasks ("reasoning_gym:countdown"), or is its section, and `overrides` ("a.b=value" with any key of
+    a run file) override all other values.
 
     Functions replace those that the config names: `workflow_func`, `judge_func`, the algorithm's `advantage_func` and
     `loss_func`, and the callbacks, which get a record (`StepEnd`, `EvaluationEnd`, `CheckpointEnd`) and may return
@@ -178,7 +181,9 @@ def tune(
         callbacks=Callbacks(on_step_end=on_step_end, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint),
     )
     changes = [*overrides, *custom.list_overrides()]
-    values = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
+    values: dict[str, Any] = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
+    if environment is not None:
+        values["environment"] = environment
     settings = load_tune_config(config, objects, config_path, changes, values=values)
     return run_tune(settings, workflow_func, judge_func, custom)
 
@@ -202,6 +207,8 @@ def load_tune_config(
     settings: RunConfig = load_settings(
         find_command("tune"), config_path if config is None else config, overrides, values=values
     )
+    if config is None and "project" not in settings.model_fields_set:
+        return settings.model_copy(update={"project": AGENTSCOPE_PROJECT})
     return settings
 
 
@@ -338,13 +345,16 @@ def export(
     formats: Sequence[str] | None = None,
     gguf_types: Sequence[str] | None = None,
     name: str | None = None,
+    push: str | None = None,
+    is_public: bool = False,
     overrides: Sequence[str] = (),
 ) -> ExportResult:
     """Export a model to the folder `out` as a Hugging Face folder ("hf"), PEFT adapter ("adapter") or GGUF files
     ("gguf"), and verify each against the source.
 
     `model` is the folder of a model, adapter or run (its last checkpoint), a hub id, or an ExportSection with all
-    settings, which the other arguments override.
+    settings, which the other arguments override. `push` uploads the format hf, or adapter if there is no other, to the
+    hub as OWNER/NAME, private unless `is_public`.
     """
     given = {"formats": formats, "gguf_types": gguf_types, "name": name}
     changes = {key: value for key, value in given.items() if value is not None}
@@ -352,7 +362,7 @@ def export(
         settings = change_section(model, overrides, values=changes)
     else:
         settings = load_section(ExportSection, None, overrides, values={"path": str(model), **changes})
-    return run_export(settings, out_dir=Path(out))
+    return run_export(settings, out_dir=Path(out), push=push, is_public=is_public)
 
 
 def run_pipeline(

@@ -75,6 +75,7 @@ async def run_step(
     await dispatcher.check_failures(batch, finished, progress, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
+    progress.show("training")
     replayed = parts.replay.sample(policy_version=policy_version)
     advantages, advantage_metrics = compute_group_advantages(parts.algorithm, [*batch.groups, *replayed])
     experts = [] if parts.experts is None else parts.experts.select(step)

@@ -26,17 +26,15 @@ def interrupt_after_steps(path, num_steps):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupted_cell_ends_its_run_and_the_next_one_trains(config, tmp_path, capsys):
+def test_an_interrupted_cell_ends_its_run_and_the_next_one_trains(config, tmp_path, capfd):
     long = config.model_copy(
         update={
             "name": "long",
             "total_steps": STEPS_OF_HOURS,
             "eval_datasets": {},
-            "save_interval_steps": 1,
-            "keep_checkpoints": 1,
         }
     )
-    metrics = tmp_path / "runs" / "AgentScope" / "long" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "tunesmith" / "long" / "metrics.jsonl"
 
     async def run_cell(cell, *overrides):
         return tune(cell, workflow_func=ask, judge_func=judge, overrides=overrides)
@@ -47,8 +45,9 @@ def test_an_interrupted_cell_ends_its_run_and_the_next_one_trains(config, tmp_pa
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(run_cell(long))
         num_steps = len(load_metrics(metrics))
-        assert 2 <= num_steps < STEPS_OF_HOURS
-        assert "interrupted; the last checkpoint is" in capsys.readouterr().err
+        assert (metrics.parent / f"global_step_{num_steps}").is_dir() and 2 <= num_steps < STEPS_OF_HOURS
+        printed = capfd.readouterr().err
+        assert "finishing and saving this step" in printed and "interrupted; the last checkpoint is" in printed
         assert not any(thread.name == "tunesmith" for thread in threading.enumerate())
         assert loop.run_until_complete(run_cell(config, "name=after", "total_steps=1")).num_steps == 1
     finally:

@@ -14,7 +14,7 @@ from rendering import make_prompt
 import call_templates as families
 from call_templates import build_family_tokenizer
 from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
-from tunesmith.chat.messages import parse_tools
+from tunesmith.chat.messages import Message, parse_tools
 from tunesmith.chat.parsers import CALL_FORMATS
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import ConfigError
@@ -56,6 +56,8 @@ FAMILIES = {
 RENDERERS = {
     family: Renderer(build_family_tokenizer(template, eos_token=end)) for family, (template, end) in FAMILIES.items()
 }
+FAMILIES["json"] = FAMILIES["hermes"]
+RENDERERS["json"] = Renderer(build_family_tokenizer(QWEN25, eos_token="<|im_end|>"), tool_call_parser="json")
 
 F, G = ("f", ARGUMENTS), ("g", {})
 XML = (
@@ -71,6 +73,7 @@ V3 = f"{BEGIN}function{SEP}f\n{FENCE}json\n{JSON}\n{FENCE}{END}"
 V31 = f"{BEGIN}f{SEP}{JSON}{END}"
 ANALYSIS = "<|channel|>analysis<|message|>hm, 1 < 2<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>first, f<|end|><|start|>assistant"
+FENCED = f'{FENCE}json\n{{"name": "g", "arguments": {{}}}}\n{FENCE}'
 GOLDEN = [
     ("hermes", f'so\n<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>', "", "so", [F]),
     ("hermes", "<think>\nhm\n</think>\n\nfine", "hm", "fine", []),
@@ -104,6 +107,17 @@ GOLDEN = [
     ("harmony", f"{ANALYSIS}<|channel|>final<|message|>fine <b>", "hm, 1 < 2", "fine <b>", []),
     ("harmony", f"{PREAMBLE}<|channel|>commentary to=functions.g<|message|>{{}}<|call|>", "", "first, f", [G]),
     ("harmony", "no channels", "", "no channels", []),
+    ("json", f'so\n{FENCE}json\n{{"name": "f", "arguments": {JSON}}}\n{FENCE}', "", "so", [F]),
+    ("json", f"{FENCED}\n{FENCED}", "", "", [G, G]),
+    ("json", f'{FENCE}\n[{{"name": "g", "arguments": {{}}}}, {{"name": "f", "arguments": {JSON}}}]\n{FENCE}',
+     "", "", [G, F]),
+    ("json", f'{FENCE}json\n{{"name": "g", "arguments": {{}}}}\n{{"name": "g", "arguments": {{}}}}', "", "", [G, G]),
+    ("json", f'{{"arguments": {JSON}, "name": "f"}}', "", "", [F]),
+    ("json", f'<think>{{"name": "g", "arguments": {{}}}}</think>so {{ "name": "f", "arguments": {JSON}}} then',
+     '{"name": "g", "arguments": {}}', "so  then", [F]),
+    ("json", f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>', "", "", [F]),
+    ("json", f'{FENCE}json\n{{"name": "g", "arguments": {{"a": "{FENCE}"}}}}\n{FENCE}', "", "",
+     [("g", {"a": FENCE})]),
 ]  # fmt: skip
 MALFORMED = [
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}\n</tool_call>'),
@@ -122,6 +136,17 @@ MALFORMED = [
     ("llama3_json", '{"name": "f", "parameters": {"text": "a"}'),
     ("llama3_json", '{"name": "f", "parameters": ["a"]}'),
     ("llama3_json", "<|python_tag|>import os; print(os)"),
+    ("json", '{"name": "other", "arguments": {}}'),
+    ("json", f'{FENCE}json\n{{"name": "other", "arguments": {{}}}}\n{FENCE} end'),
+    ("json", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    ("json", '{"name": "f", "arguments": ["a"]}'),
+    ("json", '{"tool": {"name": "f", "arguments": {}}}'),
+    ("json", '{"name": "f", "arguments": {"a": 1}'),
+    ("json", 'a {set} of {"x" and [{"name": 3}]'),
+    ("json", f'{FENCE}python\ncalls = {{"name": "f", "arguments": {{}}}}\n{FENCE}\n'),
+    ("json", f'{FENCE}json\n{{"name": "f", "arguments": {{}}}}\n{{"answer": 3}}\n{FENCE}'),
+    ("json", f'{FENCE}json\n{{"name": "f", "arguments": {{}}}} is a call\n{FENCE}'),
+    ("json", f"{FENCE}json\n{{oops}}\n{FENCE}"),
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops"),
     ("harmony", "<|channel|>commentary to=python code<|message|>print(1)"),
 ]
@@ -179,6 +204,12 @@ def test_a_parser_that_does_not_read_the_templates_calls_is_refused():
     assert not Renderer(build_family_tokenizer(families.HARMONY), tool_call_parser="none").has_tool_calls
 
 
+def test_json_is_read_only_if_it_is_named():
+    for template in (CHATML, QWEN3, LLAMA3):
+        assert Renderer(build_family_tokenizer(template)).call_format is not CALL_FORMATS["json"]
+    assert RENDERERS["json"].call_format is CALL_FORMATS["json"]
+
+
 @pytest.mark.parametrize(("family", "text", "reasoning", "content", "calls"), GOLDEN)
 @given(cuts=st.lists(st.integers(0, 600), max_size=8))
 @settings(max_examples=30, deadline=None)
@@ -209,6 +240,8 @@ PIECES = {
                     ")", "a=1", "x"],
     "harmony": ["<|channel|>", "analysis", "final", "commentary", " to=functions.f", "<|message|>", "<|end|>", JSON,
                 "<|call|>", "<|start|>assistant", "<|constrain|>json", "x", " ", "\n"],
+    "json": [FENCE, "json", "\n", '{"name": "f", "arguments": {}}', '{"name": "x", "arguments": {}}', "{", "}", '"',
+             "[", "]", ",", "<tool_call>", "</tool_call>", "<think>", "</think>", "x ", FENCED],
 }  # fmt: skip
 """Parts of which random replies are made, most of them malformed."""
 
@@ -316,7 +349,9 @@ def test_a_forced_call_starts_as_the_template_writes_it(family):
     body = {"qwen3_coder": "\n</function>\n</tool_call>", "glm": "</tool_call>"}.get(family, "{}")
     if text.endswith("{"):
         body = "}"
-    body += {"hermes": "}\n</tool_call>", "llama3_json": "}", "mistral list": "}]"}.get(family, "")
+    body += {"hermes": "}\n</tool_call>", "json": "}\n</tool_call>", "llama3_json": "}", "mistral list": "}]"}.get(
+        family, ""
+    )
     body += {"deepseek v3": f"\n{FENCE}{END}{CALLS_END}", "deepseek v3.1": f"{END}{CALLS_END}"}.get(family, "")
     parser = renderer.build_parser((), new_call_id=str, has_tools=True, prefix=text)
     message = parser.parse(body)
@@ -347,3 +382,27 @@ def test_templates_of_released_models_are_recognized(name, call_format):
     renderer = Renderer(build_family_tokenizer(template))
     assert renderer._template.call_format is CALL_FORMATS[call_format]
     assert renderer._template.has_tool_calls
+
+
+def test_json_calls_that_the_parser_does_not_read_are_reported_once(caplog):
+    renderer = Renderer(build_family_tokenizer(QWEN25))
+    for text in ("fine", '{"name": "other", "arguments": {}}', *[FENCED] * 3):
+        renderer.watch_calls(Message(role="assistant", content=text), TOOLS)
+    assert not caplog.records
+    for _ in range(9):
+        renderer.watch_calls(Message(role="assistant", content=f"I call\n{FENCED}"), TOOLS)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "4 replies call a listed tool as a JSON object, and none as model.tool_call_parser=auto (hermes) reads calls, "
+        "so no tool runs: set model.tool_call_parser: json"
+    )
+
+
+def test_models_whose_calls_are_read_are_not_reported(caplog):
+    for renderer in (Renderer(build_family_tokenizer(QWEN25)), RENDERERS["json"]):
+        message = renderer.build_parser((), new_call_id=str, has_tools=True, tools=TOOLS).parse(
+            '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+        )
+        for each in (message, *[Message(role="assistant", content=FENCED)] * 9):
+            renderer.watch_calls(each, TOOLS)
+    assert not caplog.records

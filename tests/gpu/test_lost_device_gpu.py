@@ -79,5 +79,5 @@ def test_the_error_states_what_to_do_and_the_run_resumes(tmp_path, pocket_folder
     assert all(message in broken.stderr for message in messages), broken.stderr[-2000:]
     done = run_tune(tmp_path, failure, fails_at=0)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs/AgentScope/run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "runs/tunesmith/run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))

@@ -92,9 +92,56 @@ def test_without_a_terminal_each_step_is_a_plain_line(tmp_path):
     stream = io.StringIO()
     run(tmp_path, [1, 2], stream=stream)
     first, second = stream.getvalue().splitlines()
-    assert first.startswith("step 1/4  reward 0.250  tok/s 812  loss -0.5000  eta ")
+    assert first.startswith("step 1/4  reward 0.250  812 tok/s  eta ")
     assert second.startswith("step 2/4  reward 0.500")
     assert "\x1b" not in stream.getvalue()
+
+
+LONG_STEP = {
+    "rollout/reward_mean": -0.25,
+    "rollout/num_failed": 0.0,
+    "rollout/num_truncated": 128.0,
+    "rollout/num_trajectories": 512.0,
+    "experience/num_useful_groups": 17.0,
+    "experience/num_tasks_tried": 64.0,
+    "perf/sampled_tokens_per_s": 24257.3,
+    "perf/step_s": 123.4,
+    "train/loss": 0.0123,
+    "train/grad_norm": 0.5,
+    "mismatch/kl": 1e-4,
+}
+
+
+def print_step(tmp_path, metrics, *, step, total_steps, **settings):
+    stream = io.StringIO()
+    with Monitor(tmp_path, MonitorSection(**settings), total_steps=total_steps, stream=stream) as monitor:
+        monitor.log(step, "train", metrics)
+    return stream.getvalue().rstrip("\n")
+
+
+@pytest.mark.parametrize("total_steps", [20, 1000])
+def test_the_line_of_a_step_fits_80_columns(tmp_path, monkeypatch, total_steps):
+    """The first step takes a minute, and so will each of the others."""
+    now = iter([0.0, 60.0])
+    monkeypatch.setattr("tunesmith.monitor.console.time", SimpleNamespace(monotonic=lambda: next(now)))
+    line = print_step(tmp_path, LONG_STEP, step=1, total_steps=total_steps)
+    assert " ".join(line.split()).removeprefix("step 1/").partition(" eta ")[0] == (
+        f"{total_steps} reward -0.250 useful 17/64 trunc 25% 24257 tok/s 123 s"
+    )
+    assert len(line) <= 80
+
+
+def test_failures_and_chosen_metrics_are_added_to_the_line(tmp_path):
+    line = print_step(
+        tmp_path, LONG_STEP | {"rollout/num_failed": 3.0}, step=1, total_steps=2, console_metrics=("train/loss",)
+    )
+    assert "failed 3" in line and line.endswith("train/loss 0.0123") and "mismatch" not in line
+
+
+def test_the_line_of_fine_tuning_has_its_loss(tmp_path):
+    metrics = {"train/loss": 1.5, "train/grad_norm": 0.25, "perf/trained_tokens_per_s": 99.6, "perf/train_s": 0.31}
+    line = print_step(tmp_path, metrics, step=2, total_steps=2)
+    assert line == "step 2/2  loss +1.5000  grad 0.250  100 tok/s  0.3 s  eta 0s"
 
 
 def test_lines_are_printed_at_the_interval_and_at_the_end(tmp_path):
@@ -137,7 +184,7 @@ def test_the_remaining_time_is_the_mean_of_recent_steps_times_steps_left(monkeyp
     console = ConsoleProgress(first_step=2, total_steps=12, has_progress=False, log_interval_steps=1, stream=stream)
     console.show_train(3, {})
     console.show_train(4, {})
-    assert stream.getvalue().splitlines() == ["step  3/12  eta 1 min 30 s", "step  4/12  eta 2 min 00 s"]
+    assert stream.getvalue().splitlines() == ["step  3/12  eta 1m30s", "step  4/12  eta 2m00s"]
 
 
 def test_the_monitor_and_the_store_run_without_torch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import re
@@ -112,6 +113,41 @@ async def test_an_error_of_the_workflow_is_a_failure(workflow, message):
     assert trajectory.failure.where == "workflow"
     assert trajectory.failure.message.startswith(message)
     assert len(trajectory.turns) == (workflow is not silent)
+
+
+AWAIT = "; a call that returns a coroutine was not awaited: write `await` before it"
+PLAIN = (
+    "; a plain function got a coroutine from an async client: define it with `async def` and await the call, or use "
+    "model.as_sync_openai_client()"
+)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+async def test_a_forgotten_await_is_named():
+    async def uses(task, model):
+        return model([{"role": "user", "content": "hi"}]).choices
+
+    async def returns(task, model):
+        return call_model(model)
+
+    def plain(task, model):
+        return model.client.chat.completions.create(model="m", messages=[]).choices
+
+    def plainly_returns(task, model):
+        return call_model(model)
+
+    missing = "AttributeError: 'coroutine' object has no attribute 'choices'"
+    wrong = "the workflow must return a WorkflowOutput, got coroutine"
+    for workflow, message in (
+        (uses, missing + AWAIT),
+        (returns, wrong + AWAIT),
+        (plain, missing + PLAIN),
+        (plainly_returns, wrong + PLAIN),
+    ):
+        failure = (await run(workflow)).failure
+        assert failure.message == message
+        assert failure.line.endswith(f"in {workflow.__name__}")
+    gc.collect()  # the coroutines that were not awaited warn here
 
 
 async def judge_raises(task, response):

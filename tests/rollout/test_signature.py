@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 
@@ -101,7 +102,17 @@ async def positional(task, model, /): ...
 def test_other_signatures_are_refused_with_agentscopes_messages(func, message):
     with pytest.raises(ValueError) as caught:
         check_workflow_function(func)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
+
+
+def test_a_wrong_signature_names_the_role_the_function_and_what_it_takes():
+    with pytest.raises(ValueError) as caught:
+        check_judge_function(with_more)
+    line = inspect.getsourcelines(with_more)[1]
+    assert str(caught.value).startswith("Missing essential parameters: ['response']. The judge (")
+    assert str(caught.value).endswith(
+        f"test_signature.py:{line} in with_more) takes task, response[, auxiliary_models][, logger]"
+    )
 
 
 def test_a_judge_needs_a_response():

@@ -54,9 +54,13 @@ def test_a_killed_run_resumes_from_its_checkpoint(kept):
     turns = [
         [each.turns for each in group.trajectories] for group in load_rollouts(folder / "rollouts/step_000001.parquet")
     ]
-    refused = run("tune", "tune.yaml", "--resume", "--set", "algorithm.group_size=4", expected_status=1)
+    refused = run("tune", "tune.yaml", "--resume", expected_status=1)
+    assert f"but {folder}: to resume it, set project=AgentScope" in refused
+    assert not (kept / "runs/tunesmith").exists()
+    resume = ("tune", "tune.yaml", "--resume", "--set", "project=AgentScope")
+    refused = run(*resume, "--set", "algorithm.group_size=4", expected_status=1)
     assert f"{folder} was made with other settings: algorithm.group_size was 2, is 4. Restore them" in refused
-    run("tune", "tune.yaml", "--resume")
+    run(*resume)
     metrics = load_metrics(folder / "metrics.jsonl")
     assert metrics[:2] == committed and [row["step"] for row in metrics] == [1, 2, 3, 4]
     rollouts = load_rollouts(folder / "rollouts/step_000001.parquet")

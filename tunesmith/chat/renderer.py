@@ -27,6 +27,7 @@ from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, 
 from tunesmith.chat.parsers import (
     HARMONY,
     HERMES,
+    JSON,
     REASONING_TAGS,
     THINK,
     HarmonyParser,
@@ -48,6 +49,12 @@ UNPARSED_CALLS_WARNING = (
     "the chat template writes tool calls in a format that model.tool_call_parser=%s cannot parse; tools are described "
     "in the system message and calls are written as <tool_call> blocks instead"
 )
+JSON_CALLS_WARNING = (
+    "%d replies call a listed tool as a JSON object, and none as model.tool_call_parser=%s (%s) reads calls, "
+    "so no tool runs: set model.tool_call_parser: json"
+)
+NUM_WATCHED_REPLIES = 4
+"""Unread JSON calls before the warning; the first call that is read ends the watch."""
 NUM_TAIL_IDS = 16
 """Last ids of a prompt that are decoded to check whether it opens a <think> block."""
 
@@ -102,6 +109,8 @@ class Renderer:
         self.is_harmony = reasoning_parser == HARMONY.name or self.call_format is HARMONY
         self._special_tokens = self._template.special_tokens
         self._has_warned = False
+        self._num_unread_calls = 0
+        self._is_watching = self.call_format is HERMES
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.has_tool_calls = self.call_format is not None
         self.has_reasoning = reasoning_parser in REASONING_TAGS and not self.is_harmony
@@ -209,6 +218,21 @@ class Renderer:
             tools=tools,
             **frame,
         )
+
+    def watch_calls(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Warn once if the first replies call tools in JSON that the parser does not read; `message` is parsed."""
+        if not self._is_watching or not tools:
+            return
+        if message.tool_calls:
+            self._is_watching = False
+        elif '"arguments"' in message.content:
+            parser = ReplyParser(
+                new_call_id=str, has_reasoning=False, has_tool_calls=True, call_format=JSON, tools=tools
+            )
+            self._num_unread_calls += bool(parser.parse(message.content).tool_calls)
+            if self._num_unread_calls == NUM_WATCHED_REPLIES:
+                self._is_watching = False
+                logger.warning(JSON_CALLS_WARNING, NUM_WATCHED_REPLIES, self._tool_call_parser, HERMES.name)
 
     def limit_to_one_call(self, sampling: Sampling) -> Sampling:
         """Sampling parameters that stop after one tool call, if the format has a tag that ends a call."""

@@ -28,6 +28,7 @@ from tunesmith.chat.parsers import (
     CALL_OPEN,
     HARMONY,
     HERMES,
+    JSON,
     THINK_CLOSE,
     THINK_OPEN,
     CallFormat,
@@ -83,7 +84,7 @@ class ChatTemplate:
 
         Without `split_special_tokens` nothing is escaped: special tokens in messages stay special tokens. Raises
         `ConfigError` if the template writes tool calls in another format than the parser's, unless that is `hermes`,
-        whose calls can be written as text.
+        whose calls can be written as text, or `json`, which the model writes although it is shown Hermes' calls.
         """
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
@@ -100,6 +101,8 @@ class ChatTemplate:
         self._call_example = HERMES_EXAMPLE
         self.has_system = self._can_render([Message(role="system", content=PROBE), Message(role="user", content="u")])
         renders_tools = self._can_render([Message(role="user", content="u")], [PROBE_TOOL])
+        is_json = tool_call_parser == JSON.name
+        tool_call_parser = HERMES.name if is_json else tool_call_parser
         calls, found = self._probe_formats(renders_tools, tool_call_parser)
         if found is None and tool_call_parser not in ("auto", "none", HERMES.name):
             raise ConfigError(
@@ -107,7 +110,8 @@ class ChatTemplate:
                 "template writes; use auto"
             )
         self.rendered_call = found or FALLBACK_CALL
-        self.call_format = None if tool_call_parser == "none" else self.rendered_call.call_format
+        written = JSON if is_json else self.rendered_call.call_format
+        self.call_format = None if tool_call_parser == "none" else written
         """The format in which the model writes tool calls; None if they are not parsed."""
         self._is_harmony = self.call_format is HARMONY
         has_parser = tool_call_parser != "none"
@@ -278,7 +282,8 @@ class ChatTemplate:
 
     def _probe_formats(self, renders_tools: bool, tool_call_parser: str) -> tuple[str | None, RenderedCall | None]:
         """Text of a rendered call, and how it is written; None if the template renders none or no parser reads it."""
-        formats = [CALL_FORMATS[tool_call_parser]] if tool_call_parser in CALL_FORMATS else list(CALL_FORMATS.values())
+        tried = [each for each in CALL_FORMATS.values() if each.template_tags]
+        formats = [CALL_FORMATS[tool_call_parser]] if tool_call_parser in CALL_FORMATS else tried
         rendered = None
         for is_text in (False, True):
             self._writes_arguments_as_text = is_text

@@ -21,6 +21,8 @@ from tunesmith.cluster.rank_info import use_loopback
 from tunesmith.errors import RankError
 
 MONITOR_INTERVAL_S = 0.1
+SHUTDOWN_TIMEOUT_S = 3600
+"""Longest wait after a signal, with which the ranks finish and save their step. A second signal is passed on too."""
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
@@ -40,6 +42,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(),
     )
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     os.environ[LAUNCHED] = str(os.getpid())
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are described here
     use_loopback()

@@ -24,9 +24,9 @@ from tunesmith.rollout.group import build_requests
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.runs.result import Result
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import Journal, load_json_lines, save_text
-from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
@@ -127,7 +127,7 @@ def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[T
     """Tasks of `train_dataset`; raise DataError if a row already has one of the fields."""
     if config.train_dataset is None:
         raise ConfigError("pass rates are measured on train_dataset; set train_dataset.path")
-    tasks = load_tasks(config.train_dataset, name="train")
+    tasks = load_run_tasks(config, config.train_dataset, name="train")
     for field in fields:
         if any(field in task.row for task in tasks):
             raise DataError(

@@ -223,6 +223,17 @@ def read_task(text: str) -> int | dict[str, Any]:
     raise ConfigError(f"--task={text!r} must be the number of a row, or the task as a JSON object")
 
 
+def read_arguments(text: str) -> dict[str, Any]:
+    """The value of `tunesmith environments show --args`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--args={text!r} must be a JSON object")
+    return value
+
+
 def check_paths(config: Section, *, has_models: bool = True) -> None:
     """Raise if model paths, data paths or files of functions do not exist. Evaluations resolve models differently and
     pass `has_models=False`."""
@@ -257,6 +268,8 @@ def list_paths(config: RunConfig) -> list[str]:
 def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]:
     """Knobs that name a function, and their values, as far as they are set."""
     named = {"workflow": config.workflow, "judge": config.judge}
+    if config.environment.name is not None and ".py:" in config.environment.name:
+        named["environment"] = config.environment.name
     if isinstance(config, RunConfig):
         named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
         named |= {f"callbacks.{name}": spec for name, spec in config.callbacks.model_dump().items()}

@@ -6,19 +6,22 @@ may not exist yet and is left out.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import DatasetSection, EnvironmentSection, ModelSection, RunConfig, SourceSection
 from tunesmith.model.load import resolve_device
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.load_function import has_environment_tasks, load_functions
 from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.load import load_preview
 
 TABLES = "tables"
@@ -52,6 +55,42 @@ def describe_device(device: str, num_cpu_threads: int) -> str:
     return f"{found.type}, {num_cpu_threads} {'thread' if num_cpu_threads == 1 else 'threads'}"
 
 
+def describe_run(model: PreTrainedModel, section: ModelSection, root: Path) -> list[str]:
+    """What is trained, on which device and why, and where to look: the first lines of a run whose model is loaded."""
+    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    num_own = model.num_parameters() - (0 if section.lora is None else num_trained)
+    trained = "all weights" if section.lora is None else f"an adapter of {format_count(num_trained)} parameters"
+    return [
+        f"model   {section.path}, {format_count(num_own)} parameters, {str(model.dtype).removeprefix('torch.')}",
+        f"trains  {trained}",
+        f"device  {explain_device(model.device, section.device)}",
+        f"folder  {root}",
+        f"watch   tunesmith view {root}",
+    ]
+
+
+def format_count(number: int) -> str:
+    """`4,096`, `494.0 M` or `7.6 B`."""
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e6:.1f} M" if number < 1e9 else f"{number / 1e9:.1f} B"
+
+
+def explain_device(device: torch.device, requested: str) -> str:
+    """The device, and why it is no GPU."""
+    if device.type != "cpu":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        return f"{device}, {torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
+    if requested != "auto":
+        return f"cpu, as model.device={requested} says"
+    has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    if has_gpu and torch.version.cuda is None:
+        return "cpu, because this torch is a CPU build; this machine has an NVIDIA GPU: install torch with CUDA"
+    if has_gpu:
+        return "cpu, because torch cannot use the NVIDIA GPU of this machine: see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    return "cpu, because torch finds no GPU"
+
+
 def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
     """Raise if functions, models or data sets of a run cannot be used."""
     environment = drop_pending_tools(config.environment)
@@ -60,7 +99,11 @@ def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
     if judge is not None:
         check_judge_function(judge)
     check_models(config.model, models)
-    check_data([*config.training_sets.values(), *config.eval_datasets.values()])
+    for dataset in (*config.training_sets.values(), *config.eval_datasets.values()):
+        if has_environment_tasks(config, dataset):
+            load_run_tasks(config, dataset, name="check")
+        else:
+            check_data([dataset])
 
 
 def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:

@@ -122,6 +122,11 @@ WORKFLOW = Option(
 JUDGE = Option(
     "judge", "Judge, in the same form. Without a judge the workflow returns the reward.", key="judge"
 )  # fmt: skip
+ENVIRONMENT = Option(
+    "environment",
+    "Environment with tasks, such as reasoning_gym:countdown (tunesmith environments list). Overrides the file.",
+    key="environment",
+)
 OVERRIDES = Option(
     "overrides",
     "Override a key of the file, e.g. --set section.key=3. Repeatable.",
@@ -151,6 +156,7 @@ COMMANDS: tuple[Command, ...] = (
             RUN_FILE,
             WORKFLOW,
             JUDGE,
+            ENVIRONMENT,
             OVERRIDES,
             RESUME,
             Option(
@@ -298,6 +304,7 @@ COMMANDS: tuple[Command, ...] = (
             Option("model", "Model folder or hub id; default: model.path.", key="model.path"),
             WORKFLOW,
             JUDGE,
+            ENVIRONMENT,
             OVERRIDES,
             DEBUG_ROLLOUTS,
         ),
@@ -326,6 +333,7 @@ COMMANDS: tuple[Command, ...] = (
             ),
             WORKFLOW,
             JUDGE,
+            ENVIRONMENT,
             Option(
                 "samples",
                 "Rollouts per task; above 1, pass@k is reported.",
@@ -468,6 +476,8 @@ COMMANDS: tuple[Command, ...] = (
                 key="gguf_types",
             ),
             Option("name", "Model name, for the model card and the GGUF files.", key="name"),
+            Option("push", "Upload hf, or else adapter, to the hub; private.", metavar="OWNER/NAME"),
+            Option("is_public", "Let everybody read what --push uploads.", type=bool, flag="--public"),
             replace(OVERRIDES, help="Override an export setting, e.g. --set license=mit."),
             DEBUG,
         ),
@@ -516,6 +526,36 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG_ROLLOUTS,
         ),
         run="tunesmith.model.prepare:prepare_model",
+    ),
+    Command(
+        name="environments list",
+        help="List the families of environments that a file can name, or the names of one.",
+        options=(Option("family", "Family, such as reasoning_gym.", is_argument=True), DEBUG),
+        run="tunesmith.commands.environments:list_environments",
+    ),
+    Command(
+        name="environments show",
+        help="Show an environment: its arguments, its prompts, and the first message of a task.",
+        options=(
+            argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
+            Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
+            Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
+            DEBUG,
+        ),
+        run="tunesmith.commands.environments:show_environment",
+    ),
+    Command(
+        name="model convert",
+        help="Convert a GGUF file to a Hugging Face model folder, which can be trained, and verify it.",
+        options=(
+            argument("path", "The .gguf file."),
+            Option("out_dir", "New output folder.", default=REQUIRED, flag="--out"),
+            Option("dtype", "Data type of the weights: float32 or bfloat16.", default="float32"),
+            Option("chat_template", "Jinja file, for a file without a chat template."),
+            DEBUG,
+        ),
+        run="tunesmith.commands.export.convert:convert_gguf",
+        first_line="loading libraries",
     ),
     Command(
         name="demo",
@@ -593,7 +633,11 @@ COMMANDS: tuple[Command, ...] = (
         check="tunesmith.commands.run.run:check_function",
     ),
 )
-GROUPS = {"model": "Prepare models.", "search": "Search over passages, for agents."}
+GROUPS = {
+    "environments": "Environments with tasks, by name.",
+    "model": "Prepare models.",
+    "search": "Search over passages, for agents.",
+}
 """Help texts of the groups of commands."""
 STAGES = {command.kind: command for command in COMMANDS if command.kind is not None}
 """The entry of each kind of stage."""

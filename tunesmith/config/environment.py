@@ -1,10 +1,11 @@
-"""Settings of the environment of a tool agent (`tunesmith.environments`)."""
+"""Settings of environments (`tunesmith.environments`): of a tool agent, or the name of one with tasks of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from tunesmith.config.section import Needs, Section
 
@@ -45,9 +46,35 @@ class ToolSection(Section):
         return self
 
 
-class EnvironmentSection(Section):
-    """How an agent thinks, calls tools and answers."""
+ENVIRONMENT_TASKS = "environment"
+"""The `path` of a data set that stands for the tasks of the named environment."""
+PLAY = "tunesmith.environments:play"
+NAMED = Needs("name")
+AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
+"""Knobs of tool agents alone."""
+TASK_KNOBS = ("name", "args", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
+"""Knobs of environments with tasks."""
 
+
+class EnvironmentSection(Section):
+    """How an agent thinks, calls tools and answers; or, with `name`, an environment that has tasks and rewards."""
+
+    name: str | None = None
+    """Environment with tasks, as `family:member` (`tunesmith environments list`), or `module:Class` or `file.py:Class`
+    of your own; a text in place of the section is its name. Null is a tool agent."""
+    args: Annotated[dict[str, Any], NAMED] = Field(default_factory=dict)
+    """Arguments of the generator, the game or the class."""
+    num_train: Annotated[int, NAMED] = Field(default=1000, ge=1)
+    """Tasks of the split train."""
+    num_test: Annotated[int, NAMED] = Field(default=100, ge=0)
+    """Tasks of the split test; no task is in both splits. With 0, set `eval_datasets: {}`."""
+    seed: Annotated[int, NAMED] = Field(default=0, ge=0, le=10**9)
+    """First seed of the tasks; another one gives other tasks."""
+    max_turns: Annotated[int, NAMED] = Field(default=30, ge=1)
+    """Replies after which an episode ends with the rewards so far."""
+    step_timeout_s: Annotated[float, NAMED] = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds of one `reset`, `step` or `close`, after which the rollout has failed; `rollout.timeout_s` limits the
+    episode."""
     protocol: Literal["tags", "native"] = "tags"
     """tags: `<think>`, tool and `<answer>` tags inside one assistant turn; native: the tool calls of the chat
     template."""
@@ -57,7 +84,7 @@ class EnvironmentSection(Section):
     """System prompt: standard explains the format with an example; brief only names the tags; none for a model that was
     fine-tuned on the format."""
     system_prompt: str | None = None
-    """Text in place of the system prompt; `{tools}` in it becomes the list of tools."""
+    """Text in place of the system prompt; for a tool agent, `{tools}` in it becomes the list of tools."""
     opening: Annotated[str, Needs("protocol", "tags")] = ""
     """Text that every assistant turn begins with, such as `<think>`; it is never trained."""
     max_calls: int = Field(default=6, ge=0)
@@ -69,6 +96,24 @@ class EnvironmentSection(Section):
     """Characters of a result that the model reads; the middle of a longer one is left out. The tools python and search
     have limits of their own, see `tools.max_result_chars`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_name(cls, values: Any) -> Any:
+        return {"name": values} if isinstance(values, str) else values
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.name is not None:
+            explanation = f"has no effect with name={self.name}: leave out name for a tool agent"
+            self.refuse_knobs(AGENT_KNOBS, explanation, where="environment")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _write_own_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
+        others = TASK_KNOBS if self.name is None else AGENT_KNOBS
+        return {key: value for key, value in write(self).items() if key not in others}
+
     @field_validator("tools")
     @classmethod
     def _check_names(cls, tools: tuple[ToolSection, ...]) -> tuple[ToolSection, ...]:
@@ -76,3 +121,24 @@ class EnvironmentSection(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"two tools have the same name: {', '.join(sorted(names))}; give one of them a name")
         return tools
+
+
+def add_environment_tasks(values: Any, fields: Mapping[str, Any]) -> Any:
+    """The values of a file with the tasks and the workflow of the environment that it names, where it names none.
+
+    Agents of `serve` run elsewhere, so that its files name their tasks themselves.
+    """
+    if not isinstance(values, Mapping) or values.get("serve") is not None:
+        return values
+    section = values.get("environment")
+    name = section.get("name") if isinstance(section, Mapping) else getattr(section, "name", section)
+    if not isinstance(name, str):
+        return values
+    added: dict[str, Any] = {}
+    if values.get("workflow") is None:
+        added["workflow"] = PLAY
+    if values.get("train_dataset") is None and not values.get("train_datasets"):
+        added["train_dataset"] = {"path": ENVIRONMENT_TASKS}
+    if values.get("eval_datasets") is None:
+        added["eval_datasets"] = {"test": {"path": ENVIRONMENT_TASKS, "split": "test"}}
+    return {**values, **{key: value for key, value in added.items() if key in fields}}

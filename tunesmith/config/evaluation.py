@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.engine import EngineSection
-from tunesmith.config.environment import EnvironmentSection
+from tunesmith.config.environment import EnvironmentSection, add_environment_tasks
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.rollout import RolloutSection
@@ -27,7 +27,7 @@ class EvalConfig(Section):
     """Judge, in the same form; null uses the workflow's reward."""
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
-    `environment`."""
+    `environment`; or the name of an environment, as in a run file."""
     suite: Literal["tir", "tir_paper"] | None = None
     """Judge and measures under one name. tir, for agents with tools: exact match, F1, equality of math, efficiency,
     successful execution and reasoning length, and with an auxiliary model `judge` its verdict and conciseness.
@@ -56,6 +56,11 @@ class EvalConfig(Section):
     more."""
     has_progress: bool = True
     """Show live progress on the console."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_environment_tasks(cls, values: Any) -> Any:
+        return add_environment_tasks(values, cls.model_fields)
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalConfig:

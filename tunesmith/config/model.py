@@ -16,9 +16,10 @@ CALL_FORMATS = {
     "glm": "xml_calls:GLM",
     "hermes": "hermes:HERMES",
     "llama3_json": "json_calls:LLAMA3",
+    "json": "json_calls:JSON",
 }
 """Formats of tool calls -> where `tunesmith.chat.parsers` has them, in the order in which they are tried: Qwen3-Coder
-and GLM write Hermes' outer tag too, and Llama's calls have no tags."""
+and GLM write Hermes' outer tag too, and Llama's calls have no tags. No template asks for `json`, so it is not tried."""
 if TYPE_CHECKING:
     ToolCallParser = str
 else:
@@ -86,7 +87,8 @@ class ServedModelSection(Section):
     tool_call_parser: ToolCallParser = "auto"
     """Format of tool calls in sampled text: auto is the one that the model's chat template writes, and hermes
     (<tool_call>{json}</tool_call>) if that is none of these. Set it if the template is not the one the model was
-    trained with; none leaves calls in the text."""
+    trained with. json also reads fenced and bare JSON objects with the name of a listed tool, which Qwen2.5-Coder
+    writes; none leaves calls in the text."""
     reasoning_parser: ReasoningParser = "auto"
     """Format of reasoning in sampled text: deepseek_r1 (<think>...</think>), mistral ([THINK]...[/THINK]) or harmony
     (channel analysis); auto is the one that the chat template mentions, else deepseek_r1. none leaves reasoning in the

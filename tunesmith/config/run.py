@@ -7,16 +7,16 @@ config.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.engine import EngineSection
-from tunesmith.config.environment import EnvironmentSection
+from tunesmith.config.environment import EnvironmentSection, add_environment_tasks
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout import BranchingSection, RolloutSection
@@ -53,7 +53,8 @@ class DatasetSection(DataSection):
     """A data set of tasks."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id."""
+    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id; in a
+    file whose `environment` has a name, `environment` stands for its tasks."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
     fields: dict[str, Any] = Field(default_factory=dict)
@@ -78,7 +79,7 @@ class TrainerSection(Section):
     """Optimizer, memory and speed of training."""
 
     learning_rate: LearningRate = 1e-6
-    """Peak learning rate of AdamW; adapters need a higher one (1e-5 to 1e-4)."""
+    """Peak learning rate of AdamW. null, as if it were left out, is 1e-6 for all weights and 2e-5 with `model.lora`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -201,11 +202,15 @@ HAS_OLDER_TOKENS = (
 EvalDatasets = Annotated[dict[str, DatasetSection], Unused(TASK_KNOBS, "evaluations run every task unchanged")]
 
 
+ADAPTER_LEARNING_RATE = 2e-5
+"""Default of `trainer.learning_rate` with `model.lora`."""
+
+
 class RunConfig(Section):
     """A reinforcement-learning run: model, tasks, agent, algorithm and output folder."""
 
-    project: str = "AgentScope"
-    """Folder under `checkpoint_root_dir` that groups runs."""
+    project: str = "tunesmith"
+    """Folder under `checkpoint_root_dir` that groups runs; in AgentScope's form of `tune` the default is AgentScope."""
     name: str | None = None
     """Folder of the run, under `project`; null creates Experiment-<YYYYmmddHHMMSS>."""
     checkpoint_root_dir: str = "./checkpoints"
@@ -231,6 +236,9 @@ class RunConfig(Section):
     """Number of steps; overrides `total_epochs`."""
     save_interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints; the last step is always saved."""
+    save_interval_s: float | None = Field(default=300.0, gt=0)
+    """Seconds after which the end of a step saves a checkpoint, counted from the one before; the next one replaces
+    it. null saves by steps only."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints kept on disk; null keeps all."""
     keep_best: KeepBestSection | None = None
@@ -244,7 +252,8 @@ class RunConfig(Section):
     to bound the number of files; 1 keeps one file per step."""
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
-    `environment`."""
+    `environment`; or the name of an environment, whose tasks, workflow and rewards the file then has unless it names
+    its own."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: Annotated[DatasetSection | None, Unused(("weight",), "there is one set to draw from")] = None
@@ -265,6 +274,27 @@ class RunConfig(Section):
     monitor: MonitorSection = MonitorSection()
     cluster: ClusterSection = ClusterSection()
     """Ranks that run and train the tasks of a step together."""
+
+    @field_validator("trainer", mode="before")
+    @classmethod
+    def _drop_null_learning_rate(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("learning_rate", 0) is None:
+            return {key: each for key, each in value.items() if key != "learning_rate"}
+        return value
+
+    @model_validator(mode="after")
+    def _choose_learning_rate(self) -> Self:
+        if self.model.lora is not None and "learning_rate" not in self.trainer.model_fields_set:
+            # not through `update`: a key that was not set stays unset, so that overrides of model.lora still decide
+            trainer = self.trainer.model_copy()
+            trainer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
+            self.__dict__["trainer"] = trainer
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_environment_tasks(cls, values: Any) -> Any:
+        return add_environment_tasks(values, cls.model_fields)
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:

@@ -80,6 +80,9 @@ class OfflineConfig(Section):
     """Steps between computations of the evaluation loss; 0 computes it only at the end."""
     save_interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints for resuming; the weights of a new best evaluation are always saved."""
+    save_interval_s: float | None = Field(default=300.0, gt=0)
+    """Seconds after which the end of a step saves a checkpoint, counted from the one before; null saves by steps
+    only."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints kept on disk, also after the end; during training the best one is kept too. null
     keeps 1 during training and 0 once `model/` is written."""

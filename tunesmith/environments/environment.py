@@ -157,9 +157,14 @@ class Environment:
         try:
             return await create_chat_completion(model, messages, tools=tools, **request)
         except openai.BadRequestError as error:
-            if error.code != CONTEXT_LENGTH_EXCEEDED and OVERLONG not in str(error):
+            if not is_context_full(error):
                 raise
             return None
+
+
+def is_context_full(error: openai.BadRequestError) -> bool:
+    """Whether a request was refused because its prompt fills the context."""
+    return error.code == CONTEXT_LENGTH_EXCEEDED or OVERLONG in str(error)
 
 
 def find_finish(reply: ReadReply) -> Finish:

@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import IO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-LINE_METRICS: Mapping[str, tuple[str, str]] = {
-    "rollout/reward_mean": ("reward", "{:.3f}"),
-    "rollout/num_failed": ("failed", "{:.0f}"),
-    "rollout/num_sampled_tokens": ("tokens", "{:.0f}"),
-    "perf/sampled_tokens_per_s": ("tok/s", "{:.0f}"),
-    "train/loss": ("loss", "{:+.4f}"),
-    "train/grad_norm": ("grad", "{:.3f}"),
-    "mismatch/kl": ("mismatch", "{:.1e}"),
-    "perf/rollout_s": ("rollout", "{:.1f} s"),
-    "perf/train_s": ("train", "{:.1f} s"),
-}
-"""Metrics on the line of a training step, in order: name -> (label, format)."""
-
-PROGRESS_METRICS = ("rollout/reward_mean", "perf/sampled_tokens_per_s")
+Part = tuple[tuple[str, ...], Callable[..., str]]
+"""Names of metrics, and a function that writes their values."""
+REWARD: Part = (("rollout/reward_mean",), "reward {:.3f}".format)
+SAMPLED_SPEED: Part = (("perf/sampled_tokens_per_s",), "{:.0f} tok/s".format)
+LINE_PARTS: Sequence[Part] = (
+    REWARD,
+    (("rollout/num_failed",), lambda number: f"failed {number:.0f}" if number else ""),
+    (("experience/num_useful_groups", "experience/num_tasks_tried"), "useful {:.0f}/{:.0f}".format),
+    (
+        ("rollout/num_truncated", "rollout/num_trajectories"),
+        lambda number, total: f"trunc {number / total:.0%}" if total else "",
+    ),
+    SAMPLED_SPEED,
+    (("perf/step_s",), lambda seconds: f"{seconds:.{1 if seconds < 100 else 0}f} s"),
+)
+"""The line of a step of reinforcement learning, in order."""
+OFFLINE_LINE_PARTS: Sequence[Part] = (
+    (("train/loss",), "loss {:+.4f}".format),
+    (("train/grad_norm",), "grad {:.3f}".format),
+    (("perf/trained_tokens_per_s",), "{:.0f} tok/s".format),
+    (("perf/train_s",), "{:.1f} s".format),
+)
+"""The line of a step of fine-tuning, which has no reward."""
+LINE_WIDTH = 80
 NUM_TIMED_STEPS = 20
 """The remaining time is estimated from the last `NUM_TIMED_STEPS` steps."""
 
@@ -93,15 +103,17 @@ class ConsoleProgress:
     def show_train(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the metrics of a training step."""
         self._ends.append((step, time.monotonic()))
-        eta = f"eta {format_duration(self._compute_remaining_s(step))}"
+        remaining = format_duration(self._compute_remaining_s(step)).replace(" min", "m").replace(" ", "")
+        eta = f"eta {remaining}"
         if self._progress is not None:
-            numbers = [format_metric(name, metrics) for name in PROGRESS_METRICS if name in metrics]
+            numbers = format_parts((REWARD, SAMPLED_SPEED), metrics)
             self._progress.update(self._bar, completed=step, numbers="  ".join([*numbers, eta]))
         if step % self._interval == 0 or step == self._total_steps:
-            shown = [format_metric(name, metrics) for name in LINE_METRICS if name in metrics]
-            shown += format_more(self._more_metrics, metrics)
+            parts = LINE_PARTS if "rollout/reward_mean" in metrics else OFFLINE_LINE_PARTS
             width = len(str(self._total_steps))
-            self.show_line("  ".join([f"step {step:{width}d}/{self._total_steps}", *shown, eta]))
+            shown = [f"step {step:{width}d}/{self._total_steps}", *format_parts(parts, metrics), eta]
+            gap = "  " if len("  ".join(shown)) <= LINE_WIDTH else " "
+            self.show_line(gap.join(shown + format_more(self._more_metrics, metrics, parts)))
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the metrics of an evaluation."""
@@ -118,19 +130,21 @@ class ConsoleProgress:
         return s_per_step * max(self._total_steps - step, 0)
 
 
-def format_metric(name: str, metrics: Mapping[str, float]) -> str:
-    label, form = LINE_METRICS[name]
-    return f"{label} {form.format(metrics[name])}"
+def format_parts(parts: Sequence[Part], metrics: Mapping[str, float]) -> list[str]:
+    """The parts of a line whose metrics there are."""
+    written = [write(*(metrics[name] for name in names)) for names, write in parts if metrics.keys() >= set(names)]
+    return [text for text in written if text]
 
 
-def format_more(patterns: Sequence[str], metrics: Mapping[str, float]) -> list[str]:
+def format_more(patterns: Sequence[str], metrics: Mapping[str, float], parts: Sequence[Part]) -> list[str]:
     """The metrics matching the patterns that the line does not show already; `-` for a pattern without a match."""
+    in_line = {name for names, _ in parts for name in names}
     shown: dict[str, str] = {}
     for pattern in patterns:
         found = [name for name in metrics if fnmatchcase(name, pattern)]
         for name in found or [pattern]:
             value = f"{metrics[name]:.4g}" if name in metrics else "-"
-            if name not in LINE_METRICS:
+            if name not in in_line:
                 shown[name] = f"{name.removeprefix('rollout/')} {value}"
     return list(shown.values())
 

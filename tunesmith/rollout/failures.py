@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 from tunesmith.types import Failure, Group, Task
 
 PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+NOT_AWAITED = "; a call that returns a coroutine was not awaited: write `await` before it"
+IN_PLAIN_FUNCTION = (
+    "; a plain function got a coroutine from an async client: define it with `async def` and await the call, or use "
+    "model.as_sync_openai_client()"
+)
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 8000
 """Of a longer traceback the end is kept, where the error is."""
@@ -33,6 +39,13 @@ def describe_error(error: BaseException, task: Task) -> str:
     if isinstance(error, KeyError) and error.args and error.args[0] not in task.row:
         message += f" (fields of the task: {', '.join(map(str, task.row))})"
     return message
+
+
+def advise_on_coroutine(message: str, *, is_sync: bool) -> str:
+    """What to change if the message of an error is about a coroutine, else nothing; `is_sync`: of a plain function."""
+    if re.search(r"\bcoroutine\b", message) is None:
+        return ""
+    return IN_PLAIN_FUNCTION if is_sync else NOT_AWAITED
 
 
 def format_traceback(error: BaseException) -> str:

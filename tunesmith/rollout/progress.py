@@ -20,6 +20,8 @@ class RolloutProgress:
     """Finished trajectories of one phase."""
 
     status: StatusLine | None = None
+    name: str = "rollouts"
+    """What the status line calls them."""
     finished: list[Trajectory] = field(default_factory=list)
     """Without baseline rollouts."""
     num_done: int = 0
@@ -31,4 +33,9 @@ class RolloutProgress:
         if is_kept:
             self.finished += trajectories
         if self.status is not None:
-            self.status.show_status(f"{self.num_done}/{self.num_expected} rollouts")
+            self.status.show_status(f"{self.num_done}/{self.num_expected} {self.name}")
+
+    def show(self, text: str) -> None:
+        """Show what follows the rollouts."""
+        if self.status is not None:
+            self.status.show_status(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import math
 import time
@@ -20,6 +21,7 @@ from tunesmith.rollout.failures import (
     MAX_MESSAGE_CHARS,
     WorkerError,
     WorkerLostError,
+    advise_on_coroutine,
     describe_error,
     describe_type,
     format_traceback,
@@ -318,9 +320,14 @@ async def _call_user_function(
     except BaseException as error:  # user code may raise anything, including SystemExit and its own BaseExceptions
         is_outside = isinstance(error, WorkerError)
         line = None if is_outside else find_error_line(error) or find_definition_line(func)
-        raise _UserCodeError(where, describe_error(error, run.task), line, format_traceback(error)) from error
+        message = describe_error(error, run.task)
+        message += advise_on_coroutine(message, is_sync=is_sync_function(func))
+        raise _UserCodeError(where, message, line, format_traceback(error)) from error
     if not isinstance(output, output_type):
         message = f"the {where} must return a {output_type.__name__}, got {describe_type(type(output))}"
+        message += advise_on_coroutine(message, is_sync=is_sync_function(func))
+        if inspect.iscoroutine(output):
+            output.close()
         raise _UserCodeError(where, message, find_definition_line(func))
     return output
 

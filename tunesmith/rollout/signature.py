@@ -1,7 +1,8 @@
 """Checks the signatures of workflow and judge before any model is loaded.
 
-Parameter names, the order of the checks and their messages follow AgentScope. The check for `async def` is additional;
-a workflow may also be a plain function, which runs in a thread. Parameters bound by a `functools.partial` do not count.
+Parameter names, the order of the checks and the starts of their messages follow AgentScope. The check for `async def`
+is additional; a workflow may also be a plain function, which runs in a thread. Parameters bound by a
+`functools.partial` do not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tunesmith.errors import ConfigError
+from tunesmith.user_lines import find_definition_line
 
 AUXILIARY_MODELS = "auxiliary_models"
 """A parameter of workflows and judges that receives the other models of the run."""
@@ -21,6 +23,8 @@ ENVIRONMENT = "environment"
 WORKFLOW_PARAMETERS = frozenset({"task", "model"})
 PROMPT_WORKFLOW_PARAMETERS = frozenset({"task", "system_prompt"})
 JUDGE_PARAMETERS = frozenset({"task", "response"})
+ORDER = ("task", "_task", "model", "system_prompt", "response")
+"""In which parameters are listed."""
 
 
 def check_workflow_function(func: Callable[..., Any], *, allows_sync: bool = False) -> None:
@@ -28,21 +32,21 @@ def check_workflow_function(func: Callable[..., Any], *, allows_sync: bool = Fal
 
     `allows_sync`: a plain function with these parameters passes too.
     """
-    _check_parameters(func, WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {ENVIRONMENT})
+    _check_parameters(func, "workflow", WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {ENVIRONMENT})
     if not (allows_sync and is_sync_function(func)):
         _check_async(func, "workflow")
 
 
 def check_judge_function(func: Callable[..., Any]) -> None:
     """Raise a ValueError unless `func` is `async f(task, response[, auxiliary_models][, logger])`."""
-    _check_parameters(func, JUDGE_PARAMETERS, OPTIONAL_PARAMETERS)
+    _check_parameters(func, "judge", JUDGE_PARAMETERS, OPTIONAL_PARAMETERS)
     _check_async(func, "judge")
 
 
 def check_prompt_workflow_function(func: Callable[..., Any]) -> None:
     """Raise a ValueError unless `func` is `f(task, system_prompt[, model][, auxiliary_models][, logger])`, async or
     not."""
-    _check_parameters(func, PROMPT_WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {"model"})
+    _check_parameters(func, "workflow", PROMPT_WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {"model"})
     if not is_sync_function(func):
         _check_async(func, "workflow")
 
@@ -52,7 +56,7 @@ def check_selection_judge_function(func: Callable[..., Any]) -> None:
     if "_task" not in _find_open_parameters(func):
         check_judge_function(func)
         return
-    _check_parameters(func, frozenset({"_task", "response"}), frozenset())
+    _check_parameters(func, "judge", frozenset({"_task", "response"}), frozenset())
     _check_async(func, "judge")
 
 
@@ -66,8 +70,7 @@ def check_workflow_branches(func: Callable[..., Any]) -> None:
     if reason is None and AUXILIARY_MODELS in list_parameters(func):
         reason = "it takes auxiliary_models, whose replies a branch cannot receive from its parent"
     if reason is not None:
-        name = getattr(inner, "__qualname__", type(inner).__name__)
-        raise ConfigError(f"rollout.branching: the workflow {name} cannot branch: {reason}")
+        raise ConfigError(f"rollout.branching: the workflow {_find_name(func)} cannot branch: {reason}")
 
 
 def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
@@ -100,7 +103,16 @@ def _find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-def _check_parameters(func: Callable[..., Any], essential: frozenset[str], optional: frozenset[str]) -> None:
+def _check_parameters(func: Callable[..., Any], role: str, essential: frozenset[str], optional: frozenset[str]) -> None:
+    try:
+        _check_names(func, essential, optional)
+    except ValueError as error:
+        place = find_definition_line(_find_innermost(func)) or _find_name(func)
+        takes = ", ".join(sorted(essential, key=ORDER.index)) + "".join(f"[, {name}]" for name in sorted(optional))
+        raise ValueError(f"{error}. The {role} ({place}) takes {takes}") from None
+
+
+def _check_names(func: Callable[..., Any], essential: frozenset[str], optional: frozenset[str]) -> None:
     parameters = _find_open_parameters(func)
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -117,9 +129,13 @@ def _check_parameters(func: Callable[..., Any], essential: frozenset[str], optio
         raise ValueError(f"Contains disallowed parameters: {disallowed}")
 
 
+def _find_name(func: Callable[..., Any]) -> str:
+    inner = _find_innermost(func)
+    return str(getattr(inner, "__qualname__", type(inner).__name__))
+
+
 def _check_async(func: Callable[..., Any], role: str) -> None:
     inner = _find_innermost(func)
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     if not is_async:
-        name = getattr(inner, "__qualname__", type(inner).__name__)
-        raise ValueError(f"the {role} function {name} must be async: define it with `async def`")
+        raise ValueError(f"the {role} function {_find_name(func)} must be async: define it with `async def`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.config import EnvironmentSection, PythonToolSection, RunConfig, ToolSection
+from tunesmith.config import DatasetSection, EnvironmentSection, PythonToolSection, RunConfig, ToolSection
+from tunesmith.config.environment import ENVIRONMENT_TASKS
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
 from tunesmith.runs.load_config import build_section
@@ -25,9 +27,12 @@ from tunesmith.types import JudgeType, WorkflowType
 
 if TYPE_CHECKING:
     from tunesmith.environments.environment import Environment
+    from tunesmith.environments.episode import TaskEnvironment
 
 LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 """Imported files with their modification time (ns) and size (bytes) at import."""
+
+TOOL_AGENT = "tunesmith.environments.tool_agent:tool_agent"
 
 FORMER_NAMES = {
     "tunesmith.pipeline.prepare.world_expert": "tunesmith.et_agent.world.conversations",
@@ -63,10 +68,22 @@ def load_functions(
     if workflow is None:
         assert config.workflow is not None
         workflow = load_function(config.workflow, knob="workflow")
+    named = None if config.environment.name is None else load_task_environment(config)
     if ENVIRONMENT in list_parameters(workflow):
         function: Callable[..., Any] = workflow
-        workflow = functools.partial(function, environment=load_environment(config.environment))
-    elif (knob := find_set_knob(config.environment)) is not None and not has_environment(workflow):
+        if named is not None and name_function(function) == TOOL_AGENT:
+            raise ConfigError(
+                f"environment={named.name!r} is no tool agent: leave out workflow, or give environment its tools"
+            )
+        workflow = functools.partial(function, environment=named or load_environment(config.environment))
+    elif (
+        not any(
+            has_environment_tasks(config, each)
+            for each in (*config.training_sets.values(), *config.eval_datasets.values())
+        )
+        and (knob := find_set_knob(config.environment)) is not None
+        and not has_environment(workflow)
+    ):
         raise ConfigError(
             f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
             "add it, or remove the section environment"
@@ -82,8 +99,7 @@ def load_functions(
 
 def find_set_knob(section: EnvironmentSection) -> str | None:
     """The first knob whose value is not its default."""
-    fields = type(section).model_fields.items()
-    return next((name for name, field in fields if getattr(section, name) != field.default), None)
+    return next((name for name in type(section).model_fields if section.is_changed(name)), None)
 
 
 def has_environment(workflow: Callable[..., Any]) -> bool:
@@ -92,11 +108,55 @@ def has_environment(workflow: Callable[..., Any]) -> bool:
 
 
 def load_environment(section: EnvironmentSection) -> Environment:
-    """The environment of a config, with its tools."""
+    """The environment of a tool agent, with its tools."""
+    if section.name is not None:
+        raise ConfigError(f"environment={section.name!r} is no tool agent, which is needed here: give it tools instead")
     # openai and math-verify are slow to import, and commands check their files with this module first
     from tunesmith.environments.environment import Environment
 
     return Environment(section, tools=[load_tool(each) for each in section.tools])
+
+
+def load_task_environment(config: RunConfig) -> TaskEnvironment:
+    """The environment with tasks that the config names."""
+    # deferred as in load_environment; the packages of `sets` are optional
+    from tunesmith.environments.episode import TaskEnvironment
+    from tunesmith.environments.sets import FAMILIES, load_set
+
+    section = config.environment
+    assert section.name is not None
+    family, args = section.name.partition(":")[0], dict(section.args)
+    if family in FAMILIES:
+        if isinstance(wrapper := args.get("wrapper"), str):
+            args["wrapper"] = load_function(wrapper, knob="environment.args.wrapper")
+        environment = load_set(section.name, args)
+    else:
+        close = difflib.get_close_matches(family, FAMILIES, n=1)
+        if close or ":" not in section.name:
+            advice = f"did you mean {close[0]}?" if close else f"families are {', '.join(FAMILIES)}"
+            raise ConfigError(
+                f"environment={section.name!r} is no name of an environment: {advice} (own ones are file.py:Class)"
+            )
+        own = load_function(section.name, knob="environment")
+        if missing := [each for each in ("reset", "step", "close") if not callable(getattr(own, each, None))]:
+            raise ConfigError(f"environment={section.name!r} has no method {missing[0]}: write reset, step and close")
+        try:
+            inspect.signature(own).bind(**args)
+        except TypeError as error:
+            raise ConfigError(f"environment.args of {section.name}: {error}") from error
+        environment = TaskEnvironment(name=section.name, create=functools.partial(own, **args))
+    return dataclasses.replace(
+        environment,
+        system_prompt=environment.system_prompt if section.system_prompt is None else section.system_prompt,
+        max_turns=section.max_turns,
+        step_timeout_s=section.step_timeout_s,
+        step_reward_key=config.algorithm.advantage_args.get("step_reward_key"),
+    )
+
+
+def has_environment_tasks(config: RunConfig, dataset: DatasetSection) -> bool:
+    """Whether a data set stands for the tasks of the run's environment."""
+    return config.environment.name is not None and dataset.path == ENVIRONMENT_TASKS
 
 
 def load_tool(section: ToolSection) -> Tool:

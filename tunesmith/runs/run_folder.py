@@ -47,6 +47,7 @@ MUTABLE_KEYS = (
     "total_epochs",
     "total_steps",
     "save_interval_steps",
+    "save_interval_s",
     "keep_checkpoints",
     "keep_best",
     "early_stopping",
@@ -98,6 +99,31 @@ class RunFolder:
         if kind is not None:
             remove_empty_run(self.paths)
         self.close()
+
+
+AGENTSCOPE_PROJECT = "AgentScope"
+"""The default of `project` in earlier versions, and in AgentScope's form of `tune`."""
+
+
+def keep_learning_rate(config: RunConfig) -> RunConfig:
+    """The config of a run that resumes: a learning rate that it leaves out is the one that the run began with."""
+    if not config.continue_from_checkpoint or config.name is None:
+        return config
+    check_project(config)
+    trainer = RunRecord(resolve_run_root(config)).settings.get("trainer")
+    rate = trainer.get("learning_rate") if isinstance(trainer, dict) else None
+    if rate is None or "learning_rate" in config.trainer.model_fields_set:
+        return config
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"learning_rate": rate})})
+
+
+def check_project(config: RunConfig) -> None:
+    """Raise if the run to resume is not in the default project, but in that of earlier versions."""
+    root = resolve_run_root(config)
+    earlier = root.parent.with_name(AGENTSCOPE_PROJECT) / root.name
+    is_default = config.project == RunConfig.model_fields["project"].default
+    if is_default and not RunPaths(root).config.is_file() and RunPaths(earlier).config.is_file():
+        raise ConfigError(f"there is no run {root}, but {earlier}: to resume it, set project={AGENTSCOPE_PROJECT}")
 
 
 def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
@@ -259,7 +285,7 @@ def describe_interruption(config: RunConfig, root: Path) -> str:
     """The console line of an interrupted run: its last checkpoint and how to resume."""
     checkpoint = RunRecord(root).last_checkpoint
     if checkpoint is None:
-        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+        return "interrupted before the first step was saved; a single Ctrl-C or SIGTERM finishes and saves the step"
     name = "" if config.name is not None else f" and name={root.name}"
     return (
         f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "

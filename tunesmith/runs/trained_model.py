@@ -51,7 +51,7 @@ def find_source(settings: ExportSection) -> ExportSource:
     if folder.suffix == ".gguf":
         raise ModelError(
             f"path={settings.path!r} is a GGUF file, which lacks data that other formats need; "
-            "export the model folder that it was converted from"
+            "export the model folder that it was converted from, or make one with tunesmith model convert"
         )
     if folder.is_dir():
         folder = find_model_folder(folder.resolve() if folder.is_symlink() else folder.absolute())

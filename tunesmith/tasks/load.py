@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
+from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
@@ -102,7 +104,8 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
         arguments = {"path": str(source) if source.exists() else path, "name": name}
     try:
         with offline_if_unreachable(path):
-            loaded = load_dataset(**arguments, streaming=num_rows is not None)
+            with hidden_progress_bars():
+                loaded = load_dataset(**arguments, streaming=num_rows is not None)
             rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
             return list(itertools.islice(rows, num_rows))
     except DataError:
@@ -111,6 +114,18 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
         raise DataError(f"the data set {path!r} has a file without rows") from error
     except (OSError, ValueError, TypeError, DatasetsError) as error:
         raise _explain(path, split, error) from error
+
+
+@contextmanager
+def hidden_progress_bars() -> Iterator[None]:
+    """Within: `datasets` draws no bars into the console of the run."""
+    are_shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if are_shown:
+            enable_progress_bars()
 
 
 def is_saved(source: Path) -> bool:

@@ -83,7 +83,10 @@ def test_one_gguf_file_is_written_per_type(name, tmp_path):
     settings = ExportSection(path=str(folder), formats=("gguf",), gguf_types=("f32", "f16", "q8_0"), name="mine")
     report = run_export(settings, out_dir=tmp_path / "out")
     names = [f"mine-{kind}.gguf" for kind in ("f16", "f32", "q8_0")]
-    assert list_tree(tmp_path / "out") == ["DONE.json", "gguf", "gguf/README.md", *(f"gguf/{name}" for name in names)]
+    assert list_tree(tmp_path / "out") == [
+        *("DONE.json", "gguf", "gguf/Modelfile", "gguf/README.md"),
+        *(f"gguf/{name}" for name in names),
+    ]
     loaded = AutoModelForCausalLM.from_pretrained(
         report.folder / "gguf", gguf_file=report.gguf["f32"].name, dtype=torch.float32
     )
@@ -95,6 +98,7 @@ def test_quantization_leaves_no_temporary_file(source, tmp_path):
     settings = ExportSection(path=str(source), formats=("gguf",), gguf_types=("q4_k_m",))
     report = run_export(settings, out_dir=tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out" / "gguf").iterdir()) == [
+        "Modelfile",
         "README.md",
         report.gguf["q4_k_m"].name,
     ]

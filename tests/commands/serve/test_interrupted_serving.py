@@ -165,7 +165,7 @@ def test_ctrl_c_saves_the_state_and_the_run_resumes_with_the_same_workers(zygote
     assert process.wait() == 130
     client.is_interrupted.set()
     output = log.read_text()
-    assert "SIGINT: ending the run" in output
+    assert "SIGINT: finishing and saving this step" in output
     assert "resume" in output and "Traceback" not in output
     num_committed = load_json(run / "last_commit.json")["step"]
     assert 1 <= num_committed < 3

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
+from conditions import wait_until
 from conversation_examples import ROW
 from killed_runs import Zygote, count_metrics, read_metrics
 from small_pocket import write_small_pocket
+from tunesmith.runs.record import RunRecord
 
 WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 
@@ -68,6 +72,34 @@ def test_killed_runs_end_like_an_uninterrupted_one(workplace, kind):
         zygote.kill(["sft", f"{kind}.yaml", "--out", killed.name], when=functools.partial(is_reached, killed))
     assert zygote.run(["sft", f"{kind}.yaml", "--out", killed.name]) == 0, (folder / "zygote.log").read_text()
     assert_same(whole, killed, WEIGHTS[kind])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_saves_the_step(workplace, number):
+    folder, zygote = workplace
+    whole, cut = folder / "full-whole", folder / f"cut-{number.name}"
+    assert zygote.run(["sft", "full.yaml", "--out", whole.name]) == 0, (folder / "zygote.log").read_text()
+    arguments = ["sft", "full.yaml", "--out", cut.name, "--set", "save_interval_steps=1000"]
+    pid = zygote.start(arguments)
+    wait_until(lambda: count_metrics(cut) >= 1, interval_s=0.001)
+    os.kill(pid, number)
+    printed = (folder / "zygote.log").read_text
+    assert zygote.wait() in (128 + number, -number), printed()
+    assert f"{number.name}: finishing and saving this step" in printed() and "repeat the command to resume" in printed()
+    last_step = read_metrics(cut)[-1]["step"]
+    assert (cut / f"global_step_{last_step}").exists() and RunRecord(cut).state == "interrupted"
+    assert zygote.run(arguments) == 0
+    assert_same(whole, cut, WEIGHTS["full"])
+
+
+def test_checkpoints_by_time_change_nothing(workplace):
+    folder, zygote = workplace
+    whole, timed = folder / "full-whole", folder / "timed"
+    assert zygote.run(["sft", "full.yaml", "--out", whole.name]) == 0, (folder / "zygote.log").read_text()
+    arguments = ["sft", "full.yaml", "--out", timed.name, "--set", "save_interval_s=1e-9"]
+    zygote.kill([*arguments, "--set", "save_interval_steps=1000"], when=lambda: (timed / "global_step_2").exists())
+    assert zygote.run(arguments) == 0
+    assert_same(whole, timed, WEIGHTS["full"])
 
 
 def assert_same(whole, killed, weights):

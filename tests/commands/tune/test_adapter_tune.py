@@ -62,6 +62,17 @@ def test_a_stopped_adapter_run_resumes_to_the_same_metrics(run):
     assert all((one[name] == other[name]).all() for name in one)
 
 
+def test_an_adapter_has_its_own_learning_rate_and_a_resumed_run_keeps_the_one_it_began_with(tmp_path, pocket_folder):
+    data = write_splits(tmp_path / "data", list_apples(6))
+    algorithm = AlgorithmConfig(group_size=4, batch_size=2)
+    start = build_small_run(tmp_path, pocket_folder, data, LORA, "monitor.trackers=[]", steps=1, algorithm=algorithm)
+    assert start("name=new").metrics["train/learning_rate"] == 2e-5
+    before = start("name=old", "trainer.learning_rate=1e-6")
+    resumed = start("name=old", "total_steps=2", continue_from_checkpoint=True)
+    assert resumed.folder == before.folder and resumed.metrics["train/learning_rate"] == 1e-6
+    assert "learning_rate: 1.0e-06" in (before.folder / "config.yaml").read_text()
+
+
 def test_training_continues_from_an_adapter_or_from_its_merged_weights(run):
     start = run(LORA, name="start").checkpoint
     again = run("model.lora={}", path=start, name="again", steps=1).checkpoint

@@ -95,7 +95,7 @@ def list_checkpoints(run):
 
 def test_a_run_without_improvement_ends_and_keeps_its_best_checkpoint(workplace):
     folder, _ = workplace
-    run = folder / "runs/AgentScope/whole"
+    run = folder / "runs/tunesmith/whole"
     assert STOPPED in (folder / "zygote.log").read_text()
     assert [row["step"] for row in read_metrics(run) if row["kind"] == "train"] == [1, 2, 3, 4, 5]
     assert list_checkpoints(run) == ["global_step_2", "global_step_5"]
@@ -108,7 +108,7 @@ def test_a_run_without_improvement_ends_and_keeps_its_best_checkpoint(workplace)
 
 def test_the_link_to_the_best_checkpoint_is_a_model_path(workplace):
     folder, zygote = workplace
-    models = ["--model", "best=runs/AgentScope/whole/best", "--model", "second=runs/AgentScope/whole/global_step_2"]
+    models = ["--model", "best=runs/tunesmith/whole/best", "--model", "second=runs/tunesmith/whole/global_step_2"]
     assert zygote.run(["eval", "run.yaml", *models, "--out", "compared"]) == 0, (folder / "zygote.log").read_text()
     compared = json.loads((folder / "compared/comparison.json").read_text())
     assert "best" in json.dumps(compared)
@@ -121,7 +121,7 @@ def test_a_killed_run_ends_at_the_same_step(workplace):
         assert status == -signal.SIGKILL, (folder / "zygote.log").read_text()
         num_kills += 1
     assert num_kills == 6
-    whole, killed = (folder / "runs/AgentScope" / name for name in ("whole", "killed"))
+    whole, killed = (folder / "runs/tunesmith" / name for name in ("whole", "killed"))
     assert read_metrics(killed) == read_metrics(whole)
     assert list_checkpoints(killed) == list_checkpoints(whole)
     for name in ("best.json", "stopped.json"):
@@ -130,7 +130,7 @@ def test_a_killed_run_ends_at_the_same_step(workplace):
 
 def test_a_resumed_run_says_that_it_has_ended_and_continues_with_more_patience(workplace):
     folder, zygote = workplace
-    run = folder / "runs/AgentScope/continued"
+    run = folder / "runs/tunesmith/continued"
     shutil.copytree(run.with_name("whole"), run, symlinks=True)
     arguments = ["tune", "run.yaml", "--resume", "--set", "name=continued"]
     before = read_metrics(run)
@@ -153,7 +153,7 @@ def test_a_misspelt_metric_of_an_evaluation_is_an_error_after_the_step_is_saved(
     assert zygote.run([*arguments, *wrong]) == 1
     log = (folder / "zygote.log").read_text()
     assert "keep_best.metric='eval/held_out/rewrad' is not reported; available: eval/held_out/num_tasks" in log
-    assert list_checkpoints(folder / "runs/AgentScope/misspelt") == ["global_step_1"]
+    assert list_checkpoints(folder / "runs/tunesmith/misspelt") == ["global_step_1"]
     assert zygote.run([*arguments, "--set", "total_steps=2"]) == 0
 
 

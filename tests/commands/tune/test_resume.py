@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
+from conditions import wait_until
 from killed_runs import Zygote, count_metrics, read_metrics
-from run_folders import write_run_folder
+from run_folders import held_after, write_run_folder
 from tunesmith.experience.store import load_rollouts
+from tunesmith.runs.record import RunRecord
 
 NUM_STEPS = 6
 
@@ -45,12 +49,12 @@ KILLS: dict[str, Callable[[Path], bool]] = {
 def test_killed_runs_end_like_an_uninterrupted_one(workplace):
     folder, zygote = workplace
     assert zygote.run(["tune", "run.yaml", "--set", "name=whole"]) == 0, (folder / "zygote.log").read_text()
-    run = folder / "runs/AgentScope/killed"
+    run = folder / "runs/tunesmith/killed"
     arguments = ["tune", "run.yaml", "--resume", "--set", "name=killed"]
     for is_reached in KILLS.values():
         zygote.kill(arguments, when=functools.partial(is_reached, run))
     assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
-    assert_same_run(folder / "runs/AgentScope/whole", run)
+    assert_same_run(folder / "runs/tunesmith/whole", run)
 
 
 def test_a_killed_run_with_rollouts_in_flight_ends_and_trains_nothing_too_old(workplace):
@@ -58,7 +62,7 @@ def test_a_killed_run_with_rollouts_in_flight_ends_and_trains_nothing_too_old(wo
     folder, zygote = workplace
     arguments = ["tune", "run.yaml", "--resume", "--set", "name=stale", "--set", "experience.replay.max_staleness=2"]
     arguments += ["--set", "rollout.max_staleness=2", "--set", "save_interval_steps=1"]
-    run = folder / "runs/AgentScope/stale"
+    run = folder / "runs/tunesmith/stale"
     for num_lines in (1, 3, 5):
         zygote.kill(arguments, when=lambda num_lines=num_lines: count_metrics(run) >= num_lines)
     assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
@@ -84,12 +88,63 @@ def assert_same_run(whole: Path, killed: Path) -> None:
         assert [[t.turns for t in g.trajectories] for g in one] == [[t.turns for t in g.trajectories] for g in other]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_saves_the_step_and_the_resumed_run_ends_like_an_uninterrupted_one(workplace, number):
+    """`save_interval_steps` and `save_interval_s` are never due, so only the signal saves."""
+    folder, zygote = workplace
+    assert zygote.run(["tune", "run.yaml", "--resume", "--set", "name=whole"]) == 0
+    run = folder / f"runs/tunesmith/{number.name}"
+    arguments = ["tune", "run.yaml", "--resume", "--set", f"name={number.name}", "--set", "save_interval_steps=100"]
+    with held_after(run / "metrics.jsonl", 2):
+        pid = zygote.start(arguments)
+        wait_until(lambda: count_metrics(run) >= 2)
+        os.kill(pid, number)
+        wait_until(lambda: f"{number.name}: finishing and saving this step" in (folder / "zygote.log").read_text())
+    status = zygote.wait()
+    assert status in (128 + number, -number), (folder / "zygote.log").read_text()
+    printed = (folder / "zygote.log").read_text()
+    assert "the last checkpoint is" in printed and "--resume" in printed
+    assert RunRecord(run).state == "interrupted"
+    last_step = read_metrics(run)[-1]["step"]
+    assert last_step < NUM_STEPS and [path.name for path in run.glob("global_step_*")] == [f"global_step_{last_step}"]
+    assert zygote.run(arguments) == 0
+    assert_same_run(folder / "runs/tunesmith/whole", run)
+
+
+def test_a_second_signal_ends_the_run_within_its_step(workplace):
+    folder, zygote = workplace
+    run = folder / "runs/tunesmith/twice"
+    log = folder / "zygote.log"
+    num_before = len(log.read_text()) if log.exists() else 0
+    with held_after(run / "metrics.jsonl", 1):
+        pid = zygote.start(["tune", "run.yaml", "--set", "name=twice", "--set", "save_interval_steps=100"])
+        wait_until(lambda: count_metrics(run) >= 1)
+        for words in ("finishing and saving this step", "ending the run"):
+            os.kill(pid, signal.SIGTERM)
+            wait_until(lambda words=words: words in log.read_text()[num_before:])
+        assert zygote.wait() == 128 + signal.SIGTERM
+    assert count_metrics(run) <= 2 and not list(run.glob("global_step_*"))
+
+
+def test_checkpoints_by_time_replace_each_other_and_change_nothing(workplace):
+    folder, zygote = workplace
+    arguments = ["tune", "run.yaml", "--set", "save_interval_s=1e-9", "--set", "save_interval_steps=4", "--set"]
+    timed, killed = folder / "runs/tunesmith/timed", folder / "runs/tunesmith/killed-between"
+    assert zygote.run(["tune", "run.yaml", "--resume", "--set", "name=whole"]) == 0
+    assert zygote.run([*arguments, "name=timed"]) == 0
+    assert {path.name for path in timed.glob("global_step_*")} == {"global_step_4", "global_step_6"}
+    zygote.kill([*arguments, "name=killed-between"], when=lambda: (killed / "global_step_3/DONE.json").exists())
+    assert zygote.run([*arguments, "name=killed-between", "--resume"]) == 0
+    for run in (timed, killed):
+        assert_same_run(folder / "runs/tunesmith/whole", run)
+
+
 def test_resuming_a_finished_run_does_nothing_and_a_used_name_is_refused(workplace):
     folder, zygote = workplace
     arguments = ["tune", "run.yaml", "--set", "name=again", "--set", "total_steps=2"]
     assert zygote.run(arguments) == 0
-    before = read_metrics(folder / "runs/AgentScope/again")
+    before = read_metrics(folder / "runs/tunesmith/again")
     assert zygote.run(arguments) == 1
     assert "already holds a run" in (folder / "zygote.log").read_text()
     assert zygote.run([*arguments, "--resume"]) == 0
-    assert read_metrics(folder / "runs/AgentScope/again") == before
+    assert read_metrics(folder / "runs/tunesmith/again") == before

@@ -20,10 +20,11 @@ from safetensors.numpy import load_file
 
 from small_runs import ask, build_small_run, list_apples, write_splits
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
+from tunesmith.commands.stage import explain_device
 from tunesmith.engine.event_loop import shutdown as leftovers
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.monitor.console import LINE_METRICS
+from tunesmith.monitor.console import LINE_PARTS
 
 
 @pytest.fixture
@@ -39,6 +40,28 @@ def run(tmp_path, data, pocket_folder):
 
 def read_metrics(result):
     return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_says_what_it_trains_where_and_how_to_look_at_it(run, capsys):
+    result = run()
+    printed = capsys.readouterr().err
+    (model,) = (line for line in printed.splitlines() if line.startswith("model "))
+    (step,) = (line for line in printed.splitlines() if line.startswith("step 1/1"))
+    num_parameters = sum(each.size for each in load_file(result.checkpoint / "model.safetensors").values())
+    number = f"{num_parameters:,}" if num_parameters < 1e6 else f"{num_parameters / 1e6:.1f} M"
+    assert f"{number} parameters, float32" in model
+    assert "trains  all weights" in printed and "device  cpu, as model.device=cpu says" in printed
+    assert f"tunesmith view {result.folder}" in printed and "Generating" not in printed
+    assert len(step) <= 80 and " useful " in step and " trunc " in step and "mismatch" not in step
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_cpu_build_of_torch_beside_a_gpu_is_said_aloud(tmp_path, monkeypatch):
+    assert explain_device(torch.device("cpu"), "auto") == "cpu, because torch finds no GPU"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "this torch is a CPU build; this machine has an NVIDIA GPU" in explain_device(torch.device("cpu"), "auto")
 
 
 def read_turns(result, step=1):
@@ -63,7 +86,7 @@ def test_a_run_writes_its_documented_files(run, tmp_path):
     details = json.loads((result.folder / "eval/step_000001.json").read_text())
     assert len(details["eval_taskset"]["tasks"]) == 6
     assert result.metrics["mismatch/max_log_ratio"] < 1e-4
-    assert LINE_METRICS.keys() <= result.metrics.keys()
+    assert {name for names, _ in LINE_PARTS for name in names} <= result.metrics.keys()
 
 
 def test_sampling_settings_are_applied(run, pocket_folder):
@@ -199,9 +222,9 @@ def test_a_signal_ends_a_run_with_advice_on_resuming(run, data, capsys, number):
     run(workflow_func=workflow)
     due.append(number)
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
-        longer = DatasetConfig(path=data, total_steps=2)
+        longer = DatasetConfig(path=data, total_steps=3)
         run(workflow_func=workflow, train_dataset=longer, continue_from_checkpoint=True)
-    assert re.search(r"the last checkpoint is .*global_step_1: to resume from it, .* --resume", capsys.readouterr().err)
+    assert re.search(r"the last checkpoint is .*global_step_2: to resume from it, .* --resume", capsys.readouterr().err)
 
 
 def test_a_workflow_that_hangs_ends_at_its_deadline(run):

@@ -30,10 +30,11 @@ def interrupt_often(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sends Ctrl-C a number of times, each after the one before was passed on to the thread: two at once are one."""
     num_passed_on = 0
 
-    def count(thread: threading.Thread) -> None:
+    def count(thread: threading.Thread) -> bool:
         nonlocal num_passed_on
-        interrupt_thread(thread)
+        is_code_interrupted = interrupt_thread(thread)
         num_passed_on += 1
+        return is_code_interrupted
 
     def send(number: int) -> None:
         for num_before in range(number):

@@ -48,6 +48,15 @@ async def test_parallel_tool_calls():
     assert len({call.id for call in message.tool_calls}) == 2
 
 
+async def test_calls_in_json_that_the_parser_does_not_read_are_reported(caplog):
+    service = build_service(*['```json\n{"name": "add", "arguments": {"a": 1}}\n```'] * 5)
+    for stream in (False, True, False, True, False):
+        await create_completion(service, tools=TOOLS, stream=stream)
+    assert [record.getMessage().rpartition(": set ")[2] for record in caplog.records] == [
+        "model.tool_call_parser: json"
+    ]
+
+
 async def test_without_parallel_tool_calls_sampling_stops_after_one_call():
     service = build_service(f"one {ADD}{SUB}")
     completion, (turn,) = await create_completion(service, tools=TOOLS, parallel_tool_calls=False)

@@ -10,7 +10,7 @@ from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
 from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, join_deltas
-from tunesmith.chat.parsers.json_calls import MISTRAL
+from tunesmith.chat.parsers.json_calls import JSON, MISTRAL
 from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, ReasoningTags, ReplyParser
 from tunesmith.config.model import CALL_FORMATS as PLACES
 
@@ -20,6 +20,7 @@ __all__ = [
     "CALL_OPEN",
     "HARMONY",
     "HERMES",
+    "JSON",
     "MISTRAL",
     "REASONING_TAGS",
     "THINK",

@@ -61,7 +61,7 @@ class CallFormat:
     first_openers: tuple[str, ...] = ()
     """Texts that start a block only as the first text of the content."""
     template_tags: tuple[str, ...]
-    """Texts of which one is in each chat template that writes calls in this format."""
+    """Texts of which one is in each chat template that writes calls in this format; empty if no template does."""
     close: str | None = None
     """Tag after which a reply with at most one call is complete."""
     markup: tuple[str, ...] = ()

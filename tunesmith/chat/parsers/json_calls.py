@@ -1,9 +1,12 @@
-"""Tool calls as bare JSON: Llama 3 and Mistral.
+"""Tool calls as JSON without closing tags: Llama 3, Mistral, and models that write JSON whatever their template says.
 
 Llama 3: `{"name": ..., "parameters": {...}}` as the whole reply, optionally after `<|python_tag|>`, several separated
 by `;`; or a built-in tool, `<|python_tag|>name.call(key="value")`.
 Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`, or, in newer models, `[TOOL_CALLS]name{...}` for
 each call, with `[CALL_ID]id` and `[ARGS]` before the arguments in some versions.
+Format `json`: objects `{"name": ..., "arguments": {...}}` anywhere in the reply, bare or in a fence of Markdown, as
+Qwen2.5-Coder writes them although its template asks for Hermes' tags. Only an object with the name of a listed tool
+is a call.
 """
 
 from __future__ import annotations
@@ -18,15 +21,20 @@ from tunesmith.chat.parsers.call_format import (
     CallFormat,
     JsonEnd,
     ReadCall,
+    Tools,
     build_call,
     load_json,
 )
+from tunesmith.chat.parsers.hermes import CALL_OPEN, HERMES
 
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MAX_HEAD_CHARACTERS = 256
 """Longest text between `[TOOL_CALLS]` and the arguments."""
 
+FENCE = "```"
+_FENCE_START = re.compile(rf"{FENCE}(\w*)\s*")
+_BETWEEN = re.compile(r"[\s,;]*")
 _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*(;\s*)?")
 _BUILTIN = re.compile(rf"\s*({NAME_PATTERN})\.call\(.*\)\s*", re.DOTALL)
@@ -148,6 +156,91 @@ class _MistralReader:
         return tuple(call for call in calls if call is not None) if None not in calls else ()
 
 
+class _JsonReader:
+    """Reads a fence, whose JSON values must all be calls, or one bare object; anything else is text.
+
+    Calls in Hermes' tags are read too, since the template asks for them and a forced call is written so.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        self._names = {tool.get("function", {}).get("name") for tool in tools}
+        assert HERMES.open_reader is not None
+        self._tagged = HERMES.open_reader(tools)
+        self._calls: list[ReadCall] = []
+        self._start: int | None = None
+        """Start of the value being read; None before the first one."""
+        self._json_end: JsonEnd | None = None
+        """None between values, and if the fence holds something else."""
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        if text.startswith(CALL_OPEN):
+            block = self._tagged.read(text, is_end=is_end)
+            return block if block is None or all(map(self._is_listed, block.calls)) else Block(length=block.length)
+        if text.startswith("{"):
+            return self._read_object(text, is_end=is_end)
+        if self._start is None:
+            found = _FENCE_START.match(text)
+            assert found is not None
+            if found.end() == len(text) and not is_end:
+                return None
+            self._start = found.end()
+            if found.group(1) in ("", "json") and text.startswith(("{", "["), self._start):
+                self._json_end = JsonEnd(self._start)
+        while self._json_end is not None:
+            try:
+                end = self._json_end.find(text)
+                calls = () if end is None else self._build_calls(load_json(text[self._start : end]))
+            except ValueError:
+                end, calls = self._start, ()
+            if end is None and not is_end:
+                return None
+            self._json_end = None
+            self._calls = [*self._calls, *calls] if calls else []
+            if calls:
+                self._start = end
+        return self._end_fence(text, is_end=is_end)
+
+    def _end_fence(self, text: str, *, is_end: bool) -> Block | None:
+        """What follows a value: another one, or the end of the fence; or the end of a fence with something else."""
+        assert self._start is not None
+        between = _BETWEEN.match(text, self._start)
+        assert between is not None
+        place = between.end() if self._calls else self._start
+        if self._calls and text.startswith(("{", "["), place):
+            self._start, self._json_end = place, JsonEnd(place)
+            return self.read(text, is_end=is_end)
+        close = text.find(FENCE, place)
+        if close < 0 and not is_end:
+            return None
+        body_end, length = (len(text), len(text)) if close < 0 else (close, close + len(FENCE))
+        return Block(length=length, calls=tuple(self._calls) if place == body_end else ())
+
+    def _read_object(self, text: str, *, is_end: bool) -> Block | None:
+        first = _skip_space(text, 1)
+        if first == len(text) and not is_end:
+            return None
+        if not text.startswith('"', first):
+            return Block(length=1)
+        self._json_end = self._json_end or JsonEnd(0)
+        try:
+            end = self._json_end.find(text)
+            if end is None:
+                return Block(length=len(text)) if is_end else None
+            return Block(length=end, calls=self._build_calls(load_json(text[:end])))
+        except ValueError:
+            return Block(length=1)
+
+    def _build_calls(self, value: Any) -> tuple[ReadCall, ...]:
+        """The calls of an object or a list of objects; empty if one is no call of a listed tool, if tools are known."""
+        values = value if isinstance(value, list) else [value]
+        calls = [build_call(each.get("name"), each.get("arguments")) for each in values if isinstance(each, dict)]
+        found = tuple(call for call in calls if call is not None and self._is_listed(call))
+        return found if len(found) == len(values) else ()
+
+    def _is_listed(self, call: ReadCall) -> bool:
+        return not self._names or call.name in self._names
+
+
 def _skip_space(text: str, position: int) -> int:
     found = _SPACE.match(text, position)
     assert found is not None
@@ -170,4 +263,11 @@ MISTRAL = CallFormat(
     markup=(TOOL_CALLS, CALL_ID, ARGS),
     arguments_start=r'\{\s*"a"',
     open_reader=lambda tools: _MistralReader(),
+)
+JSON = CallFormat(
+    name="json",
+    openers=(FENCE, "{", CALL_OPEN),
+    template_tags=(),
+    arguments_start=r'\{\s*"a"',
+    open_reader=_JsonReader,
 )

@@ -15,7 +15,7 @@ from tunesmith.commands.doctor.record import CheckFinding, format_findings
 from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
-from tunesmith.config import DatasetSection, RunConfig
+from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
@@ -24,7 +24,7 @@ from tunesmith.rollout.signature import check_judge_function, check_workflow_fun
 from tunesmith.runs.load_config import change_section
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy, load_actors
-from tunesmith.tasks.load import load_tasks
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
 
 
@@ -121,7 +121,7 @@ def check(
         check_judge_function(judge_func)
     build_model = choose_chat_model(settings)
     if isinstance(task, int):
-        row = load_task(settings.training_sets, task)
+        row = load_task(settings, task)
     else:
         row = Task(task_id="given", index=0, row=dict(task))
     with agent_output(is_shown=settings.rollout.has_agent_output):
@@ -156,15 +156,15 @@ def load_target(
     return load_run_file(None, changes), target
 
 
-def load_task(sets: Mapping[str, DatasetSection], index: int) -> Task:
+def load_task(config: RunConfig, index: int) -> Task:
     """A row of the first training set."""
-    if not sets:
+    if not config.training_sets:
         raise ConfigError(
             f"task {index} of which data set? Name one with --data FILE (train_dataset.path), or give the task itself "
             """as a JSON object: --task '{"question": "..."}'"""
         )
-    name, section = next(iter(sets.items()))
-    tasks = load_tasks(section, name=name)
+    name, section = next(iter(config.training_sets.items()))
+    tasks = load_run_tasks(config, section, name=name)
     if not 0 <= index < len(tasks):
         raise ConfigError(f"task {index} does not exist: {section.path} has {len(tasks)} rows, 0 to {len(tasks) - 1}")
     return tasks[index]

@@ -44,10 +44,11 @@ from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.run_folder import AGENTSCOPE_PROJECT
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
-from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 LABEL = re.compile(r"[^|\n]*[^|\s]")
@@ -165,7 +166,7 @@ def check_comparison(
     for label in models:
         if not LABEL.fullmatch(label):
             raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
-    load = load_tasks if suite is None else load_suite_tasks
+    load = partial(load_run_tasks, config) if suite is None else load_suite_tasks
     sets = {
         name: load(dataset, name=name)[: config.evaluation.max_tasks] for name, dataset in config.eval_datasets.items()
     }
@@ -266,7 +267,9 @@ def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Seq
     """File with one model's scores on one set until the comparison is complete; named by a hash of its inputs."""
     if out is None:
         return None
-    settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
+    settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm", "save_interval_s"})
+    if config.project == RunConfig.model_fields["project"].default:
+        settings["project"] = AGENTSCOPE_PROJECT  # the default when parts were first written
     digest = compute_digest([settings, describe_weights(config.model.path), describe_rows(tasks), name])
     return out / PARTS / f"{digest[:16]}.json"
 

@@ -215,6 +215,6 @@ async def run_held_out(
         requests,
         policy_version=policy_version,
         max_failure_rate=max_failure_rate,
-        progress=RolloutProgress(status=status),
+        progress=RolloutProgress(status=status, name=f"evaluation rollouts of {name}"),
     )
     return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

@@ -1,7 +1,7 @@
 """`tunesmith export`: writes a trained model as a Hugging Face folder, a PEFT adapter or GGUF files.
 
     hf/        weights, configs, tokenizer, chat template, model card     adapter/   files of PEFT, with a model card
-    gguf/      NAME-TYPE.gguf, one per type, with a model card            DONE.json  settings, files, figures; last
+    gguf/      NAME-TYPE.gguf, one per type, Modelfile, model card        DONE.json  settings, files, figures; last
 
 Formats that cannot be written are refused before weights load. Files are written to a temporary folder, loaded back,
 compared with the source and then renamed, so the output folder is complete or absent. An export that exists is reused.
@@ -9,6 +9,7 @@ compared with the source and then renamed, so the output folder is complete or a
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf
-from tunesmith.commands.export.model_card import Card, write_card
+from tunesmith.commands.export.gguf.modelfile import MODELFILE, build_modelfile
+from tunesmith.commands.export.model_card import Card, read_key, write_card
+from tunesmith.commands.export.push import check_push, push_folder
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import ExportSection
@@ -32,7 +35,7 @@ from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.runs.result import Result, load_for_inference, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
 from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import check_free_space, new_folder, storage_errors
+from tunesmith.storage import check_free_space, new_folder, save_text, storage_errors
 
 BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 """Bytes per parameter in the hf folder."""
@@ -51,6 +54,8 @@ class ExportResult(Result):
     """GGUF files by type."""
     checks: Mapping[str, Mapping[str, float]]
     """Results of the comparison with the source, by file or folder; empty without verification."""
+    pushed: str | None = None
+    """Address of the repository that it was uploaded to."""
 
     @property
     def model_path(self) -> str:
@@ -73,7 +78,7 @@ class ExportResult(Result):
                 place = str(path.relative_to(self.folder))
                 checks = ", ".join(f"{key} {value:.4g}" for key, value in self.checks.get(place, {}).items())
                 facts[place] = f"{path} ({checks or 'not verified'})"
-        return facts
+        return facts if self.pushed is None else facts | {"uploaded": self.pushed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +93,17 @@ class ExportPlan:
     gguf: GgufPlan | None
 
 
-def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
-    """Export into the new folder `out_dir`; return the report of one that already holds this export."""
+def run_export(
+    settings: ExportSection, *, out_dir: Path, push: str | None = None, is_public: bool = False
+) -> ExportResult:
+    """Export into the new folder `out_dir`; return the report of one that already holds this export.
+
+    The result is uploaded as `push` (OWNER/NAME), if given, whether it was exported now or before.
+    """
+    if push is not None:
+        check_push(settings, push, is_public=is_public)
+    elif is_public:
+        raise ConfigError("public has an effect only with push")
     root = Path(out_dir).expanduser().absolute()
     source = find_source(settings)
     workspace = Workspace(root, is_whole=True)
@@ -101,7 +115,11 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
         record = dict(inputs)
         with workspace, new_folder(root, record) as temporary:
             record["figures"] = write_formats(plan, temporary)
-    return build_report(root, record["figures"])
+    report = build_report(root, record["figures"])
+    if push is None:
+        return report
+    address = push_folder(Path(report.model_path), push, is_public=is_public)
+    return dataclasses.replace(report, pushed=address)
 
 
 def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
@@ -164,7 +182,10 @@ def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     if plan.gguf is not None:
         from tunesmith.commands.export.gguf.writer import write_gguf_files  # needs an optional package
 
-        figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
+        files = figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
+        trained = None if source.run is None else read_key(source.run.settings, "model.max_model_len")
+        text = build_modelfile(plan.gguf, plan.tokenizer, files=files, num_ctx=trained)
+        save_text(folder / "gguf" / MODELFILE, text)
     if settings.has_verification:
         figures["checks"] = verify_formats(plan, model, folder)
     del model

@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
-from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device
+from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device, describe_run
 from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
+from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal
 from tunesmith.errors import StorageError, TrainingError
 from tunesmith.model.checkpoint import (
     TRAINER_FOLDER,
@@ -61,7 +62,7 @@ from tunesmith.storage import (
 )
 from tunesmith.trainer.trainer import Trainer
 
-MUTABLE_KEYS = ("save_interval_steps", "keep_checkpoints", "monitor", "num_cpu_threads")
+MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", "num_cpu_threads")
 """Keys that may change when training is resumed."""
 
 
@@ -164,6 +165,8 @@ def run_offline(
             model = load_section_model(config.model)
             check_vocabulary(model, plan.tokenizer)
             verify_model(model)  # as an engine does
+            for line in describe_run(model, config.model, root):
+                monitor.show_line(line)
             trainer = build_trainer(model, len(plan.batches))
             check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
             progress = restore(checkpoint, model, trainer)
@@ -216,14 +219,23 @@ class OfflineTraining:
     monitor: Monitor
 
     def run(self) -> None:
-        """Run all remaining steps; the last step is always saved."""
+        """Run all remaining steps; the last step is always saved. A signal ends the training after a step."""
+        with StopAfterStep() as stop:
+            self.run_steps(stop)
+        if stop.signal_number is not None:
+            step, num_steps = self.progress.step, len(self.plan.batches)
+            self.monitor.show_line(f"interrupted; step {step} of {num_steps} is saved: repeat the command to resume")
+            raise_signal(stop.signal_number)
+
+    def run_steps(self, stop: StopAfterStep) -> None:
         plan, progress, monitor = self.plan, self.progress, self.monitor
         stopping = self.build_early_stopping()
         if plan.num_dropped_rows:
             monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
         batches, epochs = plan.batches, plan.progress
-        has_ended = progress.stop_reason is not None
-        while progress.step < len(batches) and not has_ended:
+        has_ended, saved_at, max_age_s = progress.stop_reason is not None, time.monotonic(), self.config.save_interval_s
+        is_interrupted = stop.signal_number is not None
+        while progress.step < len(batches) and not has_ended and not is_interrupted:
             step = progress.step + 1
             started = time.perf_counter()
             metrics = self.trainer.step(batches[step - 1])
@@ -238,8 +250,12 @@ class OfflineTraining:
             has_ended = progress.stop_reason is not None
             if has_ended:
                 monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
-            if is_last or is_best or has_ended or step % self.config.save_interval_steps == 0:
+            is_interrupted = stop.signal_number is not None
+            is_old = max_age_s is not None and time.monotonic() - saved_at >= max_age_s
+            is_due = is_old or step % self.config.save_interval_steps == 0
+            if is_last or is_best or has_ended or is_interrupted or is_due:
                 self.commit()
+                saved_at = time.monotonic()
 
     def build_early_stopping(self) -> EarlyStopping | None:
         """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""

@@ -30,7 +30,7 @@ from tunesmith.model.checkpoint import (
 )
 from tunesmith.runs.policy import Policy
 from tunesmith.runs.run_folder import RunFolder, describe_recovery
-from tunesmith.storage import RunPaths, save_json
+from tunesmith.storage import RunPaths, remove_tree, save_json
 from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state, load_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
@@ -95,11 +95,13 @@ def commit(
     in_flight: Mapping[str, Any],
     steps_per_file: int,
     num_kept: int | None,
+    replaced_step: int | None = None,
 ) -> None:
     """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
     take part (`RankTrainer.save`).
 
-    `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None.
+    `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None. The
+    checkpoint of `replaced_step` is removed.
     """
     save_checkpoint(
         paths.checkpoint(step),
@@ -117,6 +119,8 @@ def commit(
     save_json(paths.last_commit, {"step": step})
     merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
     control.save_best()
+    if replaced_step is not None:
+        remove_tree(paths.checkpoint(replaced_step))
     if num_kept is not None:
         best_step = None if control.best is None else control.best.step
         remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)

@@ -12,7 +12,6 @@ from tunesmith.commands.tune.callbacks import Callbacks
 from tunesmith.config import DatasetSection, SelectorSection
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_component, name_function
-from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
 from tunesmith.tasks.selector import Selector
 from tunesmith.tasks.table import (
@@ -50,11 +49,16 @@ class CustomComponents:
 
 
 def build_task_feed(
-    sets: Mapping[str, DatasetSection], knobs: Mapping[str, str], custom: CustomComponents, *, seed: int
+    sets: Mapping[str, DatasetSection],
+    knobs: Mapping[str, str],
+    custom: CustomComponents,
+    *,
+    seed: int,
+    load_set: Callable[..., list[Task]],
 ) -> tuple[TaskFeed, dict[str, float]]:
     """Read the training sets, apply their operators and build their selectors; also return the operators' metrics.
 
-    `knobs` are the names of the sets in the run file.
+    `knobs` are the names of the sets in the run file; `load_set(section, name=...)` reads one.
     """
     if not sets:
         raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
@@ -63,7 +67,7 @@ def build_task_feed(
     metrics: dict[str, float] = {}
     for name, section in sets.items():
         load = partial(load_component, knob=f"{knobs[name]}.operators")
-        tasks_of[name], counted = apply_task_operators(load_tasks(section, name=name), section.operators, load=load)
+        tasks_of[name], counted = apply_task_operators(load_set(section, name=name), section.operators, load=load)
         metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
         given, selector_knob = custom.selectors.get(name), f"{knobs[name]}.task_selector"
         selectors[name] = build_set_selector(

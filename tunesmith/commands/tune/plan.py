@@ -25,8 +25,8 @@ from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.extra_models import check_extra_models, check_sharded_models
 from tunesmith.runs.load_function import load_component, load_function
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
+from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.contamination import count_shared_tasks
-from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
 
@@ -70,9 +70,15 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     if config.is_online:
         feed, counted = build_live_feed(batch_size=config.algorithm.batch_size, seed=config.seed), dict[str, float]()
     else:
-        feed, counted = build_task_feed(config.training_sets, config.training_knobs, custom, seed=config.seed)
+        feed, counted = build_task_feed(
+            config.training_sets,
+            config.training_knobs,
+            custom,
+            seed=config.seed,
+            load_set=partial(load_run_tasks, config),
+        )
     eval_tasks = {
-        name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
+        name: load_run_tasks(config, dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
     check_trained_model(config.model, config.trainer)

@@ -23,6 +23,7 @@ from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import open_windows
+from tunesmith.engine.event_loop.signal_handlers import raise_signal
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
@@ -84,9 +85,15 @@ async def work_while_serving(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """The run has ended with this result."""
+    """The run has ended with this result, on a signal or by itself."""
 
     result: Any
+    signal_number: int | None = None
+
+    def take_result(self) -> Any:
+        """The result; raises KeyboardInterrupt or SystemExit if a signal ended the run."""
+        raise_signal(self.signal_number)
+        return self.result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,27 +244,27 @@ def build_thread(device: torch.device, *, is_needed: bool) -> WorkThread | NoThr
 
 
 async def lead(
-    training: Callable[[], Awaitable[T]], dispatcher: Dispatcher, links: Links, show_line: Callable[[str], None]
-) -> T:
+    training: Callable[[], Awaitable[RunEnd]], dispatcher: Dispatcher, links: Links, show_line: Callable[[str], None]
+) -> RunEnd:
     """Run the training on the first rank, cancel what is in flight, and let the other ranks end."""
     try:
         for link in links.by_rank.values():
             await link.open()
         try:
-            result = await training()
+            end = await training()
         finally:
             if num_cancelled := await dispatcher.close():
                 show_line(f"{num_cancelled} groups in flight were cancelled; a resumed run starts their tasks again")
         for link in links.by_rank.values():
-            link.send(RunEnd(result=result))
-        return result
+            link.send(end)
+        return end
     finally:
         for link in links.by_rank.values():
             await link.close()
 
 
-async def follow(rank: Rank, worker: ServedWorker | None, trainer: RankTrainer | None) -> Any:
-    """Carry out the messages of the first rank until the run ends; returns its result."""
+async def follow(rank: Rank, worker: ServedWorker | None, trainer: RankTrainer | None) -> RunEnd:
+    """Carry out the messages of the first rank until the run ends."""
     first = rank.links.first
     await first.open()
     try:
@@ -273,7 +280,7 @@ async def follow(rank: Rank, worker: ServedWorker | None, trainer: RankTrainer |
                 case _:
                     assert worker is not None, f"{type(message).__name__} is for a worker"
                     await worker.follow(message)
-        return message.result
+        return message
     finally:
         if worker is not None:
             await worker.close()

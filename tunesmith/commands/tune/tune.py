@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
+from tunesmith.commands.stage import describe_run
 from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
@@ -34,6 +36,7 @@ from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
 from tunesmith.commands.tune.ranks import (
     Rank,
+    RunEnd,
     Server,
     bind_actors,
     build_rank,
@@ -45,6 +48,7 @@ from tunesmith.commands.tune.ranks import (
 from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.engine.event_loop.signal_handlers import StopAfterStep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.http_server import check_port
@@ -60,7 +64,7 @@ from tunesmith.rollout.signature import check_judge_function, check_workflow_bra
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, keep_learning_rate, open_run_folder
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -138,6 +142,7 @@ def run_tuning(
     """
     if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
+    config = keep_learning_rate(config)
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
@@ -201,6 +206,8 @@ def run_leader(
     links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
+    for line in describe_run(policy.model, config.model, folder.paths.root):
+        monitor.show_line(line)
     parts = build_parts(rank, plan)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
     early_stopping, keep_best = config.early_stopping, config.keep_best
@@ -209,7 +216,8 @@ def run_leader(
     leading = partial(lead, training.run, parts.dispatcher, rank.links, monitor.show_line)
     try:
         serving = work_while_serving(leading, server, policy.service, server_links, show_line=monitor.show_line)
-        return run_lockstep(serving, config.rollout)
+        result: TuneResult = run_lockstep(serving, config.rollout).take_result()
+        return result
     except (KeyboardInterrupt, SystemExit):
         monitor.show_line(describe_interruption(config, folder.paths.root))
         raise
@@ -222,6 +230,7 @@ def run_follower(
     config: RunConfig, load: LoadActors, roles: RankRoles, custom: CustomComponents, server: Server | None
 ) -> TuneResult:
     """Do this rank's part of every step, rollouts or training or both; returns the result of the first rank."""
+    place = find_rank_info()
     functions = load_own_functions(config.algorithm, custom.functions)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
     start: RunStart = roles.world.broadcast_object()
@@ -237,16 +246,18 @@ def run_follower(
     if trainer is not None:
         rank_trainer = rank.join_trainer(trainer, worker)
 
-    async def do_parts() -> TuneResult:
+    async def do_parts() -> RunEnd:
         # together with the first rank, which has its server then
         if trainer is not None and start.checkpoint is not None:
             restore_models(start.checkpoint, policy, trainer)
-        result: TuneResult = await follow(rank, worker, rank_trainer)
-        return result
+        # a signal to the first rank's host reaches this rank too, and the first rank decides when the run ends
+        with StopAfterStep() if place.rank == place.local_rank else nullcontext():
+            return await follow(rank, worker, rank_trainer)
 
     try:
         serving = work_while_serving(do_parts, server, policy.service, server_links, rank=roles.world.rank)
-        return run_lockstep(serving, config.rollout)
+        result: TuneResult = run_lockstep(serving, config.rollout).take_result()
+        return result
     finally:
         policy.close()
 
@@ -283,19 +294,29 @@ class Training:
     monitor: Monitor
     control: RunControl
 
-    async def run(self) -> TuneResult:
-        """Run all remaining steps, from the last checkpoint or from the beginning."""
-        config, control, monitor, trainer = self.rank.config, self.control, self.monitor, self.parts.trainer.trainer
-        first_step = step = restore(self.folder, self.rank.policy, self.parts)
+    async def run(self) -> RunEnd:
+        """Run all remaining steps, from the last checkpoint or the beginning; a signal ends the run after a step."""
+        control, first_step = self.control, restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
         evaluations: dict[str, EvaluationResult] = {}
-        if first_step == 0 and config.evaluation.at_start:
+        if first_step == 0 and self.rank.config.evaluation.at_start:
             evaluations = await self.evaluate(0)
             control.raise_error()
+        with StopAfterStep() as stop:
+            result = await self.run_steps(first_step, evaluations, stop)
+            return RunEnd(result=result, signal_number=stop.signal_number)
+
+    async def run_steps(
+        self, first_step: int, evaluations: dict[str, EvaluationResult], stop: StopAfterStep
+    ) -> TuneResult:
+        """Run the steps after `first_step`; `evaluations` are those before it."""
+        config, control, monitor, trainer = self.rank.config, self.control, self.monitor, self.parts.trainer.trainer
+        step = first_step
         metrics: dict[str, float] = {}
         updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
-        while step < self.plan.total_steps and control.stop is None:
+        saved_at, timed_step, is_interrupted = time.monotonic(), None, False
+        while step < self.plan.total_steps and control.stop is None and not is_interrupted:
             step += 1
             result = await self.run_saved_step(step)
             metrics = result.metrics
@@ -305,8 +326,12 @@ class Training:
             await control.end_step(step, result)
             if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
                 evaluations = await self.evaluate(step) or evaluations
-            if control.is_saved(step) or is_due(step, config.save_interval_steps):
-                await self.save(step)
+            is_interrupted = stop.signal_number is not None
+            is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
+            age_s = time.monotonic() - saved_at
+            if is_kept or (config.save_interval_s is not None and age_s >= config.save_interval_s):
+                await self.save(step, replaced_step=timed_step)
+                saved_at, timed_step = time.monotonic(), None if is_kept else step
             control.raise_error()
         updates.close(has_new_weights=trainer.compute_checksum() != checksum)
         if (ending := control.save_ending(step, first_step=first_step)) is not None:
@@ -369,8 +394,9 @@ class Training:
         await self.control.end_evaluation(step, results, merged)
         return results
 
-    async def save(self, step: int) -> None:
-        """Commit the step with a checkpoint, for which all ranks that train gather their parts."""
+    async def save(self, step: int, *, replaced_step: int | None) -> None:
+        """Commit the step with a checkpoint, for which all ranks that train gather their parts; it replaces the one of
+        `replaced_step`, which was saved for its time alone."""
         config = self.rank.config
         saving = partial(
             commit,
@@ -382,8 +408,11 @@ class Training:
             in_flight=self.parts.dispatcher.state_dict(),
             steps_per_file=config.steps_per_file,
             num_kept=config.keep_checkpoints,
+            replaced_step=replaced_step,
         )
+        self.monitor.show_status("saving")
         await self.parts.trainer.save(saving)
+        self.monitor.show_status("")
         await self.control.end_checkpoint(step)
 
     def show_failures(self, groups: Sequence[Group]) -> None:

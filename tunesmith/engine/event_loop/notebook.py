@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,11 +16,8 @@ Result = TypeVar("Result")
 
 WAIT_S = 1.0
 """Longest wait for a thread at a time; on Windows Ctrl-C is noticed only between two waits."""
-INTERRUPT_LINES = (
-    b"tunesmith: SIGINT: ending the run; a second signal interrupts the running code\n",
-    b"tunesmith: SIGINT: interrupting the running code; a third signal leaves it running\n",
-)
-MAX_INTERRUPTS = len(INTERRUPT_LINES)
+MAX_INTERRUPTS = 2
+"""Interrupts before one leaves running a thread whose code was interrupted and has not ended."""
 
 
 def is_event_loop_running() -> bool:
@@ -37,7 +33,8 @@ def run_outside_of_loops(work: Callable[[], Result]) -> Result:
     """Run a function that starts an event loop; in a new thread if the calling thread already runs one.
 
     Ctrl-C while the new thread runs interrupts `work` there and raises KeyboardInterrupt once it has ended. As in a
-    command, the second Ctrl-C interrupts whatever runs; the third raises at once and leaves the thread running.
+    command, the first lets a run finish its step, the next cancels it, the one after interrupts whatever runs; one more
+    raises at once and leaves the thread running.
     """
     if not is_event_loop_running():
         return work()
@@ -65,17 +62,17 @@ def wait_for_thread(thread: threading.Thread, outcome: Future[Any]) -> bool:
     Waits for the outcome, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
     """
     num_interrupts = num_passed_on = 0
+    is_code_interrupted = False
     while True:
         try:
             while num_passed_on < num_interrupts:  # here, where the next Ctrl-C is noticed too
                 num_passed_on += 1
-                os.write(2, INTERRUPT_LINES[num_passed_on - 1])
-                interrupt_thread(thread)
+                is_code_interrupted = interrupt_thread(thread) or is_code_interrupted
             while not wait([outcome], WAIT_S).done:
                 pass
         except KeyboardInterrupt:
             num_interrupts += 1
-            if num_interrupts > MAX_INTERRUPTS:
+            if num_interrupts > MAX_INTERRUPTS and is_code_interrupted:
                 raise
         else:
             thread.join()

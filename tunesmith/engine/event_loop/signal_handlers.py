@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM, and protection of the main task from user code.
 
-The first signal cancels the main task, so that rollouts are cancelled and files closed; the second interrupts whatever
-runs, such as user code that blocks the loop; the third ends the process. Signals reach only the main thread; a run in
-another thread is interrupted by `interrupt_thread`. User code that cancels the main task is reported as an error with
+While a run makes steps, the first signal lets it finish and save the step (`StopAfterStep`). The next signal cancels
+the main task, so that rollouts are cancelled and files closed; the one after interrupts whatever runs, such as user
+code that blocks the loop; one more ends the process. Signals reach only the main thread; a run in another thread is
+interrupted by `interrupt_thread`. User code that cancels the main task is reported as an error with
 the line that did it.
 """
 
@@ -70,49 +71,109 @@ class SignalHandlers:
         if self.signal_number is not None or self._main.done():
             return False
         self.signal_number = signal.SIGINT
+        show_signal(signal.SIGINT, ENDING)
         self._loop.call_soon_threadsafe(self._main.cancel)
         return True
 
     def raise_signal(self) -> None:
         """Raise KeyboardInterrupt or SystemExit if there was a signal."""
-        if self.signal_number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.signal_number is not None:
-            raise SystemExit(128 + self.signal_number)
+        raise_signal(self.signal_number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         self.signal_number = number
-        name = signal.Signals(number).name
         if self._num_signals == 1 and not self._main.done():
-            if shows_console():
-                os.write(
-                    2, f"tunesmith: {name}: ending the run; a second signal interrupts the running code\n".encode()
-                )
+            show_signal(number, ENDING)
             self._main.cancel()
             self._loop.call_soon_threadsafe(lambda: None)
         elif self._num_signals <= 2:
             self.raise_signal()
         else:
-            os.write(2, f"tunesmith: {name}: ending at once\n".encode())
+            os.write(2, f"tunesmith: {signal.Signals(number).name}: ending at once\n".encode())
             os._exit(128 + number)
+
+
+class StopAfterStep:
+    """Within: the first Ctrl-C or SIGTERM is recorded in `signal_number`, for a loop that ends after its step. The next
+    one is handled as outside. Handlers that the user installed stay."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopAfterStep:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                is_ours = isinstance(getattr(handler, "__self__", None), SignalHandlers)
+                if is_ours or handler in (signal.SIG_DFL, signal.default_int_handler, exit_on_signal):
+                    self._previous[number] = handler
+                    signal.signal(number, self._handle)
+        else:
+            _stops_of_threads[threading.get_ident()] = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        _stops_of_threads.pop(threading.get_ident(), None)
+
+    def request(self, number: int) -> bool:
+        """Let the loop end after its step; False if it was asked before."""
+        if self.signal_number is not None:
+            return False
+        self.signal_number = number
+        show_signal(number, "finishing and saving this step; a second signal ends the run at once")
+        return True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.request(number):
+            return
+        previous = self._previous[number]
+        if callable(previous):
+            previous(number, frame)
+        else:
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+
+
+def raise_signal(number: int | None) -> None:
+    """Raise KeyboardInterrupt or SystemExit if there was a signal."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number is not None:
+        raise SystemExit(128 + number)
+
+
+ENDING = "ending the run; another signal interrupts the running code"
+
+
+def show_signal(number: int, text: str) -> None:
+    """Print how a signal is handled, once for all ranks; a handler must not use the locks of `sys.stderr`."""
+    if shows_console():
+        os.write(2, f"tunesmith: {signal.Signals(number).name}: {text}\n".encode())
 
 
 _handlers_of_threads: dict[int, SignalHandlers] = {}
 """Thread ident -> handlers of the main task that runs in it; the main thread is not in it."""
+_stops_of_threads: dict[int, StopAfterStep] = {}
 
 
-def interrupt_thread(thread: threading.Thread) -> None:
-    """Interrupt a run in another thread, as Ctrl-C in the main thread: the first call cancels its main task.
-
-    Without a main task, or when it was cancelled before, KeyboardInterrupt is raised in the code that the thread runs.
+def interrupt_thread(thread: threading.Thread) -> bool:
+    """Interrupt a run in another thread, as Ctrl-C in the main thread: the first call lets it finish its step, the next
+    cancels its main task. Without steps and main task, or after these calls, KeyboardInterrupt is raised in the code
+    that the thread runs; returns whether it was.
     """
     ident = thread.ident
     if ident is None or not thread.is_alive():
-        return
-    handlers = _handlers_of_threads.get(ident)
-    if handlers is None or not handlers.cancel_main():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
+        return False
+    stop, handlers = _stops_of_threads.get(ident), _handlers_of_threads.get(ident)
+    is_asked = stop is not None and stop.request(signal.SIGINT)
+    if is_asked or (handlers is not None and handlers.cancel_main()):
+        return False
+    show_signal(signal.SIGINT, "interrupting the running code")
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
+    return True
 
 
 def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], handlers: SignalHandlers) -> T:

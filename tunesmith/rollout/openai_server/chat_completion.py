@@ -183,6 +183,8 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
 
     def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
         """Store the reply of a choice for later calls; `stop_string` ended its text."""
+        if self.request.has_callable_tools:
+            self.renderer.watch_calls(message, self.request.prompt.tools)
         cut_stop = "" if self.request.keeps_stop else stop_string or ""
         self.session.record_reply(self.call, index, message, cut_stop=cut_stop)
 

@@ -22,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 from test_ranks import NEEDS_ALL, folder, fork, run, start  # noqa: F401 - `folder` is a fixture
 
+from conditions import wait_until
 from killed_runs import read_metrics
 
 pytestmark = pytest.mark.timeout(1200)
@@ -125,7 +126,7 @@ def test_a_killed_rank_of_torchrun_ends_the_run_and_it_resumes(folder, forks, fi
     rng, name = random.Random(seed), f"torchrun-{seed}"
     num_ranks = rng.choice((2, 3))
     process = fork(forks, folder, name, "--ranks", str(num_ranks), *SMALL)
-    metrics = folder / "runs/AgentScope" / name / "metrics.jsonl"
+    metrics = folder / "runs/tunesmith" / name / "metrics.jsonl"
     is_killed = kill_one(process, partial(forks.find_ranks, process), metrics, rng, num_ranks=num_ranks)
     output, _ = process.communicate(timeout=300)
     if is_killed and process.returncode:
@@ -136,6 +137,19 @@ def test_a_killed_rank_of_torchrun_ends_the_run_and_it_resumes(folder, forks, fi
     assert_same_run(metrics.parent, find_whole(num_ranks))
 
 
+def test_a_signal_to_the_launcher_saves_the_step_and_the_run_resumes(folder, forks, find_whole):  # noqa: F811
+    never_due = ("--set", "save_interval_steps=100")
+    process = fork(forks, folder, "signal", "--ranks", "2", *SMALL, *never_due)
+    metrics = folder / "runs/tunesmith/signal/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM and output.count("finishing and saving this step") == 1, output
+    assert "the last checkpoint is" in output and list(metrics.parent.glob("global_step_*")), output
+    run(folder, "signal", "--ranks", "2", *SMALL, "--resume", forks=forks)
+    assert_same_run(metrics.parent, find_whole(2))
+
+
 @NEEDS_ALL
 @HAS_RAY
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
@@ -144,7 +158,7 @@ def test_ray_restarts_a_run_whose_rank_was_killed(folder, find_whole, cluster, s
     rng, name = random.Random(100 + seed), f"ray-{seed}"
     num_ranks = rng.choice((2, 3))
     process = start(folder, name, "--ranks", str(num_ranks), *SMALL, "--set", "cluster.launcher=ray")
-    metrics = folder / "runs/AgentScope" / name / "metrics.jsonl"
+    metrics = folder / "runs/tunesmith" / name / "metrics.jsonl"
     is_killed = kill_one(process, lambda: find_ray_workers(os.getpid()), metrics, rng, num_ranks=num_ranks)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -181,4 +195,4 @@ def test_a_program_of_functions_runs_on_ray(folder, cluster, monkeypatch):  # no
     (folder / "program.py").write_text(PROGRAM)
     done = subprocess.run([sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=300)
     assert "steps: 6 learned: True" in done.stdout, done.stdout + done.stderr
-    assert {row.get("cluster/num_ranks", 3) for row in read_metrics(folder / "runs/AgentScope/program")} == {3}
+    assert {row.get("cluster/num_ranks", 3) for row in read_metrics(folder / "runs/tunesmith/program")} == {3}

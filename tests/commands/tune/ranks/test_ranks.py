@@ -61,7 +61,7 @@ def run(folder: Path, name: str, *arguments: str, forks: ForkedPrograms | None =
     process = start(folder, name, *arguments) if forks is None else fork(forks, folder, name, *arguments)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    return folder / "runs/AgentScope" / name
+    return folder / "runs/tunesmith" / name
 
 
 def fork(forks: ForkedPrograms, folder: Path, name: str, *arguments: str) -> subprocess.Popen:
@@ -170,7 +170,7 @@ def test_a_run_of_one_rank_is_resumed_on_any_number_of_ranks(folder, forks, alon
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=NEEDS_ALL), 1])
 def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, forks, pair, victim):
     name = f"killed-{victim}"
-    metrics, num_rows = folder / "runs/AgentScope" / name / "metrics.jsonl", random.Random(victim).randrange(2, 5)
+    metrics, num_rows = folder / "runs/tunesmith" / name / "metrics.jsonl", random.Random(victim).randrange(2, 5)
     with held_after(metrics, num_rows):
         process = fork(forks, folder, name, "--ranks", "2")
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= num_rows)
@@ -204,7 +204,7 @@ def test_bad_input_is_one_sentence(folder, arguments, message, monkeypatch):
     assert result.exit_code == 1
     errors = [line for line in result.output.splitlines() if line.startswith("tunesmith: ")]
     assert len(errors) == 1 and message in errors[0], result.output
-    assert not (folder / "runs/AgentScope/bad").exists()
+    assert not (folder / "runs/tunesmith/bad").exists()
 
 
 SEARCHER = """
@@ -286,7 +286,7 @@ def test_a_model_that_no_rank_finds_is_reported_once(folder):
     assert process.returncode == 1
     errors = [line for line in output.splitlines() if line.startswith("tunesmith: ")]
     assert len(errors) == 1 and "nowhere" in errors[0], output
-    assert not (folder / "runs/AgentScope/bad").exists()
+    assert not (folder / "runs/tunesmith/bad").exists()
 
 
 @NEEDS_ALL

@@ -1,0 +1,293 @@
+"""Environments of other packages, with the packages themselves: an oracle, an idle agent, and repeated tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import random
+import re
+import subprocess
+import sys
+from collections import deque
+
+import numpy as np
+import pytest
+
+from tunesmith.environments.episode import count_open_sessions
+from tunesmith.environments.sets import load_set
+
+
+def needs(module, package):
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs the package {package}")
+
+
+reasoning_gym = needs("reasoning_gym", "reasoning-gym")
+gymnasium = needs("gymnasium", "gymnasium")
+textarena = needs("textarena", "textarena")
+
+
+async def play_actions(environment, seed, actions):
+    """The observations and the reward of an episode; `actions` are replies, or a function from the observations."""
+    async with environment.open({"seed": seed}) as session:
+        observations = [session.observation]
+        queue = None if callable(actions) else deque(actions)
+        while not session.is_done and len(session.rewards) < 60 and (queue is None or queue):
+            await environment.step(session, actions(observations) if queue is None else queue.popleft())
+            observations.append(session.observation)
+        return observations, sum(session.rewards)
+
+
+def play(*arguments):
+    return asyncio.run(play_actions(*arguments))
+
+
+def find_way(rows, start, steps, is_free):
+    """The shortest way from the start to the cell G, as names of steps."""
+    ways, queue = {start: []}, deque([start])
+    while queue:
+        row, column = queue.popleft()
+        if rows[row][column] == "G":
+            return ways[row, column]
+        for name, (down, right) in steps.items():
+            place = row + down, column + right
+            if 0 <= place[0] < len(rows) and 0 <= place[1] < len(rows[0]) and place not in ways and is_free(place):
+                ways[place] = [*ways[row, column], name]
+                queue.append(place)
+    raise AssertionError("there is no way")
+
+
+STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+MOVES = {"west": (0, -1), "south": (1, 0), "east": (0, 1), "north": (-1, 0)}
+
+
+def walk(observations):
+    """The way over a map of FrozenLake or CliffWalking."""
+    rows = observations[0].split("\n\n")[1].split("\n")
+    (start,) = [(row, line.index("P")) for row, line in enumerate(rows) if "P" in line]
+    return find_way(rows, start, STEPS, lambda place: rows[place[0]][place[1]] not in "HC")[len(observations) - 1]
+
+
+def drive(observations):
+    """The next action of a taxi, from what it reads."""
+    grid = observations[0].split("\n\n")[1].split("\n")[:5]
+    text = observations[-1]
+    at = tuple(map(int, re.search(r"taxi is at row (\d), column (\d)", text).groups()))
+    passenger = re.search(r"passenger is at . \(row (\d), column (\d)\)", text)
+    goal = tuple(map(int, (passenger or re.search(r"destination is . \(row (\d), column (\d)\)", text)).groups()))
+    if at == goal:
+        return "pickup" if passenger else "dropoff"
+    ways, queue = {at: []}, deque([at])
+    while goal not in ways:
+        row, column = queue.popleft()
+        for name, (down, right) in MOVES.items():
+            place = row + down, column + right
+            wall = right and grid[row][2 * column + 1 + right] == "|"
+            if 0 <= place[0] < 5 and 0 <= place[1] < 5 and not wall and place not in ways:
+                ways[place] = [*ways[row, column], name]
+                queue.append(place)
+    return ways[goal][0]
+
+
+@reasoning_gym
+@pytest.mark.parametrize("name", ["countdown", "leg_counting", "acre", "gsm_symbolic", "word_ladder", ""])
+def test_answers_of_reasoning_gym_are_paid_and_silence_is_not(name):
+    environment = load_set(f"reasoning_gym:{name}" if name else "reasoning_gym", {})
+    rows = environment.list_rows("test", number=10, seed=0)
+    for row in (each for each in rows if "answer" in each):
+        observations, reward = play(environment, row["seed"], [f"<answer>x</answer><answer>{row['answer']}</answer>"])
+        assert (observations[0], reward) == (row["question"], 1.0)
+        assert play(environment, row["seed"], [""])[1] < 1
+
+
+@reasoning_gym
+def test_rows_of_reasoning_gym_are_those_of_its_own_data_sets():
+    from reasoning_gym import create_dataset
+
+    rows = load_set("reasoning_gym:countdown", {}).list_rows("train", number=20, seed=7)
+    assert rows[0]["seed"] == 7 or rows[0]["seed"] > 7
+    for row in rows:
+        given = create_dataset("countdown", size=1, seed=row["seed"])[0]
+        assert (row["question"], row["answer"]) == (given["question"], given["answer"])
+    seventh = load_set("reasoning_gym:countdown", {}).describe(7)
+    assert seventh["answer"] == "40*(94 - 90) + 83 - 74"
+    assert load_set("reasoning_gym:leg_counting", {}).describe(42)["answer"] == "100"
+
+
+@reasoning_gym
+def test_an_answer_on_which_the_scorer_raises_is_worth_nothing():
+    environment = load_set("reasoning_gym:prime_factorization", {})
+    assert play(environment, 1, ["<answer>banana</answer>"])[1] == 0.0
+
+
+@reasoning_gym
+def test_the_mixture_leaves_out_generators_that_pay_for_nonsense():
+    from tunesmith.environments.sets.reasoning_gym import load_questions
+
+    find = load_questions("", "{}").find
+    given = {find(seed)[1]["metadata"]["source_dataset"] for seed in range(102)}
+    assert len(given) > 95
+    assert not given & {"game_of_life_halting", "palindrome_generation", "propositional_logic", "sentence_reordering"}
+
+
+@reasoning_gym
+def test_the_splits_of_a_small_generator_share_no_question():
+    environment = load_set("reasoning_gym:leg_counting", {"max_animals": 1, "max_instances": 3, "min_animals": 1})
+    train = environment.list_rows("train", number=10, seed=0)
+    test = environment.list_rows("test", number=10, seed=500)
+    assert not {row["question"] for row in train} & {row["question"] for row in test}
+
+
+@gymnasium
+@pytest.mark.parametrize(("name", "agent"), [("FrozenLake-v1", walk), ("CliffWalking-v1", walk), ("Taxi-v4", drive)])
+def test_an_agent_that_reads_the_map_wins_the_games_of_gymnasium(name, agent):
+    environment = load_set(f"gymnasium:{name}", {})
+    for seed in range(20):
+        assert play(environment, seed, agent)[1] == 1.0
+        assert play(environment, seed, ["up", "north"])[1] == 0.0
+
+
+@gymnasium
+def test_blackjack_is_won_by_the_best_of_all_ways_to_play_and_lost_by_hitting():
+    environment = load_set("gymnasium:Blackjack-v1", {})
+    best = [max(play(environment, seed, ["hit"] * number + ["stick"])[1] for number in range(5)) for seed in range(60)]
+    assert set(best) <= {-1.0, 0.0, 1.0} and 0.5 < np.mean([each == 1 for each in best]) < 1
+    assert np.mean([play(environment, seed, ["hit"] * 20)[1] for seed in range(60)]) == -1.0
+
+
+@gymnasium
+def test_a_reply_without_an_action_is_an_observation():
+    environment = load_set("gymnasium:FrozenLake-v1", {})
+    observations, _ = play(environment, 0, ["I do not know"])
+    assert observations[1] == "Error: the reply has none of the words left, down, right, up"
+
+
+WRAPPER = """
+import gymnasium
+
+class Lander(gymnasium.Wrapper):
+    def reset(self, **options):
+        observation, information = self.env.reset(**options)
+        return f"position {observation[0]:.3f}", information
+
+    def step(self, action):
+        observation, reward, *ends, more = self.env.step(int("right" in action))
+        return f"position {observation[0]:.3f}", reward, *ends, more
+"""
+
+
+@gymnasium
+def test_any_environment_of_gymnasium_takes_a_wrapper(tmp_path):
+    from tunesmith.runs.load_function import load_function
+
+    (tmp_path / "lander_texts.py").write_text(WRAPPER)
+    wrapper = load_function(f"{tmp_path / 'lander_texts.py'}:Lander", knob="wrapper")
+    environment = load_set("gymnasium:CartPole-v1", {"wrapper": wrapper, "sutton_barto_reward": False})
+    observations, reward = play(environment, 3, ["right"] * 60)
+    assert observations[0].startswith("position ") and reward == len(observations) - 1
+
+
+@textarena
+def test_games_of_textarena_are_won_and_lost():
+    environment = load_set("textarena:GuessTheNumber-v0", {})
+
+    def halve(observations):
+        low, high = 1, 20
+        for guess, told in guesses:
+            low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
+        guess = (low + high) // 2
+        guesses.append((guess, ""))
+        return f"[{guess}]"
+
+    for seed in range(10):
+        guesses: list = []
+
+        def agent(observations, guesses=guesses):
+            if guesses:
+                guesses[-1] = guesses[-1][0], observations[-1].lower()
+            return halve(observations)
+
+        assert play(environment, seed, agent)[1] == 1.0
+        assert play(environment, seed, ["I pass", "I pass"])[1] < 1
+    hanoi = load_set("textarena:TowerOfHanoi-v0", {})
+    moves = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
+    assert play(hanoi, 0, moves)[1] == 1.0
+
+
+SETS = {
+    "reasoning_gym:countdown": ["<answer>1</answer>"],
+    "reasoning_gym:codeio": ["<answer>1</answer>"],
+    "gymnasium:FrozenLake-v1": ["right", "down", "right"],
+    "gymnasium:Blackjack-v1": ["hit", "hit", "hit"],
+    "textarena:2048-v0": ["[up]", "[left]", "[down]", "[right]"] * 5,
+    "textarena:Sokoban-v0": ["[up]", "[left]", "[down]"] * 3,
+    "textarena:Minesweeper-v0": ["[1 1]", "[2 3]", "[4 4]"],
+}
+MARKS = {"reasoning_gym": reasoning_gym, "gymnasium": gymnasium, "textarena": textarena}
+every_set = pytest.mark.parametrize("name", [pytest.param(each, marks=MARKS[each.partition(":")[0]]) for each in SETS])
+
+
+@every_set
+def test_interleaved_episodes_equal_episodes_alone_and_the_generators_of_the_process_are_left_alone(name):
+    environment = load_set(name, {})
+    random.seed(5)
+    np.random.seed(5)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    alone = [play(environment, seed, SETS[name]) for seed in (1, 2, 3)]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+    async def interleave():
+        sessions = [environment.open({"seed": seed}) for seed in (1, 2, 3)]
+        opened = [await each.__aenter__() for each in sessions]
+        seen = [[each.observation] for each in opened]
+        for action in SETS[name]:
+            for session, observations in zip(opened, seen, strict=True):
+                if not session.is_done:
+                    random.random()
+                    await environment.step(session, action)
+                    observations.append(session.observation)
+        for each in sessions:
+            await each.__aexit__(None, None, None)
+        return [(observations, sum(session.rewards)) for observations, session in zip(seen, opened, strict=True)]
+
+    assert asyncio.run(interleave()) == alone
+
+
+FIRST = """
+import asyncio, sys
+from tunesmith.environments.sets import load_set
+async def first(name, seed):
+    async with load_set(name, {}).open({"seed": seed}) as session:
+        return session.observation
+for name in sys.argv[1:]:
+    print(repr(asyncio.run(first(name, 11))))
+"""
+
+
+@reasoning_gym
+@gymnasium
+@textarena
+def test_another_process_reads_the_same_first_messages():
+    here = [repr(play(load_set(name, {}), 11, [])[0][0]) for name in SETS]
+    path = [*filter(None, sys.path)]
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{FIRST}", *SETS],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.splitlines() == here
+
+
+@every_set
+def test_many_episodes_leave_no_session(name):
+    environment = load_set(name, {})
+    before, number = count_open_sessions(), 1000 if name.startswith("gymnasium") else 50
+
+    async def run():
+        for start in range(0, number, 50):
+            await asyncio.gather(
+                *(play_actions(environment, seed, SETS[name][:3]) for seed in range(start, start + 50))
+            )
+
+    asyncio.run(run())
+    gc.collect()
+    assert count_open_sessions() == before

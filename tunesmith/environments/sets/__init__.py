@@ -1,0 +1,88 @@
+"""Environments of other packages, by name: each module translates one package to `TextEnvironment`, and plays nothing.
+
+A name is `family:member`, such as `reasoning_gym:countdown`. A module of the table has `list_names() -> names`, its
+members, and `load(member, args) -> TaskEnvironment`, which raises a ConfigError for arguments that do not fit. The
+packages are optional; a module is imported when a file names its family.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Environments of one package."""
+
+    module: str
+    package: str
+    tested: str
+    """The release that the tests run."""
+    help: str
+    is_open: bool = False
+    """Whether it has members that `list_names` does not list."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "reasoning_gym": Family(
+        module="tunesmith.environments.sets.reasoning_gym",
+        package="reasoning-gym",
+        tested="0.1.25",
+        help="generated questions with a scorer; without a generator's name, a mixture of those that score soundly",
+    ),
+    "gymnasium": Family(
+        module="tunesmith.environments.sets.gymnasium",
+        package="gymnasium",
+        tested="1.4.0",
+        help="four games in text; any other id with args.wrapper",
+        is_open=True,
+    ),
+    "textarena": Family(
+        module="tunesmith.environments.sets.textarena",
+        package="textarena",
+        tested="0.7.4",
+        help="games for one player",
+    ),
+}
+
+
+def load_set(name: str, args: Mapping[str, Any]) -> TaskEnvironment:
+    """The environment of a family."""
+    family, _, member = name.partition(":")
+    module = import_family(family)
+    names = module.list_names()
+    if member not in names and not FAMILIES[family].is_open:
+        close = difflib.get_close_matches(member, names, n=1)
+        advice = f"did you mean {family}:{close[0]}?" if close else "it is not in the list"
+        raise ConfigError(f"environment={name!r} is unknown: {advice} (tunesmith environments list {family})")
+    loaded: TaskEnvironment = module.load(member, dict(args))
+    return loaded
+
+
+def import_family(family: str) -> ModuleType:
+    """The module of a family; ConfigError if its package is missing, a warning if it is not the tested release."""
+    entry = FAMILIES[family]
+    try:
+        module = importlib.import_module(entry.module)
+    except ImportError as error:
+        missing = f" ({error.name} is missing)" if getattr(error, "name", None) not in (None, family) else ""
+        raise ConfigError(
+            f"environment {family} needs the package {entry.package}{missing}: pip install {entry.package}"
+            f"=={entry.tested}"
+        ) from error
+    version = importlib.metadata.version(entry.package)
+    if version != entry.tested:
+        logger.warning("%s %s is installed; its environments were tested with %s", entry.package, version, entry.tested)
+    return module

@@ -1,0 +1,43 @@
+"""The tasks of a run: rows of a data set, or of the environment that the run names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tunesmith.config import DatasetSection, RunConfig
+from tunesmith.config.environment import PLAY
+from tunesmith.environments.sets import FAMILIES
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.runs.load_function import has_environment_tasks, load_task_environment
+from tunesmith.tasks.load import load_tasks
+from tunesmith.types import Task
+
+
+def load_run_tasks(config: RunConfig, dataset: DatasetSection, *, name: str) -> list[Task]:
+    """`load_tasks` for a data set of a run, which may stand for the tasks of the run's environment."""
+    section = config.environment
+    if not has_environment_tasks(config, dataset):
+        tasks = load_tasks(dataset, name=name)
+        if section.name is not None and config.workflow == PLAY:
+            check_environment_rows(tasks, section.name, path=dataset.path)
+        return tasks
+    numbers = {"train": section.num_train, "test": section.num_test}
+    if dataset.split not in numbers:
+        raise ConfigError(f"split={dataset.split!r}: the splits of environment {section.name!r} are train and test")
+    if not (number := numbers[dataset.split]):
+        raise ConfigError("environment.num_test=0 leaves no held-out task: raise it, or set eval_datasets={}")
+    rows = load_task_environment(config).list_rows(dataset.split, number=number, seed=section.seed)
+    return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
+
+
+def check_environment_rows(tasks: Sequence[Task], name: str, *, path: str) -> None:
+    """Refuse rows of a file that are no tasks of an environment of a family; own ones read any rows."""
+    if name.partition(":")[0] not in FAMILIES:
+        return
+    for task in tasks:
+        if (found := task.row.get("environment")) != name or not isinstance(task.row.get("seed"), int):
+            of = "no environment" if found is None else f"environment {found!r}"
+            raise DataError(
+                f"row {task.index} of {path!r} is a task of {of}, not of {name!r}: leave out the data set, or give one "
+                "that a run with this environment wrote"
+            )
