@@ -15,13 +15,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import ConfigError
 from tunesmith.types import TRUNCATED, Group, Task, Trajectory
+
+if TYPE_CHECKING:
+    from tunesmith.chat.renderer import Renderer
 
 NUM_RESAMPLES = 10_000
 MAX_DRAWS_AT_ONCE = 2_000_000
