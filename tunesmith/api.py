@@ -20,18 +20,16 @@ from tunesmith.commands import pass_rate
 from tunesmith.commands.check.run import check
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
 from tunesmith.commands.eval.compare import run_comparison
-from tunesmith.commands.eval.comparison_table import EvalResult
+from tunesmith.commands.eval.comparison import EvalResult
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.commands.pass_rate import PassRates
 from tunesmith.commands.prepare.run import PrepareResult, run_prepare
-from tunesmith.commands.run.config import PipelineConfig
-from tunesmith.commands.run.plan import StageSelection
-from tunesmith.commands.run.report import PipelineResult, StageOutcome
+from tunesmith.commands.run.config import PipelineConfig, StageSelection
+from tunesmith.commands.run.folder import PipelineResult, StageOutcome
 from tunesmith.commands.run.run import run_pipeline as run_selected
 from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
-from tunesmith.commands.select_model.result import ModelSelection
-from tunesmith.commands.select_model.select import select_model
+from tunesmith.commands.select_model.select import ModelSelection, select_model
 from tunesmith.commands.serve.run import run_serving
 from tunesmith.commands.settings import list_paths, load_settings
 from tunesmith.commands.sft.train import OfflineResult, run_preference, run_sft
@@ -48,7 +46,7 @@ from tunesmith.commands.tune.callbacks import (
 )
 from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
-from tunesmith.commands.tune_prompt.result import PromptTuneResult
+from tunesmith.commands.tune_prompt.prompt_runs import PromptTuneResult
 from tunesmith.commands.tune_prompt.tune import tune_prompt
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages, has_advantage
 from tunesmith.experience.batch import Batch, BatchSize
-from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.finished_group import FinishedGroup
-from tunesmith.experience.outcomes import compute_pass_rates
-from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.experience.operators import compute_pass_rates
+from tunesmith.experience.replay import ExpertFeed, ReplayBuffer
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.progress import RolloutProgress

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from tunesmith.commands.eval.statistics import compute_bootstrap_interval
+from tunesmith.commands.eval.sample_scores import compute_bootstrap_interval
 from tunesmith.et_agent.radar import AXES, Radar
 
 Questions = Mapping[str, Mapping[str, Mapping[str, Sequence[float | None]]]]

@@ -36,7 +36,7 @@ from typing import Any
 import yaml
 
 from benchmarks.shared.report import publish
-from tunesmith.commands.eval.statistics import compare_paired
+from tunesmith.commands.eval.sample_scores import compare_paired
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "tool_agent" / "search_agent.yaml"

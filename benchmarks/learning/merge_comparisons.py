@@ -12,8 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.comparison import ModelResult, compare_results, compute_result
-from tunesmith.commands.eval.comparison_table import format_comparison
+from tunesmith.commands.eval.comparison import ModelResult, compare_results, compute_result, format_comparison
 from tunesmith.commands.eval.sample_scores import scores_from_json
 from tunesmith.storage import save_text
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.shared.report import publish
 from benchmarks.tasks.bots import find_share
-from tunesmith.commands.eval.statistics import compute_bootstrap_interval
+from tunesmith.commands.eval.sample_scores import compute_bootstrap_interval
 from tunesmith.commands.settings import load_run_file
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import choose_chat_model

@@ -23,8 +23,7 @@ from typing import Any
 from benchmarks.shared.report import publish
 from tunesmith.config import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.installed import find_installed_files
-from tunesmith.tools.python.isolation import build_plan, list_isolations
+from tunesmith.tools.python.isolation import build_plan, find_installed_files, list_isolations
 from tunesmith.tools.python.tool import PythonTool
 
 CODE = "print(sum(i * i for i in range(100)))"

@@ -29,7 +29,7 @@ from benchmarks.shared.report import publish
 from benchmarks.shared.shapes import SHAPES, build_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.trainer.layers.compiled_layers import compiled_layers

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.kl import compute_kl
-from tunesmith.algorithms.scores import TokenInputs, TokenScores
-from tunesmith.algorithms.token_selection import find_top_entropy_tokens
+from tunesmith.algorithms.scores import TokenInputs, TokenScores, compute_token_weights
+from tunesmith.algorithms.sequence_terms import compute_correction_weights, find_top_entropy_tokens
 from tunesmith.config import AlgorithmSection
 
 trl = pytest.importorskip("trl")  # imports its trainers, which takes seconds, when they are named

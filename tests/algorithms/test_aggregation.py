@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.algorithms.aggregation import compute_token_weights
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
-from tunesmith.algorithms.scores import TokenScores
+from tunesmith.algorithms.losses.policy import compute_ppo_clip_losses
+from tunesmith.algorithms.scores import TokenScores, compute_token_weights
 
 
 @pytest.mark.parametrize(

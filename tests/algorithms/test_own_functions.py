@@ -7,7 +7,7 @@ import torch
 
 from tunesmith.algorithms.advantages.group import RunOutcome, compute_grpo_advantages
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
+from tunesmith.algorithms.losses.policy import compute_ppo_clip_losses
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses
 from tunesmith.algorithms.table import ALGORITHMS

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from token_batches import build_scores
-from tunesmith.algorithms.corrections import compute_correction_weights, compute_ratios
 from tunesmith.algorithms.sequence_terms import (
+    compute_correction_weights,
     compute_gmpo_terms,
     compute_m2po_terms,
+    compute_ratios,
     compute_rloo_terms,
     compute_sequence_ratio_terms,
     compute_topr_terms,

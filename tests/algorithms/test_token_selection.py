@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from token_batches import build_scores
-from tunesmith.algorithms.sequence_terms import compute_gmpo_terms, compute_vespo_terms
-from tunesmith.algorithms.token_selection import (
+from tunesmith.algorithms.sequence_terms import (
     compute_clip_cov_terms,
+    compute_gmpo_terms,
     compute_kl_cov_terms,
     compute_token_covariances,
+    compute_vespo_terms,
     find_top_entropy_tokens,
 )
 from tunesmith.errors import ConfigError

@@ -17,8 +17,11 @@ from tunesmith.algorithms.advantages.group import (
     compute_multi_step_grpo_advantages,
     compute_pass_at_k_advantages,
 )
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
-from tunesmith.algorithms.losses.reinforce import compute_importance_sampling_losses, compute_reinforce_losses
+from tunesmith.algorithms.losses.policy import (
+    compute_importance_sampling_losses,
+    compute_ppo_clip_losses,
+    compute_reinforce_losses,
+)
 from tunesmith.algorithms.scores import TokenScores
 
 SEQUENCES = list(itertools.product(range(3), repeat=2))

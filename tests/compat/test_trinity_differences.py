@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses.expert_mixture import compute_mu
+from tunesmith.algorithms.losses.policy import compute_mu
 from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.compat.trinity_algorithms import DIFFERENT_DEFAULTS
 from tunesmith.compat.trinity_yaml import translate_trinity_file

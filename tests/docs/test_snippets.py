@@ -20,8 +20,7 @@ from shell_commands import check_line, find_errors, is_shell, iter_commands
 
 from forked_programs import LOG, start_forked_programs
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.commands.run.config import PipelineConfig
-from tunesmith.commands.run.plan import plan_stages
+from tunesmith.commands.run.config import PipelineConfig, plan_stages
 from tunesmith.commands.table import list_config_classes
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import AlgorithmSection, PreferenceConfig, RunConfig, Section, SftConfig

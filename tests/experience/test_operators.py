@@ -7,6 +7,7 @@ import pytest
 from tunesmith.config import ExperienceSection, OperatorSection
 from tunesmith.errors import ConfigError
 from tunesmith.experience.operators import (
+    compute_pass_rates,
     dapo_dynamic_sampling,
     invalid_reward_filter,
     mask_response_truncated,
@@ -16,7 +17,6 @@ from tunesmith.experience.operators import (
     reward_shaping_mapper,
     reward_std_filter,
 )
-from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.experience.samples import build_samples
 from tunesmith.experience.table import OPERATORS, apply_operators, build_operators
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn

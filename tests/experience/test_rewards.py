@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.reward_operators import (
+from tunesmith.experience.operators import (
     ToolOutcome,
     compute_arpo_reward,
     compute_efficiency_rewards,

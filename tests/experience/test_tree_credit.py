@@ -7,8 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from tunesmith.experience.samples import build_samples, share_credit
-from tunesmith.experience.trie import build_trie
+from tunesmith.experience.samples import build_samples, build_trie, share_credit
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 TASK = Task(task_id="t/0", index=0, row={})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.trie import Trie, build_trie, concatenate_tries, read_array
+from tunesmith.experience.samples import Trie, build_trie, concatenate_tries, read_array
 from tunesmith.types import Sample
 
 

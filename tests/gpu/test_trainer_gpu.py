@@ -16,7 +16,7 @@ from tiny_models import CONFIGS
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
-from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
+from tunesmith.experience.samples import Trie, build_trie, concatenate_tries
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.layers.compiled_layers import compiled_layers

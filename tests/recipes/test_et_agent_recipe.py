@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tunesmith import run_pipeline
-from tunesmith.commands.run.plan import load_pipeline, plan_stages
+from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
 from tunesmith.et_agent.world import World, generate

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.commands.prepare.run import run_prepare
-from tunesmith.commands.run.plan import load_pipeline, plan_stages
+from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import PrepareSection
 from tunesmith.model.load import load_tokenizer

@@ -17,7 +17,7 @@ from scripted_dispatch import BATCH_SIZE, GROUP_SIZE, NUM_TASKS, TOKENIZER, Step
 from tunesmith.chat.renderer import Renderer
 from tunesmith.cluster.work_thread import WorkThread
 from tunesmith.errors import RolloutError
-from tunesmith.experience.staleness import compute_staleness
+from tunesmith.experience.replay import compute_staleness
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.group import build_requests

@@ -14,8 +14,8 @@ import pytest
 
 from tunesmith.config import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.installed import is_readable_by_others
-from tunesmith.tools.python.result import PythonResult
+from tunesmith.tools.python.call import PythonResult
+from tunesmith.tools.python.isolation import is_readable_by_others
 from tunesmith.tools.python.tool import PythonTool
 
 KINDS = ("bubblewrap", "seccomp")

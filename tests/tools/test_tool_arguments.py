@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from tunesmith.tools.arguments import ArgumentChecker
-from tunesmith.tools.tool import Tool
+from tunesmith.tools.tool import ArgumentChecker, Tool
 
 pytestmark = pytest.mark.anyio
 

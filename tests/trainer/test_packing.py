@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.trainer.packing import compute_cost, pack_samples
 from tunesmith.types import Sample
 

@@ -16,8 +16,7 @@ from tunesmith.cluster.links import Link
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection
 from tunesmith.experience.batch import Batch, BatchSize
-from tunesmith.experience.finished_group import FinishedGroup, build_reference
-from tunesmith.experience.path_cost import measure_group
+from tunesmith.experience.finished_group import FinishedGroup, build_reference, measure_group
 from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.rank_trainer import RankTrainer, StepGroups, split_experts
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn

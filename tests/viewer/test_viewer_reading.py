@@ -12,9 +12,8 @@ import pytest
 from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
 
 from tunesmith.errors import StorageError
-from tunesmith.experience.rollout_files import RolloutFiles
 from tunesmith.experience.step_files import StepFiles
-from tunesmith.experience.store import ROLLOUT_STEPS
+from tunesmith.experience.store import ROLLOUT_STEPS, RolloutFiles
 from tunesmith.storage import RunPaths
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
 from tunesmith.viewer.reading.run import open_runs

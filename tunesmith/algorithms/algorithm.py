@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.algorithms.advantages.group import DEFAULT_K, Advantages, RunOutcome, compute_pass_at_k_advantages
-from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
-from tunesmith.algorithms.loss_contract import build_random_scores, check_own_loss
-from tunesmith.algorithms.own_functions import CheckedAdvantages, OwnFunctions, replace_functions
-from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, TokenScores, keep_advantages
+from tunesmith.algorithms.own_functions import (
+    CheckedAdvantages,
+    OwnFunctions,
+    build_random_scores,
+    check_own_loss,
+    replace_functions,
+)
+from tunesmith.algorithms.scores import Aggregation, Need, TokenInputs, TokenLosses, TokenScores, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection

@@ -11,21 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.algorithms import sequence_terms, token_selection
-from tunesmith.algorithms.advantages import baselines, distillation, gigpo, group, multi_reward, returns
+from tunesmith.algorithms import sequence_terms
+from tunesmith.algorithms.advantages import baselines, group, returns
 from tunesmith.algorithms.advantages.group import Advantages
-from tunesmith.algorithms.aggregation import Aggregation
-from tunesmith.algorithms.losses import (
-    bounded_ratio,
-    clipped,
-    divergence,
-    entropy_balanced,
-    expert_mixture,
-    preference,
-    reference_free,
-    reinforce,
-)
-from tunesmith.algorithms.scores import Need, TokenInputs, TokenLosses, keep_advantages
+from tunesmith.algorithms.losses import policy, preference
+from tunesmith.algorithms.scores import Aggregation, Need, TokenInputs, TokenLosses, keep_advantages
 
 
 def find_reward_kl_needs(args: Mapping[str, Any]) -> frozenset[Need]:
@@ -45,7 +35,7 @@ class AlgorithmEntry:
 
     compute_advantages: Callable[..., Advantages] | None = group.compute_grpo_advantages
     """None for algorithms that train on given completions, without rewards."""
-    compute_losses: Callable[..., TokenLosses] = clipped.compute_ppo_clip_losses
+    compute_losses: Callable[..., TokenLosses] = policy.compute_ppo_clip_losses
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the algorithm that differ from those of the loss function."""
     aggregation: Aggregation = "token-mean"
@@ -82,9 +72,9 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "bnpo": AlgorithmEntry(compute_advantages=group.compute_bnpo_advantages),
     "maxrl": AlgorithmEntry(compute_advantages=group.compute_maxrl_advantages, aggregation="seq-mean-token-sum"),
     "pass_at_k": AlgorithmEntry(compute_advantages=group.compute_pass_at_k_advantages),
-    "gdpo": AlgorithmEntry(compute_advantages=multi_reward.compute_gdpo_advantages, needs=frozenset({"reward_parts"})),
+    "gdpo": AlgorithmEntry(compute_advantages=group.compute_gdpo_advantages, needs=frozenset({"reward_parts"})),
     "gigpo": AlgorithmEntry(
-        compute_advantages=gigpo.compute_gigpo_advantages, is_group_relative=False, reads_tokens=True
+        compute_advantages=group.compute_gigpo_advantages, is_group_relative=False, reads_tokens=True
     ),
     "rloo": AlgorithmEntry(
         compute_advantages=baselines.compute_rloo_advantages,
@@ -94,47 +84,45 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "reinforce": AlgorithmEntry(
         compute_advantages=baselines.compute_reinforce_advantages,
-        compute_losses=reinforce.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
     "opo": AlgorithmEntry(
         compute_advantages=baselines.compute_opo_advantages,
-        compute_losses=reinforce.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
         needs_current_weights=True,
         reads_tokens=True,
     ),
-    "cispo": AlgorithmEntry(compute_losses=bounded_ratio.compute_cispo_losses),
+    "cispo": AlgorithmEntry(compute_losses=policy.compute_cispo_losses),
     "gspo": AlgorithmEntry(
         compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=bounded_ratio.compute_gspo_losses,
+        compute_losses=policy.compute_gspo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
         needs_sequences=True,
     ),
-    "sapo": AlgorithmEntry(compute_losses=bounded_ratio.compute_sapo_losses, aggregation="seq-mean-token-mean"),
+    "sapo": AlgorithmEntry(compute_losses=policy.compute_sapo_losses, aggregation="seq-mean-token-mean"),
     "sppo": AlgorithmEntry(
-        compute_advantages=baselines.compute_opmd_advantages, compute_losses=bounded_ratio.compute_sppo_losses
+        compute_advantages=baselines.compute_opmd_advantages, compute_losses=policy.compute_sppo_losses
     ),
-    "importance_sampling": AlgorithmEntry(
-        compute_losses=reinforce.compute_importance_sampling_losses, is_on_policy=False
-    ),
+    "importance_sampling": AlgorithmEntry(compute_losses=policy.compute_importance_sampling_losses, is_on_policy=False),
     "m2po": AlgorithmEntry(
         compute_terms=sequence_terms.compute_m2po_terms,
-        compute_losses=reinforce.compute_importance_sampling_losses,
+        compute_losses=policy.compute_importance_sampling_losses,
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
     ),
     "opmd": AlgorithmEntry(
         compute_advantages=baselines.compute_opmd_advantages,
-        compute_losses=reinforce.compute_opmd_losses,
+        compute_losses=policy.compute_opmd_losses,
         is_on_policy=False,
     ),
     "asymre": AlgorithmEntry(
         compute_advantages=baselines.compute_asymre_advantages,
-        compute_losses=reinforce.compute_opmd_losses,
+        compute_losses=policy.compute_opmd_losses,
         loss_args={"tau": 0.0},
         is_on_policy=False,
         is_group_relative=False,
@@ -143,7 +131,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "topr": AlgorithmEntry(
         compute_advantages=baselines.compute_reinforce_advantages,
         compute_terms=sequence_terms.compute_topr_terms,
-        compute_losses=reinforce.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         is_on_policy=False,
@@ -154,7 +142,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "rec": AlgorithmEntry(
         compute_advantages=baselines.compute_rec_advantages,
         compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=reinforce.compute_rec_losses,
+        compute_losses=policy.compute_rec_losses,
         find_needs=find_rec_needs,
         is_on_policy=False,
         reads_tokens=True,
@@ -162,7 +150,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "raft": AlgorithmEntry(
         compute_advantages=baselines.compute_raft_advantages,
-        compute_losses=clipped.compute_sft_losses,
+        compute_losses=policy.compute_sft_losses,
         is_on_policy=False,
         is_group_relative=False,
         drops_equal_rewards=False,
@@ -191,7 +179,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "on_policy_distill": AlgorithmEntry(
         compute_advantages=baselines.keep_rewards,
-        compute_terms=distillation.compute_distillation_terms,
+        compute_terms=returns.compute_distillation_terms,
         needs=frozenset({"teacher"}),
         needs_current_weights=True,
         is_group_relative=False,
@@ -199,7 +187,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "jsd": AlgorithmEntry(
         compute_advantages=baselines.keep_rewards,
-        compute_terms=distillation.compute_jsd_terms,
+        compute_terms=returns.compute_jsd_terms,
         needs=frozenset({"teacher"}),
         needs_current_weights=True,
         is_group_relative=False,
@@ -207,26 +195,26 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "dppo_tv": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
-        compute_losses=divergence.compute_dppo_tv_losses,
+        compute_losses=policy.compute_dppo_tv_losses,
         aggregation="seq-mean-token-sum-norm",
         is_on_policy=False,
     ),
     "dppo_kl": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
-        compute_losses=divergence.compute_dppo_kl_losses,
+        compute_losses=policy.compute_dppo_kl_losses,
         aggregation="seq-mean-token-sum-norm",
         is_on_policy=False,
     ),
     "gmpo": AlgorithmEntry(
         compute_terms=sequence_terms.compute_gmpo_terms,
-        compute_losses=bounded_ratio.compute_gmpo_losses,
+        compute_losses=policy.compute_gmpo_losses,
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-mean",
         needs_sequences=True,
     ),
     "luspo": AlgorithmEntry(
         compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=bounded_ratio.compute_gspo_losses,
+        compute_losses=policy.compute_gspo_losses,
         loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
@@ -235,38 +223,38 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "vespo": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
         compute_terms=sequence_terms.compute_vespo_terms,
-        compute_losses=reinforce.compute_reinforce_losses,
+        compute_losses=policy.compute_reinforce_losses,
         loss_args={"ratio_cap": None},
         needs=frozenset({"logprobs"}),
         aggregation="seq-mean-token-sum",
         is_on_policy=False,
         needs_sequences=True,
     ),
-    "clip_cov": AlgorithmEntry(compute_terms=token_selection.compute_clip_cov_terms, needs=frozenset({"logprobs"})),
+    "clip_cov": AlgorithmEntry(compute_terms=sequence_terms.compute_clip_cov_terms, needs=frozenset({"logprobs"})),
     "kl_cov": AlgorithmEntry(
-        compute_terms=token_selection.compute_kl_cov_terms,
-        compute_losses=reinforce.compute_kl_cov_losses,
+        compute_terms=sequence_terms.compute_kl_cov_terms,
+        compute_losses=policy.compute_kl_cov_losses,
         needs=frozenset({"logprobs"}),
     ),
     "aepo": AlgorithmEntry(
         compute_advantages=group.compute_multi_step_grpo_advantages,
-        compute_terms=entropy_balanced.compute_aepo_terms,
-        compute_losses=entropy_balanced.compute_aepo_losses,
+        compute_terms=policy.compute_aepo_terms,
+        compute_losses=policy.compute_aepo_losses,
         needs=frozenset({"entropies"}),
     ),
     "mix": AlgorithmEntry(
-        compute_terms=expert_mixture.compute_mix_terms,
-        compute_losses=expert_mixture.compute_mix_losses,
+        compute_terms=policy.compute_mix_terms,
+        compute_losses=policy.compute_mix_losses,
         needs=frozenset({"experts"}),
     ),
     "mix_chord": AlgorithmEntry(
-        compute_terms=expert_mixture.compute_chord_terms,
-        compute_losses=expert_mixture.compute_chord_losses,
+        compute_terms=policy.compute_chord_terms,
+        compute_losses=policy.compute_chord_losses,
         needs=frozenset({"experts"}),
     ),
-    "sft": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_losses),
-    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_is_losses),
-    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=clipped.compute_sft_phi_losses),
+    "sft": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_losses),
+    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_is_losses),
+    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_phi_losses),
     "dpo": AlgorithmEntry(
         compute_advantages=None,
         compute_terms=preference.compute_dpo_terms,
@@ -285,7 +273,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "orpo": AlgorithmEntry(
         compute_advantages=None,
-        compute_terms=reference_free.compute_orpo_terms,
+        compute_terms=preference.compute_orpo_terms,
         compute_losses=preference.compute_preference_losses,
         needs=frozenset({"logprobs"}),
         aggregation="sum",
@@ -293,7 +281,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "simpo": AlgorithmEntry(
         compute_advantages=None,
-        compute_terms=reference_free.compute_simpo_terms,
+        compute_terms=preference.compute_simpo_terms,
         compute_losses=preference.compute_preference_losses,
         needs=frozenset({"logprobs"}),
         aggregation="sum",

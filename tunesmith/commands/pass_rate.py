@@ -17,7 +17,7 @@ from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import PassRateConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.experience.operators import compute_outcome, compute_pass_rates, read_metric
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.group import build_requests

@@ -386,8 +386,8 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.commands.run.run:run_command",
         config="tunesmith.commands.run.config:PipelineConfig",
-        load="tunesmith.commands.run.plan:load_pipeline",
-        plan="tunesmith.commands.run.plan:name_selected",
+        load="tunesmith.commands.run.config:load_pipeline",
+        plan="tunesmith.commands.run.config:name_selected",
         first_line="{config} is valid, loading libraries for {plan}",
     ),
     Command(

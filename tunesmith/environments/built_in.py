@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.tools.calculator import CALCULATOR_TOOL, calculate
-from tunesmith.tools.python.result import PythonResult
+from tunesmith.tools.python.call import PythonResult
 from tunesmith.tools.python.tool import PythonTool
 from tunesmith.tools.tool import Run, Tool, ToolResult, get_start
 

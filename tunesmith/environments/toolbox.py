@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tunesmith.environments.transcript import Segment, Transcript
 from tunesmith.errors import ToolUnavailableError
-from tunesmith.tools.python.result import shorten_text
+from tunesmith.tools.python.call import shorten_text
 from tunesmith.tools.tool import Run, Tool, ToolResult
 
 NO_OUTPUT = "(the result is empty)"

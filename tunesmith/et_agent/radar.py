@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.comparison import Comparison
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import Comparison, format_table
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.stage import RADAR

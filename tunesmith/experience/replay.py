@@ -1,21 +1,60 @@
-"""Replay buffer: groups of earlier steps, trained again while their staleness is within `max_staleness`.
+"""Groups of earlier steps and expert demonstrations that a step trains, and the staleness of sampled tokens.
 
-Priority is the group's policy version minus `decay` per use, plus Gaussian noise of scale `sigma`. The buffer's state
-holds the step and position of each group and what operators changed in it; the turns are read back from the rollouts on
-disk. So the state is small, and a resumed run replays the same groups in the same order.
+The replay buffer holds groups while their staleness is within `max_staleness`. Priority is the group's policy version
+minus `decay` per use, plus Gaussian noise of scale `sigma`. The buffer's state holds the step and position of each
+group and what operators changed in it; the turns are read back from the rollouts on disk. So the state is small, and a
+resumed run replays the same groups in the same order.
+
+Staleness is the number of policy versions between the weights that sampled a token and those that train on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tunesmith.config import ReplaySection
-from tunesmith.experience.staleness import find_oldest_version
-from tunesmith.types import Group
+from tunesmith.types import Group, RunAdvantage, Sample, Trajectory
+
+
+def find_oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
+    """Policy version of the oldest sampled token; None if nothing was sampled."""
+    versions = (turn.policy_versions for run in trajectories for turn in run.turns)
+    return min((min(each) for each in versions if each), default=None)
+
+
+def compute_staleness(
+    groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]], *, policy_version: int
+) -> dict[str, float]:
+    """Mean and maximum staleness of the trained tokens in policy versions, and the turns of several versions."""
+    turns = list(_iter_trained_versions(groups, advantages))
+    metrics = {"staleness/num_mixed_turns": float(sum(len(set(versions)) > 1 for versions in turns))}
+    counts: Counter[int] = Counter()
+    for versions in turns:
+        counts.update(versions)
+    if counts:
+        lags = {policy_version - version: number for version, number in counts.items()}
+        num_tokens = counts.total()
+        metrics["staleness/mean"] = sum(lag * number for lag, number in lags.items()) / num_tokens
+        metrics["staleness/max"] = float(max(lags))
+        metrics["staleness/stale_frac"] = 1 - lags.get(0, 0) / num_tokens
+    return metrics
+
+
+def _iter_trained_versions(
+    groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
+) -> Iterator[tuple[int, ...]]:
+    """The policy versions of each turn that is trained."""
+    for group, row in zip(groups, advantages, strict=True):
+        for run, advantage in zip(group.trajectories, row, strict=True):
+            if advantage is not None:
+                yield from (turn.policy_versions for turn in run.turns if turn.is_trained)
+
 
 LoadGroups = Callable[[int], list[Group]]
 """The groups of a step as they were collected."""
@@ -145,3 +184,29 @@ def restore_entry(state: Mapping[str, Any], collected: Sequence[Group]) -> Entry
         group=replace(whole, trajectories=tuple(runs)),
         num_uses=state["num_uses"],
     )
+
+
+class ExpertFeed:
+    """Iterates over whole demonstrations, reshuffled each epoch."""
+
+    def __init__(self, demonstrations: Sequence[Sequence[Sample]], *, num_per_step: int, seed: int) -> None:
+        self._demonstrations = demonstrations
+        self._num_per_step = num_per_step
+        self._seed = seed
+
+    def select(self, step: int) -> list[Sample]:
+        """The samples of step 1, 2, ...; group and trajectory indices count from 0."""
+        first = (step - 1) * self._num_per_step
+        places = [divmod(position, len(self._demonstrations)) for position in range(first, first + self._num_per_step)]
+        orders = {epoch: self._shuffle(epoch) for epoch in {epoch for epoch, _ in places}}
+        selected = [self._demonstrations[orders[epoch][offset]] for epoch, offset in places]
+        return [
+            replace(sample, group_index=index, trajectory_index=index)
+            for index, demonstration in enumerate(selected)
+            for sample in demonstration
+        ]
+
+    def _shuffle(self, epoch: int) -> list[int]:
+        order = list(range(len(self._demonstrations)))
+        random.Random(f"experts-{self._seed}-{epoch}").shuffle(order)
+        return order

@@ -12,7 +12,10 @@ from tunesmith.config import ExperienceSection
 from tunesmith.errors import ConfigError
 from tunesmith.experience.operators import (
     Operator,
+    arpo_reward,
+    check_rounds,
     dapo_dynamic_sampling,
+    efficiency_reward,
     invalid_reward_filter,
     mask_response_truncated,
     outcome_gate,
@@ -21,7 +24,6 @@ from tunesmith.experience.operators import (
     reward_shaping_mapper,
     reward_std_filter,
 )
-from tunesmith.experience.reward_operators import arpo_reward, check_rounds, efficiency_reward
 from tunesmith.metric import Count
 from tunesmith.types import Group
 

@@ -33,8 +33,7 @@ from tunesmith.errors import ModelError
 from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.model.forward.architecture import check_architecture, check_attention_interface
-from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.attention import check_architecture, check_attention_interface, use_plan_attention
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
 from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
 

@@ -36,7 +36,7 @@ from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.errors import RolloutError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
-from tunesmith.experience.staleness import compute_staleness
+from tunesmith.experience.replay import compute_staleness
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.cancellation import cancel_all

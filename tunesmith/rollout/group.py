@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tunesmith.experience.staleness import find_oldest_version
+from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider

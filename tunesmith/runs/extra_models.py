@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.algorithms.advantages.multi_reward import NEEDED_REWARDS
+from tunesmith.algorithms.advantages.group import NEEDED_REWARDS
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
 from tunesmith.errors import ConfigError, ModelError

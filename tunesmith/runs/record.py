@@ -31,8 +31,8 @@ from typing import Any, Literal
 import yaml
 
 from tunesmith.errors import StorageError
-from tunesmith.experience.rollout_files import RolloutFiles
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
+from tunesmith.experience.store import RolloutFiles
 from tunesmith.monitor.metrics_log import MetricsLog
 from tunesmith.storage import (
     CHECKPOINT,

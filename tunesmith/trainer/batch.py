@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.errors import TrainingError
-from tunesmith.experience.trie import EMPTY, Trie, read_array
+from tunesmith.experience.samples import EMPTY, Trie, read_array
 from tunesmith.grammar.matcher import GrammarCompiler
-from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
+from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
 from tunesmith.types import Distribution, DistributionSpan, Sample

@@ -19,7 +19,7 @@ from torch import Tensor
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import CriticSection, TrainerSection
 from tunesmith.errors import TrainingError
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.sharding.sharded_adamw import build_optimizer

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.corrections import MAX_LOG_RATIO
 from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.scores import TokenInputs
-from tunesmith.experience.trie import Trie
+from tunesmith.algorithms.sequence_terms import MAX_LOG_RATIO
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import (

@@ -15,7 +15,7 @@ from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import TrainerSection
 from tunesmith.errors import TrainingError
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.metric import Count, Max, Mean, merge_metrics
 
 V = TypeVar("V")

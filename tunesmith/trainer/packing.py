@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
+from tunesmith.experience.samples import Trie, build_trie, concatenate_tries
 from tunesmith.types import Sample
 
 

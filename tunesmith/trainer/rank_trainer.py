@@ -30,8 +30,7 @@ from tunesmith.cluster.links import Link
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.batch import Batch
-from tunesmith.experience.finished_group import FinishedGroup
-from tunesmith.experience.path_cost import measure_group
+from tunesmith.experience.finished_group import FinishedGroup, measure_group
 from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.packing import combine_cost
 from tunesmith.trainer.sharding.sharded_model import find_sharding, iter_whole_weights

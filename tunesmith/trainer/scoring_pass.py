@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import Need
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import build_row, index_distributions

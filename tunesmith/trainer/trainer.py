@@ -26,13 +26,12 @@ from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import TrainingError
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
-from tunesmith.model.forward.attention import check_plan_attention
+from tunesmith.model.forward.attention import check_plan_attention, fix_rotary_frequencies
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
-from tunesmith.model.forward.rotary import fix_rotary_frequencies
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.batch import attach_token_masks

@@ -26,14 +26,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.corrections import compute_correction_weights
-from tunesmith.algorithms.scores import Need, TokenInputs
-from tunesmith.algorithms.token_selection import find_top_entropy_tokens
+from tunesmith.algorithms.scores import Need, TokenInputs, compute_token_weights
+from tunesmith.algorithms.sequence_terms import compute_correction_weights, find_top_entropy_tokens
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import TrainerSection
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.trainer.batch import EventIndex, index_events
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from token_batches import build_scores
-from tunesmith.algorithms.advantages.distillation import compute_distillation_terms, compute_jsd_terms
+from tunesmith.algorithms.advantages.returns import compute_distillation_terms, compute_jsd_terms
 
 LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)
 TEACHER = torch.tensor([-0.4, 0.5, 0.1], dtype=torch.float64).log_softmax(0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.algorithms.advantages.gigpo import compute_gigpo_advantages
-from tunesmith.algorithms.advantages.group import RunOutcome
+from tunesmith.algorithms.advantages.group import RunOutcome, compute_gigpo_advantages
 from tunesmith.errors import ConfigError
 
 

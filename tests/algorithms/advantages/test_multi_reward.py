@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tunesmith.algorithms.advantages.group import RunOutcome, compute_grpo_advantages
-from tunesmith.algorithms.advantages.multi_reward import compute_gdpo_advantages
+from tunesmith.algorithms.advantages.group import RunOutcome, compute_gdpo_advantages, compute_grpo_advantages
 from tunesmith.errors import ConfigError
 
 ACCURACY = [[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0]]

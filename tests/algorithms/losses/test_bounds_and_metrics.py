@@ -11,20 +11,18 @@ import torch
 from token_batches import build_scores
 from tunesmith.algorithms.advantages.group import RunOutcome, compute_bnpo_advantages, fit_beta
 from tunesmith.algorithms.advantages.returns import compute_gae, compute_ppo_terms, compute_reinforce_plus_plus_terms
-from tunesmith.algorithms.losses.bounded_ratio import (
+from tunesmith.algorithms.losses.policy import (
+    compute_chord_losses,
+    compute_chord_terms,
     compute_cispo_losses,
     compute_gspo_losses,
+    compute_mix_losses,
+    compute_mix_terms,
+    compute_rec_losses,
     compute_sapo_losses,
     compute_sppo_losses,
 )
-from tunesmith.algorithms.losses.expert_mixture import (
-    compute_chord_losses,
-    compute_chord_terms,
-    compute_mix_losses,
-    compute_mix_terms,
-)
 from tunesmith.algorithms.losses.preference import compute_kto_terms
-from tunesmith.algorithms.losses.reinforce import compute_rec_losses
 from tunesmith.algorithms.scores import TokenScores
 from tunesmith.algorithms.sequence_terms import compute_m2po_terms, compute_rloo_terms, compute_topr_terms
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tunesmith.algorithms.losses.clipped import (
+from tunesmith.algorithms.losses.policy import (
     compute_ppo_clip_losses,
     compute_sft_is_losses,
     compute_sft_losses,

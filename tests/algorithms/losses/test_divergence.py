@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.algorithms.losses.divergence import compute_dppo_kl_losses, compute_dppo_tv_losses
+from tunesmith.algorithms.losses.policy import compute_dppo_kl_losses, compute_dppo_tv_losses
 from tunesmith.algorithms.scores import TokenScores
 
 LOSSES = {"tv": compute_dppo_tv_losses, "kl": compute_dppo_kl_losses}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
-from tunesmith.algorithms.losses.entropy_balanced import compute_aepo_losses, compute_aepo_terms
+from tunesmith.algorithms.losses.policy import compute_aepo_losses, compute_aepo_terms, compute_ppo_clip_losses
 from tunesmith.algorithms.scores import TokenScores
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
-from tunesmith.algorithms.losses.expert_mixture import (
+from tunesmith.algorithms.losses.policy import (
     compute_chord_losses,
     compute_chord_terms,
     compute_mix_losses,
     compute_mix_terms,
     compute_mu,
+    compute_ppo_clip_losses,
 )
 from tunesmith.algorithms.scores import TokenScores
 

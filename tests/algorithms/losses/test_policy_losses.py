@@ -7,20 +7,17 @@ import math
 import pytest
 import torch
 
-from tunesmith.algorithms.aggregation import compute_token_weights
-from tunesmith.algorithms.losses.bounded_ratio import (
+from tunesmith.algorithms.losses.policy import (
     compute_cispo_losses,
     compute_gspo_losses,
-    compute_sapo_losses,
-    compute_sppo_losses,
-)
-from tunesmith.algorithms.losses.reinforce import (
     compute_importance_sampling_losses,
     compute_opmd_losses,
     compute_rec_losses,
     compute_reinforce_losses,
+    compute_sapo_losses,
+    compute_sppo_losses,
 )
-from tunesmith.algorithms.scores import TokenScores
+from tunesmith.algorithms.scores import TokenScores, compute_token_weights
 
 
 def build_golden():

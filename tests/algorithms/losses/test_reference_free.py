@@ -19,8 +19,7 @@ from test_preference import run_ours as run_with_reference
 from torch.nn import functional
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.preference import compute_dpo_terms
-from tunesmith.algorithms.losses.reference_free import compute_orpo_terms, compute_simpo_terms
+from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_orpo_terms, compute_simpo_terms
 
 CHOSEN, REJECTED = [0, 3, 4], [1, 2, 5]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tunesmith.commands.doctor.finding import CheckFinding
+from tunesmith.commands.doctor.record import CheckFinding
 from tunesmith.config import Section
 from tunesmith.runs.load_config import load_section
 

@@ -15,11 +15,17 @@ import pytest
 from suggested_settings import check_settings
 
 from tunesmith.commands.doctor.diagnose import run_check
-from tunesmith.commands.doctor.drift import find_entropy, find_kl, find_large_updates, find_mismatch, find_stale_samples
-from tunesmith.commands.doctor.finding import CheckFinding
-from tunesmith.commands.doctor.lengths import find_length_growth
-from tunesmith.commands.doctor.optimizer import find_dead_learning_rate, find_gradients
-from tunesmith.commands.doctor.record import compute_slope_t, find_longest_streak, open_run, split_ends
+from tunesmith.commands.doctor.failures import find_length_growth
+from tunesmith.commands.doctor.optimizer import (
+    find_dead_learning_rate,
+    find_entropy,
+    find_gradients,
+    find_kl,
+    find_large_updates,
+    find_mismatch,
+    find_stale_samples,
+)
+from tunesmith.commands.doctor.record import CheckFinding, compute_slope_t, find_longest_streak, open_run, split_ends
 from tunesmith.commands.doctor.rewards import find_reward_trend, find_small_batch
 from tunesmith.commands.doctor.speed import find_dropped_groups, find_stragglers
 from tunesmith.config import ModelSection, RunConfig

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
-from tunesmith.commands.eval.behavior import (
+from tunesmith.commands.eval.results import (
     add_behavior,
     compute_efficiency,
+    compute_evaluation,
     compute_reasoning_length,
     compute_successful_execution,
 )
-from tunesmith.commands.eval.results import compute_evaluation
 from tunesmith.config import BehaviorSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn

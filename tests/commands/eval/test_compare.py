@@ -11,9 +11,14 @@ from typer.testing import CliRunner
 
 from tunesmith.chat.renderer import Renderer
 from tunesmith.cli import app
-from tunesmith.commands.eval.comparison import compare_quantity, compare_results, compute_result
-from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
-from tunesmith.commands.eval.comparison_table import format_comparison
+from tunesmith.commands.eval.comparison import (
+    check_plot,
+    compare_quantity,
+    compare_results,
+    compute_result,
+    format_comparison,
+    save_plot,
+)
 from tunesmith.commands.eval.sample_scores import (
     SampleScore,
     TaskScores,

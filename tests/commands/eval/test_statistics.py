@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.commands.eval import statistics as significance
-from tunesmith.commands.eval.statistics import (
+from tunesmith.commands.eval import sample_scores as significance
+from tunesmith.commands.eval.sample_scores import (
     choose_pass_at_k,
     compare_paired,
     compute_bootstrap_interval,

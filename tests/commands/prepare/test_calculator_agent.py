@@ -20,7 +20,7 @@ from tunesmith.commands.prepare.calculator_agent import (
     build_calculator_agent,
     calculator_agent,
 )
-from tunesmith.commands.prepare.trajectories import build_messages, check_calculations
+from tunesmith.commands.prepare.rows import build_messages, check_calculations
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.compat.chat_models import build_agentscope_model, build_openai_chat_model, has_agentscope
 from tunesmith.experience.samples import build_samples

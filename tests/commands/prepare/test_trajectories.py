@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tunesmith.commands.prepare.calculator_agent import SYSTEM_PROMPT
-from tunesmith.commands.prepare.trajectories import (
+from tunesmith.commands.prepare.rows import (
     build_messages,
     build_plain_messages,
     check_calculations,

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
-from tunesmith.commands.run.config import PipelineConfig
+from tunesmith.commands.run.config import PipelineConfig, load_pipeline, plan_stages
 from tunesmith.commands.run.folder import PipelineFolder, is_same_stage
-from tunesmith.commands.run.plan import load_pipeline, plan_stages
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_config import build_section

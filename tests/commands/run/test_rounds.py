@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
-from tunesmith.commands.run.config import PipelineConfig
-from tunesmith.commands.run.plan import load_pipeline, plan_stages
+from tunesmith.commands.run.config import PipelineConfig, load_pipeline, plan_stages
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import build_section
 

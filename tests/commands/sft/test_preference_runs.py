@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.run import run_stage
-from tunesmith.commands.sft.preference_pairs import PreferenceReader, add_probes
+from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
 from tunesmith.commands.sft.train import run_preference
 from tunesmith.config import PreferenceConfig
 from tunesmith.errors import ConfigError, DataError

@@ -12,11 +12,16 @@ import pytest
 
 import tunesmith
 from tunesmith import DatasetConfig, JudgeOutput, PromptTuneConfig, PromptTuneResult, TunerModelConfig, WorkflowOutput
-from tunesmith.commands.candidates.models import Candidate, LoadedModel
-from tunesmith.commands.candidates.runs import RunLimits
-from tunesmith.commands.eval.statistics import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptScore, Teacher
-from tunesmith.commands.tune_prompt.result import HeldOutScores, compute_improvement
+from tunesmith.commands.candidates import Candidate, LoadedModel, RunLimits
+from tunesmith.commands.eval.sample_scores import compare_paired
+from tunesmith.commands.tune_prompt.prompt_runs import (
+    HeldOutScores,
+    LiteLlmModel,
+    PromptRuns,
+    PromptScore,
+    Teacher,
+    compute_improvement,
+)
 from tunesmith.commands.tune_prompt.tune import choose_proposer
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.rollout.service import ExternalModel

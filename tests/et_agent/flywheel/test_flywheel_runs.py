@@ -10,7 +10,7 @@ import pytest
 from policies import call, make_transcript, result, think
 
 from forked_programs import start_forked_programs
-from tunesmith.commands.run.plan import PlannedStage
+from tunesmith.commands.run.config import PlannedStage
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
 from tunesmith.errors import ConfigError, DataError, RolloutError, StorageError

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tunesmith.model.forward.logit_adjustment import TokenContext, build_adjustment
+from tunesmith.model.forward.distribution import TokenContext, build_adjustment
 from tunesmith.types import Distribution
 
 VOCAB_SIZE = 23

@@ -13,8 +13,7 @@ from engines import GREEDY, build_engine, build_prompts, generate_all
 from tiny_models import GEMMA_SIZES, SIZES, SLIDING
 from trainable_models import build_answered
 from tunesmith.config import AlgorithmSection, TrainerSection
-from tunesmith.model.forward.attention import use_plan_attention
-from tunesmith.model.forward.rotary import FIXED, fix_rotary_frequencies
+from tunesmith.model.forward.attention import FIXED, fix_rotary_frequencies, use_plan_attention
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Sampling
 

@@ -11,9 +11,8 @@ import pytest
 
 from tunesmith.config import PythonToolSection
 from tunesmith.tools.python.call import Call, Child, Control
-from tunesmith.tools.python.child import READY
+from tunesmith.tools.python.child import OK, READY
 from tunesmith.tools.python.folder import SandboxFolder
-from tunesmith.tools.python.snippet import OK
 from tunesmith.tools.python.worker import CONTINUE, DONE, STOP, Report
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sandboxes import KINDS, build_tool
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.result import STATE_LOST
+from tunesmith.tools.python.call import STATE_LOST
 
 
 @pytest.fixture(params=KINDS)

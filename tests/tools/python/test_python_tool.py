@@ -18,8 +18,8 @@ from sandboxes import KINDS, build_tool, run_as_ordinary_user, run_code
 from tunesmith.config import PythonToolSection, RolloutSection
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, SandboxError
+from tunesmith.tools.python.call import NO_OUTPUT, shorten_text
 from tunesmith.tools.python.isolation import list_isolations
-from tunesmith.tools.python.result import NO_OUTPUT, shorten_text
 from tunesmith.tools.python.tool import PythonTool
 
 HANG_S = 60

@@ -22,8 +22,14 @@ from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailab
 from tunesmith.retrieval import SearchIndex
 from tunesmith.runs.load_function import load_tool
 from tunesmith.tools.search.settings import SearchToolSection
-from tunesmith.tools.search.sources import FoundPassage, ResultCache, read_bing
-from tunesmith.tools.search.tool import SearchTool, build_search_tool, format_passages
+from tunesmith.tools.search.tool import (
+    FoundPassage,
+    ResultCache,
+    SearchTool,
+    build_search_tool,
+    format_passages,
+    read_bing,
+)
 from tunesmith.tools.tool import ToolInputError
 
 DOCS = [{"id": "a", "contents": "A\n" + "x" * 30}, {"id": "b", "contents": "B\nshort"}]
@@ -212,8 +218,8 @@ def test_a_server_without_an_index_hash_is_cached_by_its_address(tmp_path):
 def test_several_processes_share_a_cache(tmp_path):
     program = textwrap.dedent("""
         import sys
-        from tunesmith.tools.search.sources import ResultCache
-        from tunesmith.tools.search.sources import FoundPassage
+        from tunesmith.tools.search.tool import ResultCache
+        from tunesmith.tools.search.tool import FoundPassage
         cache = ResultCache("cache.sqlite")
         for number in range(30):
             cache.put(f"{number}", [FoundPassage("id", sys.argv[1])])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.trie import EMPTY, Trie, build_trie, concatenate_tries
+from tunesmith.experience.samples import EMPTY, Trie, build_trie, concatenate_tries
 from tunesmith.model.forward.attention import AttentionOptions, CausalPlan, attend_masked
 from tunesmith.trainer.tree_attention import cpu as segments
 from tunesmith.trainer.tree_attention import plan as attention

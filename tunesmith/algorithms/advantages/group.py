@@ -3,12 +3,18 @@
 Pure functions of rewards. A rollout without a reward is excluded from all statistics and gets None. A group whose
 scored rollouts have identical rewards, or with a single scored rollout, has zero advantage: its rollouts get None, and
 the caller drops and counts the group.
+
+GDPO reads several rewards of a rollout: the metrics that the judge reports beside the reward.
+
+GiGPO has one advantage per turn, A = A_E + omega A_S (Feng et al., 2025, "Group-in-group policy optimization", eqs. 3,
+7 and 8). A_E compares the rollout's return with those of the other rollouts of its task. A_S compares the discounted
+return from this turn on with those of all turns, of rollouts of the same task, in the same state (the anchor state).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -310,3 +316,149 @@ def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, fl
     if total == 1:
         return mean, 0.0
     return mean, math.sqrt(math.fsum(weight * (reward - mean) ** 2 for reward, weight in pairs) / (total - 1))
+
+
+def compute_gdpo_advantages(
+    groups: Sequence[Sequence[RunOutcome]],
+    *,
+    rewards: dict[str, float] | None = None,
+    epsilon: PositiveFloat = 1e-6,
+) -> Advantages:
+    """Each reward normalized within the group, then their weighted sum over the batch (Liu et al., 2026, GDPO).
+
+    `rewards` maps names of metrics to weights. A rollout has w_1 A_1 + ... + w_m A_m with A_j = (r_j - mean) /
+    (std + epsilon) over the group, divided by the std + epsilon of this sum over all rollouts of the step. GRPO on the
+    weighted sum of rewards gives rollouts with different rewards but equal sums the same advantage, and lets the reward
+    of largest variance dominate. Stds are sample stds (ddof 1), as in TRL (`normalize_then_sum`) and verl, which
+    computes that of the batch over tokens. A group in which no reward differs is dropped. Rollouts without a reward are
+    excluded; one with a reward but without a named metric is an error.
+    """
+    _check_weights(rewards)
+    if rewards is None:
+        if not groups:
+            return []
+        raise ConfigError(f"algorithm_type='gdpo' needs {NEEDED_REWARDS}")
+    rows: list[list[float | None]] = [[0.0 if run.reward is not None else None for run in group] for group in groups]
+    for name, weight in rewards.items():
+        parts = [[_read_part(run, name) for run in group] for group in groups]
+        normalized = map_scored(parts, lambda values: standardize(values, epsilon=epsilon))
+        for row, added in zip(rows, normalized, strict=True):
+            row[:] = [
+                None if total is None else total + weight * (value or 0.0)
+                for total, value in zip(row, added, strict=True)
+            ]
+    rows = [[None] * len(row) if are_equal([value for value in row if value is not None]) else row for row in rows]
+    return normalize_over_batch(rows, groups, epsilon=epsilon)
+
+
+NEEDED_REWARDS = (
+    "algorithm.advantage_args.rewards: the metrics of the judge that are rewards, with their weights, such as "
+    "{accuracy: 1.0, format: 0.5}"
+)
+
+
+def _check_weights(rewards: Mapping[str, float] | None) -> None:
+    if rewards is not None and (not rewards or not all(math.isfinite(w) and w != 0 for w in rewards.values())):
+        raise ConfigError(f"rewards={rewards} of 'gdpo' must name metrics with finite weights other than 0")
+
+
+def _read_part(run: RunOutcome, name: str) -> RunOutcome:
+    """The rollout with the metric as its reward; None stays None."""
+    if run.reward is None:
+        return run
+    if name not in run.metrics:
+        raise ConfigError(
+            f"advantage_args.rewards of 'gdpo' names {name!r}, but the judge scored a rollout without that metric (it "
+            f"has {', '.join(run.metrics) or 'none'}): report it in JudgeOutput.metrics of every scored rollout, or "
+            "name another metric"
+        )
+    return RunOutcome(reward=float(run.metrics[name]), num_turns=run.num_turns)
+
+
+def compute_gigpo_advantages(
+    groups: Sequence[Sequence[RunOutcome]],
+    *,
+    omega: NonNegativeFloat = 1.0,
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.95,
+    fnorm: Literal["std", "none"] = "none",
+    epsilon: PositiveFloat = 1e-6,
+    step_reward_key: str | None = None,
+    env_state_hash_key: str | None = None,
+) -> Advantages:
+    """One advantage per turn; a group in which all of them are 0 is dropped.
+
+    `fnorm="std"` divides both parts by the standard deviation of the values compared. Without `step_reward_key` the
+    rollout's reward is that of its last turn; with it, the reward of turn t is the rollout's metric
+    `<step_reward_key>/<t>`, 0 if not reported, and their sum replaces the rollout's reward. Without
+    `env_state_hash_key` two turns are in the same state if their prompts have the same token ids; with it, if their
+    metrics `<env_state_hash_key>/<t>` are equal.
+    """
+    advantages: Advantages = []
+    for group in groups:
+        runs = [run for run in group if run.reward is not None]
+        rewards = [_list_rewards(run, step_reward_key) for run in runs]
+        states = [_list_states(run, env_state_hash_key) for run in runs]
+        totals = [math.fsum(each) for each in rewards] if step_reward_key else [run.reward or 0.0 for run in runs]
+        run_advantages = _normalize(totals, fnorm, epsilon)
+        turn_advantages = _compute_turn_advantages([_discount(each, gamma) for each in rewards], states, fnorm, epsilon)
+        rows = [
+            tuple(of_run + omega * of_turn for of_turn in turns)
+            for of_run, turns in zip(run_advantages, turn_advantages, strict=True)
+        ]
+        has_nonzero = any(value for row in rows for value in row)
+        advantages.append(list(spread_scored(group, rows)) if has_nonzero else [None] * len(group))
+    return advantages
+
+
+def _list_rewards(run: RunOutcome, key: str | None) -> list[float]:
+    assert run.reward is not None
+    if key is not None:
+        return [run.metrics.get(f"{key}/{turn}", 0.0) for turn in range(run.num_turns)]
+    return [0.0] * (run.num_turns - 1) + [run.reward] * min(run.num_turns, 1)
+
+
+def _list_states(run: RunOutcome, key: str | None) -> list[Hashable]:
+    if key is None:
+        return list(run.turn_prompts)
+    names = [f"{key}/{turn}" for turn in range(run.num_turns)]
+    missing = [name for name in names if name not in run.metrics]
+    if missing:
+        raise ConfigError(
+            f"env_state_hash_key={key!r}: a rollout does not report the metric {missing[0]!r}; report it for every "
+            "model call, or leave env_state_hash_key out to compare prompts"
+        )
+    return [run.metrics[name] for name in names]
+
+
+def _discount(rewards: Sequence[float], gamma: float) -> list[float]:
+    """R_t = r_t + gamma R_{t+1}."""
+    returns, following = [], 0.0
+    for reward in reversed(rewards):
+        following = reward + gamma * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def _compute_turn_advantages(
+    returns: Sequence[Sequence[float]], states: Sequence[Sequence[Hashable]], fnorm: str, epsilon: float
+) -> list[list[float]]:
+    """Each turn's return relative to those of all turns in its state; 0 if it is the only one."""
+    members: dict[Hashable, list[tuple[int, int]]] = {}
+    for run, of_run in enumerate(states):
+        for turn, state in enumerate(of_run):
+            members.setdefault(state, []).append((run, turn))
+    compared = [[0.0] * len(of_run) for of_run in returns]
+    for places in members.values():
+        values = _normalize([returns[run][turn] for run, turn in places], fnorm, epsilon)
+        for (run, turn), value in zip(places, values, strict=True):
+            compared[run][turn] = value
+    return compared
+
+
+def _normalize(values: Sequence[float], fnorm: str, epsilon: float) -> list[float]:
+    """(x - mean) / (scale + epsilon), scale the sample std or 1; exact zeros if all values are equal."""
+    if are_equal(values):
+        return [0.0] * len(values)
+    if fnorm == "std":
+        return standardize(values, epsilon=epsilon)
+    return [value / (1.0 + epsilon) for value in subtract_mean(values)]

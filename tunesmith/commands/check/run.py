@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.chat.renderer import Renderer
-from tunesmith.commands.check.observe import Observation, observe_rollout
-from tunesmith.commands.check.problems import find_problems
-from tunesmith.commands.doctor.finding import CheckFinding, format_findings
+from tunesmith.commands.check.problems import Observation, find_problems, observe_rollout
+from tunesmith.commands.doctor.record import CheckFinding, format_findings
 from tunesmith.commands.settings import load_run_file
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config import RunConfig

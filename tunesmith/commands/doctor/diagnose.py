@@ -6,21 +6,38 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunesmith.commands.doctor.drift import find_entropy, find_kl, find_large_updates, find_mismatch, find_stale_samples
-from tunesmith.commands.doctor.evaluations import find_evaluation_trend
-from tunesmith.commands.doctor.failures import find_failures, find_late_calls, find_stop
-from tunesmith.commands.doctor.finding import Diagnosis, Outcome, Passed, name_findings
-from tunesmith.commands.doctor.lengths import find_length_growth, find_refused_prompts, find_truncation
+from tunesmith.commands.doctor.failures import (
+    find_failures,
+    find_late_calls,
+    find_length_growth,
+    find_refused_prompts,
+    find_stop,
+    find_truncation,
+)
 from tunesmith.commands.doctor.optimizer import (
     find_dead_learning_rate,
+    find_entropy,
     find_evaluation_loss,
     find_gradients,
+    find_kl,
+    find_large_updates,
     find_loss_trend,
+    find_mismatch,
+    find_stale_samples,
 )
-from tunesmith.commands.doctor.record import CheckedRun, NotRecordedError, open_run
+from tunesmith.commands.doctor.record import (
+    CheckedRun,
+    Diagnosis,
+    NotRecordedError,
+    Outcome,
+    Passed,
+    name_findings,
+    open_run,
+)
 from tunesmith.commands.doctor.rewards import (
     find_branches,
     find_equal_rewards,
+    find_evaluation_trend,
     find_repeated_tasks,
     find_reward_trend,
     find_small_batch,

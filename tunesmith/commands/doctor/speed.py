@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from tunesmith.commands.doctor.finding import CheckFinding, Evidence, Outcome, format_settings, observe
-from tunesmith.commands.doctor.record import RlRun
+from tunesmith.commands.doctor.record import CheckFinding, Evidence, Outcome, RlRun, format_settings, observe
 from tunesmith.config import RunConfig
 
 MAX_DROPPED_SHARE = 0.05

@@ -20,9 +20,15 @@ from typing import Any
 import torch
 
 from tunesmith.chat.renderer import Renderer
-from tunesmith.commands.eval.comparison import Comparison, ModelResult, compare_results, compute_result
-from tunesmith.commands.eval.comparison_plot import check_plot, save_plot
-from tunesmith.commands.eval.comparison_table import format_comparison
+from tunesmith.commands.eval.comparison import (
+    Comparison,
+    ModelResult,
+    check_plot,
+    compare_results,
+    compute_result,
+    format_comparison,
+    save_plot,
+)
 from tunesmith.commands.eval.results import run_held_out
 from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks

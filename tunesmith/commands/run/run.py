@@ -6,22 +6,26 @@ earlier stages are resolved right before the stage that uses them.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
-import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from tunesmith.commands.eval.compare import release_memory
 from tunesmith.commands.references import StageReference
-from tunesmith.commands.run.config import PipelineConfig
-from tunesmith.commands.run.folder import CONFIG_FILE, PipelineFolder, State
-from tunesmith.commands.run.plan import PlannedStage, StageSelection, plan_stages
-from tunesmith.commands.run.report import PipelineResult, load_pipeline_result, save_report
+from tunesmith.commands.run.config import PipelineConfig, PlannedStage, StageSelection, plan_stages
+from tunesmith.commands.run.folder import (
+    CONFIG_FILE,
+    PipelineFolder,
+    PipelineResult,
+    State,
+    load_pipeline_result,
+    save_report,
+)
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
@@ -215,13 +219,6 @@ def resolve_reference(reference: StageReference, folder: PipelineFolder, *, stag
             f"run the stage again with --only {reference.stage} --again"
         )
     return str(model)
-
-
-def release_memory() -> None:
-    """Collect garbage and empty the CUDA cache after a stage."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def check_function(settings: FunctionStage) -> None:

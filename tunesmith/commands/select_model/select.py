@@ -14,26 +14,27 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-from tunesmith.commands.candidates.models import (
+from tunesmith.commands.candidates import (
     Candidate,
+    MeasuredModel,
+    RunLimits,
     build_candidates,
     check_candidate,
+    count_failures,
+    counted_calls,
+    find_problem,
+    get_usage,
+    list_run_causes,
     load_candidate,
     load_fixed_tasks,
-)
-from tunesmith.commands.candidates.runs import (
-    RunLimits,
-    count_failures,
-    find_problem,
-    list_run_causes,
     run_agent,
 )
-from tunesmith.commands.candidates.usage import MeasuredModel, counted_calls, get_usage
 from tunesmith.commands.eval.compare import release_memory
-from tunesmith.commands.eval.statistics import Difference, compare_paired, compute_bootstrap_interval
-from tunesmith.commands.select_model.result import CandidateScore, ModelSelection
+from tunesmith.commands.eval.comparison import format_table
+from tunesmith.commands.eval.sample_scores import Difference, Interval, compare_paired, compute_bootstrap_interval
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config.section import MAX_INTEGER
@@ -49,6 +50,89 @@ from tunesmith.rollout.statistics import collect_reported
 from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.runs.policy import BuildModel
 from tunesmith.types import JudgeOutput, JudgeType, Task, Trajectory, WorkflowOutput, WorkflowType
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateScore:
+    """One candidate on the tasks of the selection."""
+
+    label: str
+    model: Any
+    """The candidate as it was passed."""
+    reward: float | None
+    """Mean over the compared tasks; None for a candidate that is not eligible."""
+    interval: Interval | None
+    """95 % bootstrap interval of the mean over tasks."""
+    num_tasks: int
+    num_scored: int
+    """Tasks without a failure."""
+    causes: tuple[str, ...]
+    """The most frequent failures."""
+    metrics: Mapping[str, float]
+    """`<metric>_avg` of the workflow and the judge, of time and of tokens, over the scored tasks."""
+    lead: Difference | None = None
+    """Paired difference, best minus this candidate; None for the best and for one that is not eligible."""
+
+    @property
+    def num_failures(self) -> int:
+        return self.num_tasks - self.num_scored
+
+
+class ModelSelection(tuple[Any, dict[str, float]]):
+    """The best model and its metrics, as a pair, with the scores of all candidates."""
+
+    candidates: tuple[CandidateScore, ...]
+    """In the order in which they were passed."""
+    num_compared: int
+    """Tasks that every eligible candidate was scored on; the rewards are means over them."""
+
+    @classmethod
+    def build(cls, best: CandidateScore, candidates: Sequence[CandidateScore], *, num_compared: int) -> Self:
+        result = cls((best.model, dict(best.metrics)))
+        result.candidates, result.num_compared = tuple(candidates), num_compared
+        return result
+
+    @property
+    def model(self) -> Any:
+        """The best model, as it was passed."""
+        return self[0]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`<metric>_avg` of the best model."""
+        return self[1]
+
+    def format_table(self) -> str:
+        """A row per candidate, aligned for a terminal; Markdown."""
+        head = ["model", "reward (95 % interval)", "behind the best (p)", "failed", "first cause"]
+        return format_table(head, [self._format_row(each) for each in self.candidates])
+
+    def _format_row(self, each: CandidateScore) -> list[str]:
+        is_best = each.reward is not None and each.lead is None
+        reward = "not eligible"
+        if each.reward is not None and each.interval is not None:
+            reward = f"{each.reward:.4g} ({each.interval[0]:.4g} to {each.interval[1]:.4g})"
+        behind = "best" if is_best else ""
+        if each.lead is not None:
+            behind = f"{each.lead.mean:.4g} ({each.lead.p_value:.2g})"
+        cause = each.causes[0].replace("|", "/") if each.causes else ""
+        return [each.label, reward, behind, f"{each.num_failures} of {each.num_tasks}", cause]
+
+    def to_pandas(self) -> DataFrame:
+        """A row per candidate: label, reward, interval, tasks, failures, and its metrics."""
+        from pandas import DataFrame  # half a second to import
+
+        rows = [
+            {"model": each.label, "reward": each.reward, "num_tasks": each.num_tasks, "num_failures": each.num_failures}
+            | {"low": each.interval and each.interval[0], "high": each.interval and each.interval[1]}
+            | dict(each.metrics)
+            for each in self.candidates
+        ]
+        return DataFrame(rows)
+
 
 logger = logging.getLogger(__name__)
 

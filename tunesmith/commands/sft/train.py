@@ -23,8 +23,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
-from tunesmith.commands.sft.preference_pairs import PreferenceReader, add_probes
 from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device, describe_run
 from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal

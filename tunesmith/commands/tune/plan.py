@@ -18,8 +18,7 @@ from tunesmith.commands.tune.learning_check import check_sampling_is_random
 from tunesmith.commands.tune.load_tasks import CustomComponents, build_live_feed, build_task_feed
 from tunesmith.config import AlgorithmSection, ConversationDataSection, ModelSection, RolloutSection, RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.experience.expert_feed import ExpertFeed
-from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.experience.replay import ExpertFeed, ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers

@@ -12,19 +12,26 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from tunesmith.commands.candidates.models import (
+from tunesmith.commands.candidates import (
     Candidate,
     LoadedModel,
+    RunLimits,
     build_candidate,
     check_candidate,
     load_candidate,
     load_fixed_tasks,
 )
-from tunesmith.commands.candidates.runs import RunLimits
-from tunesmith.commands.eval.comparison_table import format_table
-from tunesmith.commands.eval.statistics import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptRuns, PromptTuning, Teacher, summarize
-from tunesmith.commands.tune_prompt.result import HeldOutScores, PromptTuneResult
+from tunesmith.commands.eval.comparison import format_table
+from tunesmith.commands.eval.sample_scores import compare_paired
+from tunesmith.commands.tune_prompt.prompt_runs import (
+    HeldOutScores,
+    LiteLlmModel,
+    PromptRuns,
+    PromptTuneResult,
+    PromptTuning,
+    Teacher,
+    summarize,
+)
 from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep

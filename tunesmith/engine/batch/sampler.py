@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.model.forward.distribution import has_truncation
-from tunesmith.model.forward.logit_adjustment import LogitAdjustment
+from tunesmith.model.forward.distribution import LogitAdjustment, has_truncation
 from tunesmith.types import Distribution, Sampling, TokenDetails, TopLogprobs
 
 NUM_CANDIDATES = 256

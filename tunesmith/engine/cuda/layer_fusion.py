@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.engine.cuda.fx_passes import FusedOps, fuse_layer
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.rotary import FIXED
+from tunesmith.model.forward.attention import FIXED
 
 LOGGER = logging.getLogger(__name__)
 MAX_GRAPHS = 256

@@ -38,11 +38,17 @@ from tunesmith.engine.cpu.layers import CpuLayers
 from tunesmith.errors import ConfigError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
-from tunesmith.model.forward.architecture import refuse_architecture
-from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
-from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
+from tunesmith.model.forward.attention import (
+    AttentionOptions,
+    AttentionPlan,
+    CausalPlan,
+    fix_rotary_frequencies,
+    get_layer_index,
+    refuse_architecture,
+    run_body,
+)
+from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
-from tunesmith.model.forward.rotary import fix_rotary_frequencies
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle, DecodeGraphs

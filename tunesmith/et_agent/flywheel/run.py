@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import FlywheelConfig
 from tunesmith.config.et_agent import OWN_MODEL

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.commands.eval.comparison_table import format_table
+from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_file, drop_pending_tools
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.environment import Environment

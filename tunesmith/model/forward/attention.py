@@ -2,7 +2,14 @@
 
 `use_plan_attention` selects the implementation named "tunesmith" in transformers' attention and mask interfaces, and
 `run_body` passes a plan through the unchanged modeling code to every layer. The engine's plan reads a paged KV cache,
-the trainer's plan a tree of sequences. Without a plan the model behaves as with `sdpa`.
+the trainer's plan a tree of sequences. Without a plan the model behaves as with `sdpa`. `check_architecture` refuses
+what sampler and trainer would not compute correctly before weights are read; `verify_model` measures the rest on the
+loaded model.
+
+Rotary frequencies do not depend on what else is in a batch. Models with LongRoPE (Phi-3 and Phi-4 with long contexts)
+have two sets of frequencies. transformers chooses one set for a whole forward, by its largest position: a short
+sequence would be computed differently beside a long one, and keys in a KV cache differently from the queries that
+follow. As in vLLM, the set is chosen once, by the longest context.
 
 Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D head size.
 """
@@ -16,13 +23,57 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.architecture import refuse_architecture
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
+"""What KV cache and attention plans take from the configuration for all layers at once."""
+SUPPORTED = (
+    "supported are text models of transformers in which every layer is of type full_attention or sliding_attention "
+    "and all have heads of one size, such as Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Mistral, Gemma 3 and "
+    "Phi-3"
+)
+
+
+def refuse_architecture(config: PretrainedConfig, reason: str) -> ModelError:
+    """The error for a model of a type that cannot be sampled or trained."""
+    text = config.get_text_config()
+    types = ", ".join(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    layers = f" with layers of type {types}" if types else ""
+    return ModelError(f"models of type {text.model_type!r}{layers} are not supported: {reason}; {SUPPORTED}")
+
+
+def check_layers(config: PretrainedConfig) -> None:
+    """Refuse layers that do not attend, or that have keys and windows of different sizes."""
+    text = config.get_text_config()
+    if unknown := set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES):
+        raise refuse_architecture(text, f"layers of type {', '.join(sorted(unknown))} are not implemented")
+    if getattr(text, "is_heterogeneous", False):
+        varying = [name for name in UNIFORM if len({getattr(each, name, None) for each in text.per_layer_config}) > 1]
+        if varying:
+            raise refuse_architecture(text, f"its layers differ in {', '.join(varying)}")
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse a configuration whose layers or modeling code plan attention does not support."""
+    check_layers(config)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None:
+        check_attention_interface(config, model_class)
+    elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
+        raise refuse_architecture(config, "transformers has no causal language model for it")
+
+
+def check_attention_interface(config: PretrainedConfig, model_class: Any) -> None:
+    """Refuse modeling code that does not use transformers' attention interface."""
+    if not (model_class._supports_attention_backend and model_class._supports_sdpa):
+        raise refuse_architecture(config, f"{model_class.__name__} does not use transformers' attention interface")
+
 
 PLAN_ATTENTION = "tunesmith"
 UNSUPPORTED_INPUTS = ("s_aux", "position_bias", "cache")
@@ -183,3 +234,28 @@ def _check_supported(module: nn.Module, attention_mask: Tensor | None, dropout: 
 
 ALL_ATTENTION_FUNCTIONS.register(PLAN_ATTENTION, _run_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PLAN_ATTENTION, sdpa_mask)
+
+
+FIXED = "fixed"
+"""Value of `rope_type` that no update of transformers applies to."""
+
+
+@torch.no_grad()
+def fix_rotary_frequencies(*models: nn.Module | None, max_model_len: int) -> None:
+    """Keep the frequencies of a sequence of `max_model_len` tokens for sequences of every length; idempotent."""
+    for module in [module for model in models if model is not None for module in model.modules()]:
+        rope_type = getattr(module, "rope_type", None)
+        of_layer_type = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+        changing = [name for name, value in of_layer_type.items() if depends_on_length(value)]
+        if not changing:
+            continue
+        last = torch.full((1, 1), max_model_len - 1, device=next(module.buffers()).device)
+        for layer_type in changing:
+            module(last.float(), last, **({} if layer_type is None else {"layer_type": layer_type}))
+        fixed = {name: FIXED if name in changing else value for name, value in of_layer_type.items()}
+        module.rope_type = fixed if isinstance(rope_type, dict) else FIXED  # type: ignore[assignment]
+
+
+def depends_on_length(rope_type: object) -> bool:
+    """Whether transformers chooses the frequencies by the largest position of a forward."""
+    return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)

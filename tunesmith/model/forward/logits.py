@@ -22,8 +22,15 @@ from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
 from tunesmith.model.device_errors import is_device_error
-from tunesmith.model.forward.architecture import check_layers, refuse_architecture
-from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
+from tunesmith.model.forward.attention import (
+    AttentionOptions,
+    AttentionPlan,
+    CausalPlan,
+    check_layers,
+    get_layer_index,
+    refuse_architecture,
+    run_body,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tunesmith.model.forward.distribution import has_truncation, truncate_logits
-from tunesmith.model.forward.logit_adjustment import LogitAdjustment
+from tunesmith.model.forward.distribution import LogitAdjustment, has_truncation, truncate_logits
 from tunesmith.model.forward.logits import compute_logits, get_logit_scaling, is_16bit_linear_head
 from tunesmith.types import Distribution
 

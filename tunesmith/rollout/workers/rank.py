@@ -35,9 +35,8 @@ from typing import Any
 from tunesmith.cluster.links import Link
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.errors import RankError
-from tunesmith.experience.finished_group import FinishedGroup, GroupReference, build_reference
-from tunesmith.experience.path_cost import PathCost, measure_group
-from tunesmith.experience.staleness import find_oldest_version
+from tunesmith.experience.finished_group import FinishedGroup, GroupReference, PathCost, build_reference, measure_group
+from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress

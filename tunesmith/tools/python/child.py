@@ -2,30 +2,135 @@
 
 The child sends `READY` once its limits are set; an earlier error is one of the sandbox and never one of the code. It
 then reads a request (four bytes of length, the number of the call, which is random, and code in UTF-8) and answers with
-that number and one byte, the status of `snippet`. In a session it waits for more code; otherwise it ends as an
+that number and one byte, the status of the code. In a session it waits for more code; otherwise it ends as an
 interpreter does: it joins threads and calls exit handlers.
 
 Code shares this process, so it may answer its own call early. It cannot answer a call in advance, whose number it does
 not know: whatever else is written to the status pipe ends the process. What code can do to its interpreter, such as
 replacing `print`, holds for the later calls of its session, as in a notebook.
+
+Landlock rules say which files the process may read, and the one folder that it may change. They need no privileges and
+no namespace, and Linux 5.13 or newer. They do not hide names and metadata of files.
+
+Code runs as in a notebook: the value of a last bare expression is printed. Errors are printed to standard error with
+the lines of the code. The namespace is that of a module `__main__`, fresh for a stateless call and kept in a session.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import ctypes
+import linecache
 import os
 import random
 import resource
 import signal
 import sys
 import threading
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from tunesmith.tools.python.landlock import check, restrict_self
-from tunesmith.tools.python.snippet import CpuTimeError, build_module, run_snippet
+OK, ERROR, MEMORY, CPU_TIME = b"0", b"1", b"m", b"c"
+
+
+class CpuTimeError(BaseException):
+    """The code of a session has used its CPU time."""
+
+
+def build_module() -> types.ModuleType:
+    """The module that code runs in; it takes the place of `__main__`, so that classes in it can be pickled."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    return module
+
+
+def run_snippet(source: bytes, module: types.ModuleType, *, filename: str) -> bytes:
+    """Run code; return `OK`, or one of the other statuses for an uncaught exception."""
+    try:
+        code = source.decode("utf-8", "surrogatepass")
+        linecache.cache[filename] = (len(code), None, [f"{line}\n" for line in code.splitlines()], filename)
+        _run(ast.parse(code, filename), module.__dict__, filename)
+    except SystemExit as error:
+        if error.code is None or error.code == 0:
+            return OK
+        print(f"SystemExit: {error.code}", file=sys.stderr)
+        return ERROR
+    except MemoryError as error:
+        _print_error(error, filename)
+        return MEMORY
+    except CpuTimeError as error:
+        _print_error(error, filename)
+        return CPU_TIME
+    except BaseException as error:  # noqa: BLE001 - whatever code raises is printed for the model
+        _print_error(error, filename)
+        return ERROR
+    return OK
+
+
+def _run(tree: ast.Module, namespace: dict[str, Any], filename: str) -> None:
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, filename, "exec"), namespace)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), filename, "eval"), namespace)
+        if value is not None:
+            print(value)
+
+
+def _print_error(error: BaseException, filename: str) -> None:
+    """Print the traceback from the first frame of the code on; at the memory limit, only the name of the error."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != filename:
+        frames = frames.tb_next
+    try:
+        traceback.print_exception(type(error), error, frames)
+    except BaseException:  # noqa: BLE001 - also a `__str__` of the code that raises
+        print(type(error).__name__, file=sys.stderr)
+
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+RETURN_ABI_VERSION = 1
+PATH_BENEATH = 1
+READ_FILE, READ_DIR = 0b0100, 0b1000
+FILE_RIGHTS = 0b1100_0000_0000_0111
+"""Rights that a rule on a file, not a folder, may have: execute, write, read, truncate, ioctl."""
+NUM_RIGHTS_OF_ABI = (0, 13, 14, 15, 15, 16)
+
+
+def build_ruleset(libc: Any, *, readable: Sequence[str], writable: Sequence[str]) -> int:
+    """File descriptor of a ruleset; paths that do not exist are left out."""
+    abi = libc.syscall(CREATE_RULESET, None, 0, RETURN_ABI_VERSION)
+    if abi < 1:
+        raise OSError("Landlock is not available: it needs Linux 5.13 or newer with CONFIG_SECURITY_LANDLOCK")
+    rights = (1 << NUM_RIGHTS_OF_ABI[min(abi, len(NUM_RIGHTS_OF_ABI) - 1)]) - 1
+    handled = ctypes.c_uint64(rights)
+    ruleset = check(libc.syscall(CREATE_RULESET, ctypes.byref(handled), 8, 0), "landlock_create_ruleset")
+    rules = [(path, READ_FILE | READ_DIR) for path in readable] + [(path, rights) for path in writable]
+    for path, allowed in rules:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+            limited = allowed & rights if Path(path).is_dir() else allowed & rights & FILE_RIGHTS
+            rule = limited.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
+            check(libc.syscall(ADD_RULE, ruleset, PATH_BENEATH, rule, 0), f"landlock_add_rule for {path}")
+            os.close(fd)
+    return ruleset
+
+
+def restrict_self(libc: Any, ruleset: int) -> None:
+    """Apply the ruleset to this process for good; needs `no_new_privs`."""
+    check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+
+
+def check(result: int, name: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
 
 READY = b"r"
 CODE_FD, STATUS_FD = 3, 4

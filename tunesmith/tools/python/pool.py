@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import SandboxLostError
-from tunesmith.tools.python.result import Answer
+from tunesmith.tools.python.call import Answer, SandboxLostError
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
 
 NUM_TRIES = 2

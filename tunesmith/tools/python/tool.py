@@ -16,7 +16,7 @@ from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import SandboxLostError
+from tunesmith.tools.python.call import Answer, PythonResult, SandboxLostError, build_error, build_result
 from tunesmith.tools.python.pool import (
     CancelledCallError,
     OnStart,
@@ -25,7 +25,6 @@ from tunesmith.tools.python.pool import (
     ignore_start,
     run_in_threads,
 )
-from tunesmith.tools.python.result import Answer, PythonResult, build_error, build_result
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
 
 

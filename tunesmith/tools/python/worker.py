@@ -37,9 +37,8 @@ import sys
 import time
 from typing import Any
 
-from tunesmith.tools.python.child import Config, run_child
+from tunesmith.tools.python.child import Config, build_ruleset, check, run_child
 from tunesmith.tools.python.folder import remove_folder
-from tunesmith.tools.python.landlock import build_ruleset, check
 
 FORK, CONTINUE, STOP, INTERRUPT, END = b"f", b"c", b"s", b"i", b"e"
 READY, ENDED, CPU_LIMIT, DONE = 1, 2, 3, 4

@@ -21,11 +21,9 @@ from dataclasses import replace
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
-from tunesmith.tools.python.call import Call, Child, Control, SandboxLostError
+from tunesmith.tools.python.call import Answer, Call, Child, Control, SandboxLostError
 from tunesmith.tools.python.folder import SandboxFolder, remove_folder
-from tunesmith.tools.python.installed import find_installed_files
-from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, iter_plans
-from tunesmith.tools.python.result import Answer
+from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, find_installed_files, iter_plans
 
 TIMEOUT_S = 120.0
 """Limit of the worker's own actions; generous, because packages are imported at its start."""

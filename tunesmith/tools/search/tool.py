@@ -5,21 +5,290 @@
 A query that is empty or too long is an error that the model reads. A source that does not answer raises
 `ToolUnavailableError`: the rollout becomes a `Failure`, never an observation. Equal queries that run at the same time,
 as in the rollouts of a group, are one request.
+
+A source (a search server, an index in this process, Serper, Bing) returns passages for a query or raises
+`ToolUnavailableError`; it never returns an empty list because something failed. `find_version` names what the results
+depend on besides the query: it is part of the cache's keys.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import sqlite3
+import threading
+import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import httpx
 
-from tunesmith.errors import ToolUnavailableError
-from tunesmith.tools.search.settings import SearchToolSection
-from tunesmith.tools.search.sources import FoundPassage, ResultCache, SearchSource, open_source
+from tunesmith.errors import ConfigError, StorageError, ToolUnavailableError
+from tunesmith.retrieval.index.search import SearchIndex, open_index
+from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection, find_backoff
 from tunesmith.tools.tool import Tool, ToolInputError
+
+WEB_KEY_HEADERS = {"serper": "X-API-KEY", "bing": "Ocp-Apim-Subscription-Key"}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPassage:
+    """A passage: its id (for the web, its address) and its text, which begins with the title."""
+
+    passage_id: str
+    contents: str
+
+
+class SearchSource(Protocol):
+    """A source of passages."""
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        """A name of everything that results depend on besides the query and top_n."""
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        """Passages, best first."""
+
+
+def open_source(settings: SearchToolSection) -> SearchSource:
+    """The source that the settings name.
+
+    Raises:
+        ConfigError: a web service has no API key.
+        DataError: the index is not complete, or its passages cannot be read.
+    """
+    if settings.source == "index":
+        assert settings.index is not None
+        return IndexSource(open_index(settings.index))
+    key = os.environ.get(settings.key_variable)
+    if settings.source == "server":
+        return ServerSource(settings, key)
+    if not key:
+        raise ConfigError(
+            f"source: {settings.source} needs an API key in the environment variable {settings.key_variable}"
+        )
+    return WebSource(settings, key)
+
+
+class IndexSource:
+    """An index, searched in threads of this process."""
+
+    def __init__(self, index: SearchIndex) -> None:
+        self._index = index
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        return self._index.info.index_hash
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        hits = await asyncio.to_thread(self._index.search, query, top_n)
+        return [FoundPassage(hit.passage_id, hit.contents) for hit in hits]
+
+
+class ServerSource:
+    """`tunesmith search serve`, or a server with the same interface, such as FlashRAG's."""
+
+    def __init__(self, settings: SearchToolSection, key: str | None) -> None:
+        self._settings = settings
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._version: str | None = None
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        """The hash of the server's index, from `/health` at first and from each response afterwards."""
+        if self._version is None:
+            url = f"{self._settings.found_url}/health"
+            health, _ = await fetch_json(client, "GET", url, self._settings, headers=self._headers)
+            index = health.get("index") if isinstance(health, dict) else None
+            self._version = str(index["hash"]) if isinstance(index, dict) and "hash" in index else url
+        return self._version
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        url = f"{self._settings.found_url}/search"
+        body = {"query": query, "top_n": top_n}
+        rows, headers = await fetch_json(client, "POST", url, self._settings, headers=self._headers, body=body)
+        self._version = headers.get("x-index-hash", self._version)
+        try:
+            return [FoundPassage(str(row["id"]), str(row["contents"])) for row in rows]
+        except (TypeError, KeyError) as error:
+            raise ToolUnavailableError(f'{url} did not answer with a list of {{"id", "contents"}}') from error
+
+
+class WebSource:
+    """Google results in the JSON of serper.dev, or results in the JSON of Bing's web search."""
+
+    def __init__(self, settings: SearchToolSection, key: str) -> None:
+        self._settings = settings
+        self._headers = {WEB_KEY_HEADERS[settings.source]: key}
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        return self._settings.found_url
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        settings, url, headers = self._settings, self._settings.found_url, self._headers
+        if settings.source == "serper":
+            body = {"q": query, "num": top_n}
+            found, _ = await fetch_json(client, "POST", url, settings, headers=headers, body=body)
+            return read_serper(found, url)[:top_n]
+        parameters = {"q": query, "count": str(top_n)}
+        found, _ = await fetch_json(client, "GET", url, settings, headers=headers, parameters=parameters)
+        return read_bing(found, url)[:top_n]
+
+
+def read_serper(found: Any, url: str) -> list[FoundPassage]:
+    """The passages of a Serper response: `organic`, and before them `answerBox` and `knowledgeGraph`."""
+    if not isinstance(found, dict) or not isinstance(found.get("organic"), list):
+        raise ToolUnavailableError(f"{url} did not answer in Serper's form: there is no list `organic`")
+    boxes = [found[name] for name in ("answerBox", "knowledgeGraph") if isinstance(found.get(name), dict)]
+    passages = [_read_page(row, "link", ("answer", "snippet", "description")) for row in boxes]
+    passages += [_read_page(row, "link", ("snippet",)) for row in found["organic"] if isinstance(row, dict)]
+    return [passage for passage in passages if passage.contents]
+
+
+def read_bing(found: Any, url: str) -> list[FoundPassage]:
+    """The passages of a Bing response, `webPages.value`; one without `webPages` has no results."""
+    if not isinstance(found, dict) or not ("webPages" in found or "queryContext" in found or "_type" in found):
+        raise ToolUnavailableError(f"{url} did not answer in Bing's form: there is no `webPages`")
+    rows = found.get("webPages", {}).get("value", [])
+    passages = [_read_page({"title": row.get("name"), **row}, "url", ("snippet",)) for row in rows]
+    return [passage for passage in passages if passage.contents]
+
+
+def _read_page(row: dict[str, Any], address: str, fields: tuple[str, ...]) -> FoundPassage:
+    texts = [row.get("title"), *(row.get(field) for field in fields)]
+    contents = "\n".join(text.strip() for text in texts if isinstance(text, str) and text.strip())
+    return FoundPassage(str(row.get(address, "")), contents)
+
+
+logger = logging.getLogger(__name__)
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+MAX_SHOWN_CHARS = 200
+
+
+async def fetch_json(
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    settings: SearchToolSection,
+    *,
+    headers: Mapping[str, str],
+    body: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, str] | None = None,
+) -> tuple[Any, httpx.Headers]:
+    """The JSON of a response, and its headers.
+
+    Raises:
+        ToolUnavailableError: all attempts failed, the request was refused, or the response is not JSON.
+    """
+    problem = ""
+    for attempt in range(settings.num_retries + 1):
+        wait_s = find_backoff(settings.backoff_s, attempt)
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                response = await client.request(method, url, headers=headers, json=body, params=parameters)
+        except TimeoutError:
+            problem = f"no answer within {settings.timeout_s:g} s"
+        except httpx.TransportError as error:
+            problem = str(error) or type(error).__name__
+        else:
+            if response.status_code not in RETRIED_STATUS:
+                return _read_json(response, url), response.headers
+            problem = _describe(response)
+            wait_s = max(wait_s, _read_retry_after(response))
+        if attempt < settings.num_retries:
+            logger.debug("search at %s: %s; attempt %d", url, problem, attempt + 1)
+            await asyncio.sleep(wait_s)
+    raise ToolUnavailableError(
+        f"the search at {url} failed {settings.num_retries + 1} times, the last time with: {problem}. Start the "
+        "server, or set url; num_retries and timeout_s say how long to wait for it"
+    )
+
+
+def _read_json(response: httpx.Response, url: str) -> Any:
+    if response.status_code != 200:
+        raise ToolUnavailableError(f"the search at {url} refused the request: {_describe(response)}")
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ToolUnavailableError(f"the search at {url} did not answer with JSON: {_describe(response)}") from error
+
+
+def _describe(response: httpx.Response) -> str:
+    text = " ".join(response.text.split())
+    return f"status {response.status_code}, {text[:MAX_SHOWN_CHARS]}"
+
+
+def _read_retry_after(response: httpx.Response) -> float:
+    """Seconds that the server asks to wait; dates and nonsense count as 0."""
+    try:
+        return min(max(float(response.headers.get("retry-after", "0")), 0.0), MAX_BACKOFF_S)
+    except ValueError:
+        return 0.0
+
+
+BUSY_TIMEOUT_S = 30.0
+PRUNE = "DELETE FROM results WHERE rowid <= (SELECT max(rowid) FROM results) - ?"
+"""Storing gives a row the next rowid, also when it replaces another."""
+SCHEMA = "CREATE TABLE IF NOT EXISTS results (key TEXT PRIMARY KEY, passages TEXT NOT NULL, created REAL NOT NULL)"
+
+
+class ResultCache:
+    """Passages by key. One object serves any number of threads.
+
+    Args:
+        max_age_s: age of results that are no longer returned; None returns them forever.
+        max_entries: number of results, of which the oldest are removed; None keeps them all.
+
+    Raises:
+        StorageError: the file cannot be opened, or is not a cache.
+    """
+
+    def __init__(self, path: str | Path, *, max_age_s: float | None = None, max_entries: int | None = None) -> None:
+        self._path = Path(path).expanduser()
+        self._max_age_s = max_age_s
+        self._max_entries = max_entries
+        self._lock = threading.Lock()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(
+                self._path, timeout=BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None
+            )
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.execute(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise StorageError(f"cannot use {self._path} as a cache of searches: {error}") from error
+
+    def get(self, key: str) -> list[FoundPassage] | None:
+        """The stored passages, or None if there are none or they are too old."""
+        found = self._execute("SELECT passages, created FROM results WHERE key = ?", (key,))
+        if not found:
+            return None
+        text, created = found[0]
+        if self._max_age_s is not None and time.time() - created > self._max_age_s:
+            return None
+        return [FoundPassage(*row) for row in json.loads(text)]
+
+    def put(self, key: str, passages: list[FoundPassage]) -> None:
+        """Store passages, and remove the oldest over the limit; another process may have stored the same key."""
+        text = json.dumps([(each.passage_id, each.contents) for each in passages])
+        self._execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?)", (key, text, time.time()))
+        if self._max_entries is not None:
+            self._execute(PRUNE, (self._max_entries,))
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def _execute(self, statement: str, values: tuple[str | float, ...]) -> list[tuple[str, float]]:
+        try:
+            with self._lock:
+                return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StorageError(f"cannot use {self._path} as a cache of searches: {error}") from error
+
 
 NAME = "search"
 DESCRIPTION = "Search for passages that answer a query, and return the best ones."

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.config import TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tunesmith.experience.trie import EMPTY, Trie
+from tunesmith.experience.samples import EMPTY, Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.trainer.batch import copy_to_device
 from tunesmith.trainer.sharding.sharded_model import find_sharding

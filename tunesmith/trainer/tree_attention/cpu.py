@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 
 MAX_CHILD_SEGMENT_TOKENS = 128

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.trainer.tree_attention.cpu import SegmentAttention
 from tunesmith.trainer.tree_attention.tile_schedule import (

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.samples import Trie
 
 PADDING = 128
 """Rows on a GPU are padded to a multiple of this."""

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from tunesmith.experience.rollout_files import RolloutFiles, open_rollouts, read_row_group
+from tunesmith.experience.store import RolloutFiles, open_rollouts, read_row_group
 
 SCALARS = ["group_index", "run_index", "task_id", "reward", "advantage", "failure_where", "failure_message"]
 SCALARS += ["failure_line", "num_turns", "num_sampled_tokens"]

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import AlgorithmConfig
 from tunesmith.algorithms.advantages.group import compute_multi_step_grpo_advantages
-from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
+from tunesmith.algorithms.losses.policy import compute_ppo_clip_losses
 from tunesmith.commands.settings import check_paths, load_run_file
 from tunesmith.errors import ConfigError
 
 OWN = textwrap.dedent(
     """
     from tunesmith.algorithms.advantages.group import compute_multi_step_grpo_advantages
-    from tunesmith.algorithms.losses.clipped import TokenLosses, compute_ppo_clip_losses
+    from tunesmith.algorithms.losses.policy import TokenLosses, compute_ppo_clip_losses
 
     def advantages(groups, *, epsilon: float = 1e-6):
         return compute_multi_step_grpo_advantages(groups, epsilon=epsilon)
@@ -59,7 +59,7 @@ def test_own_functions_equal_to_the_built_in_ones_give_the_same_run(run, tmp_pat
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert expected.metrics["train/grad_norm"] > 0
     recorded = yaml.safe_load((passed.folder / "config.yaml").read_text())["algorithm"]
-    assert recorded["loss"] == "tunesmith.algorithms.losses.clipped:compute_ppo_clip_losses"
+    assert recorded["loss"] == "tunesmith.algorithms.losses.policy:compute_ppo_clip_losses"
     assert recorded["advantage"].endswith("group:compute_multi_step_grpo_advantages")
 
 

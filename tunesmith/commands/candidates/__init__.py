@@ -1,1 +1,0 @@
-"""Models and prompts under comparison: loading them, and running the agent on tasks with them."""
