@@ -61,7 +61,7 @@ class LooseRanks:
         """The folder of a run that must end well."""
         self.start(name, *overrides, num_ranks=num_ranks, options=options)
         assert self.wait() == [0] * num_ranks, self.read_log()
-        return self.folder / "runs/AgentScope" / name
+        return self.folder / "runs/tunesmith" / name
 
     def start(self, name, *overrides, num_ranks=1, options=()):
         """Start `tunesmith tune run.yaml`; returns the processes of the ranks."""
@@ -242,7 +242,7 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes(ranks, samplers, vic
     name, num_ranks = f"killed-{samplers}-{victim}", 3 if samplers == 2 else 2
     settings = [f"cluster.sampling_ranks={samplers}", "total_steps=8"]
     processes = ranks.start(name, *settings, num_ranks=num_ranks)
-    metrics, deadline = ranks.folder / "runs/AgentScope" / name / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = ranks.folder / "runs/tunesmith" / name / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -82,7 +82,7 @@ def run(folder, forks):
         process = forks.start(folder, "tune", "run.yaml", *chosen, *arguments, environment={"PYTHONPATH": path})
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
-        return folder / "runs/AgentScope" / name
+        return folder / "runs/tunesmith" / name
 
     return call
 
