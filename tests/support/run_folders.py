@@ -25,7 +25,10 @@ AGENT = textwrap.dedent(
         if not HOLD.exists():
             return False
         metrics, num_lines = HOLD.read_text().split("\\n")
-        return Path(metrics).exists() and Path(metrics).read_text().count("\\n") >= int(num_lines)
+        if not Path(metrics).exists() or Path(metrics).read_text().count("\\n") < int(num_lines):
+            return False
+        HOLD.with_name("held").touch()
+        return True
 
     async def workflow(task, model):
         messages = [{"role": "user", "content": task["question"]}]
@@ -47,8 +50,12 @@ AGENT = textwrap.dedent(
 
 @contextlib.contextmanager
 def held_after(metrics: Path, num_lines: int) -> Iterator[None]:
-    """Until the end of the block, the run of these metrics judges nothing once it has written so many lines."""
-    hold = metrics.parents[3] / "hold"
+    """Until the end of the block, the run of these metrics judges nothing once it has written so many lines.
+
+    From then on there is a file `held` beside the run file: the step after those lines is under way.
+    """
+    hold, held = metrics.parents[3] / "hold", metrics.parents[3] / "held"
+    held.unlink(missing_ok=True)
     hold.write_text(f"{metrics}\n{num_lines}")
     try:
         yield

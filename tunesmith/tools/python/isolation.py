@@ -27,7 +27,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.tools.python.seccomp import build_filter
 
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/nix/store")
-SANDBOX_MODULES = ("worker", "child", "snippet", "landlock", "folder")
+SANDBOX_MODULES = ("worker", "child", "folder")
 REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
