@@ -19,7 +19,7 @@ from tunesmith.config import PythonToolSection, RolloutSection
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, SandboxError
 from tunesmith.tools.python.call import NO_OUTPUT, shorten_text
-from tunesmith.tools.python.isolation import list_isolations
+from tunesmith.tools.python.isolation import find_installed_files, list_isolations
 from tunesmith.tools.python.tool import PythonTool
 
 HANG_S = 60
@@ -320,3 +320,10 @@ def test_no_folder_is_left_behind(monkeypatch, tmp_path):
     while list(tmp_path.iterdir()):
         assert time.monotonic() < deadline, "a worker whose pool was killed leaves its folder"
         time.sleep(0.02)
+
+
+def test_every_file_of_the_sandbox_exists():
+    """A missing one makes every isolation that binds files unavailable, and tests of it are then skipped."""
+    files = find_installed_files(())
+    assert files.importable
+    assert [path for path in files.importable.values() if not Path(path).exists()] == []
