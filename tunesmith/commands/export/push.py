@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -72,7 +73,7 @@ def hub_errors(repository: str) -> Iterator[None]:
     """Raise a one-sentence ModelError for what the hub refuses, and for a connection that is lost."""
     try:
         yield
-    except Exception as error:
+    except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         owner = repository.partition("/")[0]
         reasons = {401: "the token is not valid", 403: f"the token may not write to {owner!r}"}

@@ -152,7 +152,7 @@ def make(name: str, wrapper: Wrapper, args: Mapping[str, Any], seed: int) -> Any
 
 
 class Episode:
-    """One episode."""
+    """One episode; its plain methods run in threads, so a slow environment holds up no other rollout."""
 
     def __init__(self, make_environment: Callable[[int], Any]) -> None:
         self._make = make_environment
@@ -170,13 +170,13 @@ class Episode:
         if self._environment is not None:
             self._environment.close()
 
-    async def reset(self, task: Mapping[str, Any]) -> str:
+    def reset(self, task: Mapping[str, Any]) -> str:
         first: str = self.begin(int(task["seed"]))
         return first
 
-    async def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action: str) -> tuple[str, float, bool]:
         observation, reward, is_terminated, is_truncated, _ = self._environment.step(action)
         return observation, float(reward), bool(is_terminated or is_truncated)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self.end()

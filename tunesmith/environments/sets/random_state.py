@@ -2,6 +2,7 @@
 
 Some packages draw from `random` and `numpy.random` themselves. Around each of their calls the environment's own state
 is installed and the former one restored, so that episodes do not depend on others of the process, nor a run on them.
+So these calls run on the event loop, never in threads, and `environment.step_timeout_s` cannot interrupt one.
 """
 
 from __future__ import annotations
