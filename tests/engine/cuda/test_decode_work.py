@@ -33,7 +33,7 @@ def divide(divider: Divider, lengths: list[int], *, num_shared: int = 0, num_ste
         ([4096] * 64, Kind.WHOLE, None),  # 512 programs of similar length
         ([20, 250], Kind.EVEN, 64),  # 16 programs would leave most multiprocessors idle
         ([2048] * 8, Kind.EVEN, 256),  # 17k tokens in at most 132 items of each head
-        ([32000] * 8, Kind.EVEN, 512),
+        ([32000] * 8, Kind.EVEN, 2048),
         ([100] * 60 + [30000], Kind.UNEVEN, 512),  # at most 64 items of the longest
     ],
 )
