@@ -30,7 +30,8 @@ from tunesmith.storage import check_free_space, renamed_folder
 logger = logging.getLogger(__name__)
 
 MIN_COSINE = 0.95
-"""Of the rows of head and embedding; two quantizations of one matrix have more than 0.99, matrices trained apart less than 0.5."""
+"""Of the rows of head and embedding; two quantizations of one matrix have more than 0.99, matrices trained apart less
+than 0.5."""
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 NFC = {"qwen2"}
 """Split rules of tokenizers that compose accents first, which a GGUF file cannot say."""
