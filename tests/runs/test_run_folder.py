@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.store import save_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.runs.load_config import load_config
-from tunesmith.runs.run_folder import RunFolder, open_run_folder, resolve_run_root
+from tunesmith.runs.run_folder import RunFolder, open_run_folder, resolve_run_root, set_learning_rate
 from tunesmith.storage import RunPaths, new_folder, save_json, save_text
 
 
@@ -59,7 +59,7 @@ def test_a_new_run_saves_its_config(tmp_path):
     with open_run_folder(config) as run:
         assert run.paths.root == tmp_path / "p" / "first"
         assert (run.checkpoint, run.committed_step, run.changed_keys) == (None, None, ())
-        assert load_config(run.paths.config) == config
+        assert load_config(run.paths.config) == set_learning_rate(config)
 
 
 def test_a_run_without_a_name_is_named_by_the_time(tmp_path):
