@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from tunesmith.arguments import read_api_key
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.prepare.calculator_agent import calculator_agent
 from tunesmith.commands.prepare.rows import (
@@ -36,7 +36,7 @@ from tunesmith.commands.prepare.rows import (
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_source
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
@@ -326,8 +326,8 @@ def filter_and_augment(
 def check_settings(settings: PrepareSection) -> ConversationReader | None:
     """Validate models and API keys before data is read; returns the reader that measures lengths."""
     paraphrase, tokens = settings.paraphrase, settings.tokens
-    if paraphrase is not None and paraphrase.api_key_env is not None and paraphrase.api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase.api_key_env: the environment variable {paraphrase.api_key_env} is not set")
+    if paraphrase is not None:
+        read_api_key(paraphrase.api_key_env, knob="paraphrase.api_key_env")
     for model in () if settings.pass_rate is None else settings.pass_rate.models.values():
         check_policy(model)
     if tokens is None:

@@ -227,7 +227,8 @@ async def evaluate_candidate(
 ) -> list[Trajectory]:
     """Run the agent on every task with this model."""
     loaded = load_candidate(candidate, build_model=build_model)
-    with counted_calls(loaded.find_chat_model()):
+    shared = None if loaded.engine is not None else loaded.provider.open(seed=0, order=()).model
+    with counted_calls(shared):
         model = MeasuredModel(loaded.provider)
         return await run_agent(tasks, agent=agent, model=model, engine=loaded.engine, limits=limits)
 
