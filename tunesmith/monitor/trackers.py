@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.tracker import TrackedRun, Tracker
@@ -47,14 +46,3 @@ def build_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
             tracker.close(is_failed=True)
         raise
     return list(started.values())
-
-
-def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as a flat mapping of dotted keys to text."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten_settings(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat

@@ -76,8 +76,6 @@ class RunFolder:
     workspace: Workspace
     checkpoint: Path | None
     """The checkpoint that the run resumes from; None if it starts from the beginning."""
-    changed_keys: tuple[str, ...]
-    """Dotted keys in which a resumed run differs from its saved config; all are in `MUTABLE_KEYS`."""
     archive: Path | None
     """Folder that files of later steps were moved to; None if nothing was moved."""
 
@@ -129,7 +127,6 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
     try:
         paths = workspace.paths
         checkpoint: Path | None = None
-        changed_keys: tuple[str, ...] = ()
         if config.continue_from_checkpoint:
             checkpoint = find_resume_point(paths, step=config.resume_from_step)
         elif is_used(paths):
@@ -138,14 +135,14 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
                 "continue_from_checkpoint=true (--resume)"
             )
         if checkpoint is not None:
-            changed_keys = workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
+            workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
         archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
         workspace.begin(config.model_copy(update={"resume_from_step": None}))
         paths.error.unlink(missing_ok=True)
     except BaseException:
         workspace.close()
         raise
-    return RunFolder(workspace=workspace, checkpoint=checkpoint, changed_keys=changed_keys, archive=archive)
+    return RunFolder(workspace=workspace, checkpoint=checkpoint, archive=archive)
 
 
 def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> Workspace:

@@ -87,7 +87,8 @@ def tune_prompt(
     student = None if model is None else build_candidate(model, label="model")
     proposer = choose_proposer(config, student, prompt_model)
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
-    check_tasks(tasks, knob="train_dataset")
+    if len(tasks) < MIN_TASKS:
+        raise DataError(f"train_dataset has {len(tasks)} row; tune_prompt needs at least {MIN_TASKS}")
     held_out = None if eval_dataset is None else load_fixed_tasks(eval_dataset, knob="eval_dataset")
     with agent_output(is_shown=False):
         return run_outside_of_loops(
@@ -122,11 +123,6 @@ def check_dspy() -> None:
     missing = [name for name in ("dspy", "optuna") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"tune_prompt needs {' and '.join(missing)}: pip install 'tunesmith[prompt]'")
-
-
-def check_tasks(tasks: Sequence[Task], *, knob: str) -> None:
-    if len(tasks) < MIN_TASKS:
-        raise DataError(f"{knob} has {len(tasks)} row; tune_prompt needs at least {MIN_TASKS}")
 
 
 async def run_prompt_tuning(
