@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tunesmith.commands.settings import load_preference_file, load_run_file, load_sft_file
+from tunesmith.commands.settings import load_file, load_run_file
 from tunesmith.compat.trinity_yaml import translate_trinity_file
+from tunesmith.config import PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_functions
 
@@ -27,7 +28,7 @@ REFUSED = {
     "grpo_gsm8k_task_pipeline/gsm8k.yaml": ["operators[0].name='llm_difficulty_score_filter'", "pass-rate"],
 }
 """What has no counterpart: Data-Juicer's service and recipes, clip_b and clip_v, the evaluation of a remote model."""
-LOADERS = {"sft_mot/sft.yaml": load_sft_file, "dpo_humanlike/dpo.yaml": load_preference_file}
+KINDS = {"sft_mot/sft.yaml": SftConfig, "dpo_humanlike/dpo.yaml": PreferenceConfig}
 FUNCTIONS = ["workflow=agent.py:workflow", "judge=agent.py:judge"]
 
 
@@ -59,13 +60,12 @@ def test_most_examples_are_accepted():
 @pytest.mark.parametrize("name", [each["file"] for each in SUMMARIES])
 def test_an_example_is_read_or_all_that_is_missing_is_named(tmp_path, name):
     file = write(tmp_path, name)
-    load = LOADERS.get(name, load_run_file)
-    overrides = [] if name in LOADERS else FUNCTIONS
+    kind, overrides = KINDS.get(name, RunConfig), [] if name in KINDS else FUNCTIONS
     if name not in REFUSED:
-        load(file, overrides)
+        load_file(kind, file, overrides)
         return
     with pytest.raises(ConfigError) as refused:
-        load(file, overrides)
+        load_file(kind, file, overrides)
     for key in REFUSED[name]:
         assert key in str(refused.value)
 
@@ -164,10 +164,10 @@ def test_parts_of_algorithms_and_models_without_names_are_resolved():
 
 
 def test_offline_training_is_a_file_of_its_command(tmp_path):
-    pairs = load_preference_file(write(tmp_path, "dpo_humanlike/dpo.yaml"))
+    pairs = load_file(PreferenceConfig, write(tmp_path, "dpo_humanlike/dpo.yaml"))
     assert (pairs.algorithm_type, pairs.num_epochs, pairs.max_steps, pairs.max_rows_per_batch) == ("dpo", 2, 200, 64)
     assert (pairs.trainer.learning_rate, pairs.trainer.schedule, pairs.model.max_model_len) == (5e-7, "cosine", 1536)
-    conversations = load_sft_file(write(tmp_path, "sft_mot/sft.yaml"))
+    conversations = load_file(SftConfig, write(tmp_path, "sft_mot/sft.yaml"))
     assert (conversations.train_dataset.name, conversations.trainer.learning_rate) == ("math", 1e-5)
     with pytest.raises(ConfigError, match="is a file for `tunesmith sft`"):
         load_run_file(tmp_path / "run.yaml")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -22,7 +21,8 @@ from typing import Annotated, Any, Literal, get_args
 import openai
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.arguments import read_api_key
+from tunesmith.errors import DataError
 from tunesmith.storage import Journal
 from tunesmith.tasks.contamination import iter_ngrams, split_words
 from tunesmith.tasks.load import describe_missing_field
@@ -187,9 +187,7 @@ def paraphrase(
     `refused` is empty, unchanged or has other numbers; `repeated` equals another task or an earlier rewrite; `echoed`
     contains words of the instruction.
     """
-    if api_key_env is not None and api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase: the environment variable {api_key_env} (api_key_env) is not set")
-    api_key = "EMPTY" if api_key_env is None else os.environ[api_key_env]
+    api_key = read_api_key(api_key_env, knob="paraphrase: api_key_env") or "EMPTY"
     journal = Journal(Path(cache_path))
     cache = _read_replies(journal)
 

@@ -227,6 +227,20 @@ def test_a_signal_ends_a_run_with_advice_on_resuming(run, data, capsys, number):
     assert re.search(r"the last checkpoint is .*global_step_2: to resume from it, .* --resume", capsys.readouterr().err)
 
 
+def test_a_signal_in_the_last_step_does_not_advise_to_resume(run, capsys):
+    async def workflow(task, model):
+        if due:
+            os.kill(os.getpid(), due.pop())
+        return await ask(task, model)
+
+    due = [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        run(workflow_func=workflow)
+    said = capsys.readouterr().err
+    assert "--resume" not in said
+    assert re.search(r"the run is done, and its model is .*global_step_1", said)
+
+
 def test_a_workflow_that_hangs_ends_at_its_deadline(run):
     async def workflow(task, model):
         await asyncio.sleep(3600)

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from tunesmith.commands.eval.compare import run_comparison
 from tunesmith.commands.eval.comparison import Estimate
 from tunesmith.commands.eval.sample_scores import REWARD
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.config import (
@@ -146,7 +146,7 @@ def finetune(base: Path, demonstrate: Demonstrate, root: Path, *, seed: int, set
         ),
         monitor=MonitorSection(log_interval_steps=50),
     )
-    return run_sft(config, out_dir=root / "sft").folder
+    return run_offline(config, out_dir=root / "sft").folder
 
 
 def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettings) -> RunConfig:

@@ -64,7 +64,7 @@ from tunesmith.runs.load_function import CustomComponents
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.run_folder import RunFolder, describe_interruption, keep_learning_rate, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -142,7 +142,7 @@ def run_tuning(
     """
     if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
-    config = keep_learning_rate(config)
+    config = set_learning_rate(config)
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
@@ -219,7 +219,7 @@ def run_leader(
         result: TuneResult = run_lockstep(serving, config.rollout).take_result()
         return result
     except (KeyboardInterrupt, SystemExit):
-        monitor.show_line(describe_interruption(config, folder.paths.root))
+        monitor.show_line(describe_interruption(config, folder.paths.root, total_steps=plan.total_steps))
         raise
     finally:
         policy.close()
