@@ -27,7 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunesmith.http_server import BodyTooLargeError, read_body, read_key, wait_disconnect
 from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
-from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, translate_errors
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.messages_api import MessagesApi
 from tunesmith.rollout.openai_server.messages_api import build_error_body as build_message_error
 from tunesmith.rollout.openai_server.response import build_error, encode_json

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Send
@@ -22,15 +23,18 @@ from tunesmith.errors import EngineError
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest
 from tunesmith.rollout.openai_server.response import (
-    ChunkEvents,
+    END_OF_STREAM,
     CompletionHeader,
+    Event,
     Events,
     TokenLogprobs,
     build_delta,
+    build_error,
     build_finish_reason,
     build_logprobs,
     build_message,
     build_usage,
+    encode_event,
     list_tokens,
 )
 from tunesmith.rollout.recording.recorder import Session, SessionCall, SessionClosedError
@@ -80,6 +84,8 @@ class PendingCompletion(ABC, Generic[Request]):
     """The `object` fields of a complete response and of stream chunks."""
     prefix_ids: tuple[int, ...] = ()
     """The start of each reply that is not sampled."""
+    open_events: Callable[[], Events] | None = None
+    """Opens the events of an API whose responses have another form."""
 
     def __init__(
         self, session: Session, renderer: Renderer, request: Request, calls: Sequence[SessionCall], *, model_name: str
@@ -129,8 +135,8 @@ class PendingCompletion(ABC, Generic[Request]):
     @abstractmethod
     def open_choice_stream(self, index: int) -> ChoiceStream: ...
 
-    def open_events(self) -> Events:
-        return ChunkEvents()
+
+OpenEvents = Callable[["PendingChatCompletion"], Events]
 
 
 class PendingChatCompletion(PendingCompletion[ChatRequest]):
@@ -139,10 +145,18 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
     id_prefix, body_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, session: Session, renderer: Renderer, request: ChatRequest, call: SessionCall, *, model_name: str
+        self,
+        session: Session,
+        renderer: Renderer,
+        request: ChatRequest,
+        call: SessionCall,
+        *,
+        model_name: str,
+        open_events: OpenEvents | None = None,
     ) -> None:
         super().__init__(session, renderer, request, [call], model_name=model_name)
         self.call = call
+        self.open_events = None if open_events is None else partial(open_events, self)
         self._prefix_text = ""
         if request.tool_choice == "required":
             self._prefix_text, self.prefix_ids = renderer.build_call_prefix(
@@ -213,7 +227,13 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         body = super().build_body(completions)
         if self.request.has_token_ids:
             body["prompt_token_ids"] = list(self.prompt_ids)
-        return body
+        if self.open_events is None:
+            return body
+        events = self.open_events()
+        choices = [{**choice, "delta": choice["message"]} for choice in body["choices"]]
+        events.translate(body | {"choices": choices})
+        events.finish()
+        return events.build_body()
 
     def open_choice_stream(self, index: int) -> ChatChoiceStream:
         return ChatChoiceStream(self, index)
@@ -312,25 +332,41 @@ async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict
         await cancel_all(tasks)
 
 
+async def iterate_events(pending: PendingCompletion[Any]) -> AsyncGenerator[Event, None]:
+    """The events of a stream: the chunks, or what the events of another API make of them."""
+    events = None if pending.open_events is None else pending.open_events()
+    is_started = False
+    try:
+        async with contextlib.aclosing(iterate_chunks(pending)) as chunks:
+            async for chunk in chunks:
+                for event in (chunk,) if events is None else events.translate(chunk):
+                    is_started = True
+                    yield event
+    except (EngineError, SessionClosedError) as error:
+        if not is_started:
+            raise
+        message = f"{type(error).__name__}: {error}"
+        yield build_error(message, status=500) if events is None else events.fail(message)
+    else:
+        for event in () if events is None else events.finish():
+            yield event
+
+
 async def stream_completion(pending: PendingCompletion[Any], send: Send) -> None:
     """Send the choices as server-sent events while they are sampled.
 
     Nothing is sent before the first token, so that a request that fails at once gets an error status.
     """
-    sender, events = _EventSender(send), pending.open_events()
-    try:
-        async with contextlib.aclosing(iterate_chunks(pending)) as chunks:
-            async for chunk in chunks:
-                for event in events.translate(chunk):
-                    await sender.send_event(event)
-    except (EngineError, SessionClosedError) as error:
-        if not sender.is_started:
-            raise
-        await sender.send_event(events.fail(f"{type(error).__name__}: {error}"))
-    else:
-        for event in events.finish():
-            await sender.send_event(event)
-    await sender.finish(events.end_of_stream)
+    is_started = False
+    async with contextlib.aclosing(iterate_events(pending)) as events:
+        async for event in events:
+            if not is_started:
+                is_started = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
+    end = END_OF_STREAM if pending.open_events is None else b""
+    await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 def _start_choice(
@@ -342,21 +378,3 @@ def _start_choice(
     task = asyncio.ensure_future(pending.sample_choice(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
     return task
-
-
-class _EventSender:
-    """Sends server-sent events; the first one starts the HTTP response."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_started = False
-
-    async def send_event(self, event: bytes) -> None:
-        if not self.is_started:
-            self.is_started = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-
-    async def finish(self, end_of_stream: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": end_of_stream, "more_body": False})
