@@ -22,8 +22,9 @@ from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
-from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
-from tunesmith.rollout.openai_server.response import build_error
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
+from tunesmith.rollout.openai_server.fields import ApiError
+from tunesmith.rollout.openai_server.response import build_error_body
 
 BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) - {
     "self", "stream", "extra_headers", "extra_query", "extra_body", "timeout",
@@ -158,7 +159,7 @@ def _encode_object(value: Any) -> Any:
 
 
 def _build_status_error(error: ApiError, base_url: str) -> openai.APIStatusError:
-    body = build_error(str(error), status=error.status, param=error.param, code=error.code)
+    body = build_error_body(error)
     request = httpx.Request("POST", f"{base_url}chat/completions")
     response = httpx.Response(error.status, json=body, request=request)
     kind = ERRORS.get(error.status, openai.InternalServerError)

@@ -12,6 +12,7 @@ import pydantic_core
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.types import Completion, TopLogprobs
 
 
@@ -119,6 +120,10 @@ def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> di
         "total_tokens": num_prompt_tokens + num_sampled,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+
+
+def build_error_body(error: ApiError) -> dict[str, Any]:
+    return build_error(str(error), status=error.status, param=error.param, code=error.code)
 
 
 def build_error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from tunesmith.cluster.links import Link, Links
 from tunesmith.errors import RankError
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.failures import WorkerLostError
-from tunesmith.rollout.task_server.queue import Attempt, QueueError, Report, TaskQueue
+from tunesmith.rollout.openai_server.fields import ApiError
+from tunesmith.rollout.task_server.queue import Attempt, Report, TaskQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class FirstRank:
                 refusal = None
                 try:
                     self._queue.receive_report(message.attempt_id, message.report)
-                except QueueError as error:
+                except ApiError as error:
                     refusal = (error.status, str(error))
                 self._link.send(ReportAnswer(refusal=refusal))
 
@@ -151,7 +152,7 @@ class OtherRank:
             await cancel_all(self._offers.values())
 
     async def report(self, attempt_id: str, report: Report | None) -> None:
-        """Pass a report on; raises QueueError if the rank refuses it."""
+        """Pass a report on; raises ApiError if the rank refuses it."""
         answer: asyncio.Future[tuple[int, str] | None] = asyncio.get_running_loop().create_future()
         if self._lost is None:
             self._answers.append(answer)
@@ -159,7 +160,7 @@ class OtherRank:
         else:
             answer.set_result(self._lost)
         if (refusal := await answer) is not None:
-            raise QueueError(*refusal)
+            raise ApiError(*refusal)
 
     def _receive(self, message: OfferAttempt | EndAttempt | ReportAnswer) -> None:
         match message:
