@@ -118,36 +118,19 @@ async def run_trajectory(
     run_index: int,
     *,
     agent: Agent,
-    model: ModelProvider,
-    auxiliary_models: Mapping[str, ModelProvider],
     seed: int,
-    order: tuple[int, ...] = (),
-    sampling: Sampling | None = None,
     watchdog: EventLoopWatchdog | None = None,
-    record: RolloutRecord | None = None,
+    **options: Any,
 ) -> Trajectory:
-    """Run the agent once; `seed` determines what its models sample, `order` its position in the engine's queue.
-
-    With a `record`, the calls are recorded so that branches can replay them; if it has a branch point, the rollout is
-    such a branch.
+    """Run the agent once; `seed` determines what its models sample, `options` are those of `_run_attempt`.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
     """
-    watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
+    options["watchdog"] = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
     for attempt in range(1, agent.max_attempts + 1):
-        trajectory, is_lost = await _run_attempt(
-            task,
-            run_index,
-            agent=agent,
-            model=model,
-            auxiliary_models=auxiliary_models,
-            seed=seed if attempt == 1 else derive_seed(seed, "attempt", attempt),
-            order=order,
-            sampling=sampling,
-            watchdog=watchdog,
-            record=record,
-        )
+        attempt_seed = seed if attempt == 1 else derive_seed(seed, "attempt", attempt)
+        trajectory, is_lost = await _run_attempt(task, run_index, agent=agent, seed=attempt_seed, **options)
         if not is_lost or attempt == agent.max_attempts:
             break
         agent.logger.warning(
@@ -164,12 +147,16 @@ async def _run_attempt(
     model: ModelProvider,
     auxiliary_models: Mapping[str, ModelProvider],
     seed: int,
-    order: tuple[int, ...],
-    sampling: Sampling | None,
+    order: tuple[int, ...] = (),
+    sampling: Sampling | None = None,
     watchdog: EventLoopWatchdog,
-    record: RolloutRecord | None,
+    record: RolloutRecord | None = None,
 ) -> tuple[Trajectory, bool]:
-    """Run the agent once in new sessions; returns also whether its worker was lost."""
+    """Run the agent once in new sessions; returns also whether its worker was lost.
+
+    `order`: position in the engine's queue. With a `record`, the calls are recorded so that branches can replay them;
+    if it has a branch point, the rollout is such a branch.
+    """
     started = time.perf_counter()
     bound = model.open(seed=seed, order=order, sampling=sampling)
     if record is not None:

@@ -92,14 +92,13 @@ class ModelService:
         `build_endpoint`: the endpoint's class."""
         self.recorder = Recorder(engine, renderer)
         self.endpoint = build_endpoint(self.recorder, model_name=model_name)
-        self.app = EndpointApp(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """The server's URL while the endpoint is served over HTTP."""
         self._is_served = False
         self._sampling = sampling
         self._build_model = build_model
         self._is_recorded = is_recorded
-        self._clients = InProcessClients(self.app)
+        self._clients = InProcessClients(EndpointApp(self.endpoint))
         self._http_client = self._clients.get_async_client()
         self._client = InProcessClient(
             endpoint=self.endpoint,
@@ -155,6 +154,3 @@ class ModelService:
             finally:
                 self.base_url = self._client.base_url = f"{IN_PROCESS_URL}/v1"
                 self._is_served = False
-
-    async def aclose(self) -> None:
-        await self._http_client.shut_down()

@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.cluster.links import Link
@@ -406,11 +406,7 @@ class ServedWorker:
 
     async def _count(self) -> WorkerStatistics:
         counted = await self._worker.take_statistics()
-        if self._branching is None:
-            return counted
-        return WorkerStatistics(
-            engine=counted.engine, recorder=counted.recorder, branching=self._branching.stats.take()
-        )
+        return counted if self._branching is None else replace(counted, branching=self._branching.stats.take())
 
     def _note_change(self) -> None:
         """Report groups that have finished and the end of a window."""
