@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -41,38 +41,6 @@ from tunesmith.rollout.recording.recorder import Session, SessionCall, SessionCl
 from tunesmith.types import Completion, OnTokens, TokenDetails
 
 Request = TypeVar("Request", bound=CompletionRequest)
-
-
-class ChoiceStream(ABC):
-    """Turns the tokens of one choice into stream chunks."""
-
-    def __init__(self, renderer: Renderer, parser: IncrementalParser, index: int, *, hidden: Sequence[int]) -> None:
-        """`hidden`: ids of tokens without text."""
-        self._parser = parser
-        self._detokenizer = renderer.build_incremental_detokenizer(extra_hidden_ids=hidden)
-        self._index = index
-        self._is_first = True
-        self._tokens: list[TokenLogprobs] = []
-        self._entropies: list[float] = []
-        """Both since the last chunk."""
-
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
-    ) -> dict[str, Any] | None:
-        """The next chunk, if these tokens complete one."""
-        details = details or TokenDetails()
-        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
-        self._entropies += details.entropies or ()
-        text = "".join(map(self._detokenizer.feed, token_ids))
-        return self._build_next(self._parser.feed(text) if text else Delta())
-
-    @abstractmethod
-    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
-        """The chunk of the tokens since the last one, unless it would be empty."""
-
-    @abstractmethod
-    def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunks: held-back text, then the finish reason."""
 
 
 class PendingCompletion(ABC, Generic[Request]):
@@ -126,14 +94,67 @@ class PendingCompletion(ABC, Generic[Request]):
         body = self.header.to_json(self.body_object)
         body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
+        if self.request.has_token_ids:
+            self.add_prompt_ids(body)
         return body
 
-    @abstractmethod
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """One choice of a complete response."""
+        parser = self.build_parser()
+        hidden = self.request.sampling.stop_token_ids
+        message = parser.parse(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden))
+        self.record_reply(index, message, parser.stop_string)
+        tokens: list[TokenLogprobs] = []
+        if self.has_token_fields:
+            tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
+        choice = self.build_part(index, self.build_message(message), tokens, completion.entropies or ())
+        return choice | build_end(completion, message, parser)
+
+    def build_part(
+        self, index: int, content: Mapping[str, Any], tokens: Sequence[TokenLogprobs], entropies: Sequence[float]
+    ) -> dict[str, Any]:
+        """A choice of a complete response, or of one chunk, before its end."""
+        choice: dict[str, Any] = {"index": index, **content, "finish_reason": None, "logprobs": None}
+        if self.request.has_logprobs and tokens:
+            choice["logprobs"] = self.build_logprobs(tokens)
+        if self.request.has_token_ids:
+            choice["token_ids"] = [token_id for token_id, *_ in tokens]
+        if self.request.sampling.return_entropy:
+            choice["entropies"] = list(entropies)
+        return choice
+
+    @property
+    def has_token_fields(self) -> bool:
+        return self.request.has_logprobs or self.request.has_token_ids
+
+    def add_prompt_ids(self, body: dict[str, Any]) -> None:
+        """Add the prompts' ids to a complete response, or to a choice's first chunk."""
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = list(self.find_call(choice["index"]).prompt_ids)
+
+    def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
+        """Store the reply of a choice for later calls; `stop_string` ended its text."""
 
     @abstractmethod
-    def open_choice_stream(self, index: int) -> ChoiceStream: ...
+    def build_parser(self) -> IncrementalParser: ...
+
+    @abstractmethod
+    def build_message(self, message: Message) -> dict[str, Any]:
+        """The reply as a field of a complete choice."""
+
+    @abstractmethod
+    def build_delta(self, delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
+        """A part of the reply as a field of a chunk's choice; `num_calls`: of tool calls in earlier chunks."""
+
+    @abstractmethod
+    def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]: ...
+
+
+def build_end(completion: Completion, message: Message, parser: IncrementalParser) -> dict[str, Any]:
+    """Fields of the end of a choice."""
+    has_calls = bool(message.tool_calls)
+    reason = build_finish_reason(completion, has_calls=has_calls, is_stopped=parser.is_stopped)
+    return {"finish_reason": reason} | ({} if parser.stop_string is None else {"stop_reason": parser.stop_string})
 
 
 OpenEvents = Callable[["PendingChatCompletion"], Events]
@@ -187,14 +208,6 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
             prefix=self._prefix_text,
         )
 
-    def parse_completion(self, completion: Completion) -> tuple[Message, str, str | None]:
-        """The sampled message, its finish reason, and the stop string found in its text."""
-        parser = self.build_parser()
-        text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
-        message = parser.parse(text)
-        reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
-        return message, reason, parser.stop_string
-
     def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
         """Store the reply of a choice for later calls; `stop_string` ended its text."""
         if self.request.has_callable_tools:
@@ -202,31 +215,20 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         cut_stop = "" if self.request.keeps_stop else stop_string or ""
         self.session.record_reply(self.call, index, message, cut_stop=cut_stop)
 
-    def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """One choice of a complete response."""
-        message, reason, stop_string = self.parse_completion(completion)
-        self.record_reply(index, message, stop_string)
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": build_message(message),
-            "finish_reason": reason,
-            "logprobs": None,
-        }
-        if stop_string is not None:
-            choice["stop_reason"] = stop_string
-        if self.request.has_logprobs:
-            tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
-            choice["logprobs"] = build_logprobs(tokens, self.renderer.format_token)
-        if self.request.has_token_ids:
-            choice["token_ids"] = list(completion.sampled_ids)
-        if completion.entropies is not None:
-            choice["entropies"] = list(completion.entropies)
-        return choice
+    def build_message(self, message: Message) -> dict[str, Any]:
+        return {"message": build_message(message)}
+
+    def build_delta(self, delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
+        return {"delta": build_delta(delta, num_calls=num_calls, is_first=is_first)}
+
+    def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return build_logprobs(tokens, self.renderer.format_token)
+
+    def add_prompt_ids(self, body: dict[str, Any]) -> None:
+        body["prompt_token_ids"] = list(self.prompt_ids)
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         body = super().build_body(completions)
-        if self.request.has_token_ids:
-            body["prompt_token_ids"] = list(self.prompt_ids)
         if self.open_events is None:
             return body
         events = self.open_events()
@@ -234,9 +236,6 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         events.translate(body | {"choices": choices})
         events.finish()
         return events.build_body()
-
-    def open_choice_stream(self, index: int) -> ChatChoiceStream:
-        return ChatChoiceStream(self, index)
 
 
 async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
@@ -253,53 +252,53 @@ async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
     return pending.build_body(completions)
 
 
-class ChatChoiceStream(ChoiceStream):
-    """Turns the tokens of one choice into chat completion chunks."""
+class ChoiceStream:
+    """Turns the tokens of one choice into chunks."""
 
-    def __init__(self, pending: PendingChatCompletion, index: int) -> None:
+    def __init__(self, pending: PendingCompletion[Any], index: int) -> None:
         hidden = pending.request.sampling.stop_token_ids
-        super().__init__(pending.renderer, pending.build_parser(), index, hidden=hidden)
         self._pending = pending
+        self._index = index
+        self._parser = pending.build_parser()
+        self._detokenizer = pending.renderer.build_incremental_detokenizer(extra_hidden_ids=hidden)
         self._deltas: list[Delta] = []
+        """One for each chunk."""
         self._num_calls = 0
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
+        """Both since the last chunk."""
 
-    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
-        return self._build_chunk(delta) if delta or self._is_first else None
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
+        """The next chunk, if these tokens complete one."""
+        details = details or TokenDetails()
+        if self._pending.has_token_fields:
+            self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
+        text = "".join(map(self._detokenizer.feed, token_ids))
+        delta = self._parser.feed(text) if text else Delta()
+        return self._build_chunk(delta) if delta or not self._deltas else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
+        """The last chunks: held-back text, then the finish reason."""
         deltas = [self._parser.feed(self._detokenizer.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
         self._pending.record_reply(self._index, message, self._parser.stop_string)
         last = self._build_chunk(Delta())
-        last["choices"][0]["finish_reason"] = build_finish_reason(
-            completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
-        )
-        if self._parser.stop_string is not None:
-            last["choices"][0]["stop_reason"] = self._parser.stop_string
+        last["choices"][0] |= build_end(completion, message, self._parser)
         return [*chunks, last]
 
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
-        request = self._pending.request
-        choice: dict[str, Any] = {
-            "index": self._index,
-            "delta": build_delta(delta, num_calls=self._num_calls, is_first=self._is_first),
-            "finish_reason": None,
-            "logprobs": None,
-        }
-        if request.has_logprobs and self._tokens:
-            choice["logprobs"] = build_logprobs(self._tokens, self._pending.renderer.format_token)
-        if request.sampling.return_entropy:
-            choice["entropies"] = self._entropies
-        chunk = self._pending.header.to_json(self._pending.chunk_object)
-        chunk["choices"] = [choice]
-        if request.has_token_ids:
-            choice["token_ids"] = [token_id for token_id, *_ in self._tokens]
-            if self._is_first:
-                chunk["prompt_token_ids"] = list(self._pending.prompt_ids)
+        pending, is_first = self._pending, not self._deltas
+        content = pending.build_delta(delta, num_calls=self._num_calls, is_first=is_first)
+        chunk = pending.header.to_json(pending.chunk_object)
+        chunk["choices"] = [pending.build_part(self._index, content, self._tokens, self._entropies)]
+        if is_first and pending.request.has_token_ids:
+            pending.add_prompt_ids(chunk)
         self._deltas.append(delta)
         self._num_calls += len(delta.tool_calls)
-        self._is_first = False
         self._tokens, self._entropies = [], []
         return chunk
 
@@ -312,7 +311,7 @@ async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict
     """The chunks of all choices while they are sampled; closing the generator cancels them."""
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
     tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
-    choices = [pending.open_choice_stream(index) for index in range(len(tasks))]
+    choices = [ChoiceStream(pending, index) for index in range(len(tasks))]
     num_open = len(tasks)
     try:
         while num_open:
