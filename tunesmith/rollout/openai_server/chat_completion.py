@@ -201,7 +201,7 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
             new_call_id=self.session.build_call_id,
             has_tools=self.request.has_callable_tools,
             has_reasoning=self.request.has_reasoning_field,
-            tools=self.request.prompt.tools,
+            tools=self.request.tools,
             is_single_call=self._is_single_call,
             stop=self.request.sampling.stop,
             keeps_stop=self.request.keeps_stop,
@@ -211,7 +211,7 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
     def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
         """Store the reply of a choice for later calls; `stop_string` ended its text."""
         if self.request.has_callable_tools:
-            self.renderer.watch_calls(message, self.request.prompt.tools)
+            self.renderer.watch_calls(message, self.request.tools)
         cut_stop = "" if self.request.keeps_stop else stop_string or ""
         self.session.record_reply(self.call, index, message, cut_stop=cut_stop)
 

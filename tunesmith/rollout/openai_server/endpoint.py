@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
-from tunesmith.chat.renderer import PromptTooLongError
+from tunesmith.chat.renderer import Prompt, PromptTooLongError
 from tunesmith.errors import EngineError, ReplayError
 from tunesmith.rollout.openai_server.chat_completion import OpenEvents, PendingChatCompletion, create_completion
 from tunesmith.rollout.openai_server.constraints import (
@@ -94,11 +94,11 @@ class ChatEndpoint:
         whose responses have another form."""
         renderer = self.recorder.renderer
         with translate_errors():
-            request = self._parse_request(session, fields)
+            request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
-            call = await self._admit(session.admit(request.prompt), session, param="messages")
+            call = await self._admit(session.admit(prompt), session, param="messages")
             request = self._resolve_ids(request, self._build_chat_grammar(request, call))
             pending = PendingChatCompletion(
                 session, renderer, request, call, model_name=self.model_name, open_events=open_events
@@ -106,15 +106,15 @@ class ChatEndpoint:
             self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
 
-    def _parse_request(self, session: Session, fields: Any) -> ChatRequest:
+    def _parse_request(self, session: Session, fields: Any) -> tuple[ChatRequest, Prompt]:
         return self._parser.parse(fields, session.sampling, parse_messages=session.conversations.parse)
 
     async def count_prompt_tokens(self, session: Session, fields: Any) -> int:
         """Number of prompt tokens of a chat request in this session; nothing is sampled or recorded."""
         with translate_errors():
-            request = self._parse_request(session, fields)
+            request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
-            return len(await self._admit(session.build_prompt_ids(request.prompt), param="messages"))
+            return len(await self._admit(session.build_prompt_ids(prompt), param="messages"))
 
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
@@ -139,7 +139,7 @@ class ChatEndpoint:
         is_callable = request.has_callable_tools and renderer.has_tool_calls
         tools = [
             tool | {"function": tool["function"] | {"strict": tool["function"]["name"] in request.strict_tools}}
-            for tool in map(dict, request.prompt.tools if is_callable else ())
+            for tool in map(dict, request.tools if is_callable else ())
         ]
         if request.constraint is None:
             return constrain_call(tools, renderer, name=request.called_tool, is_single_call=request.is_single_call)

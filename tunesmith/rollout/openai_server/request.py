@@ -69,9 +69,11 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(CompletionRequest):
-    """One chat completion request."""
+    """One chat completion request, without its messages."""
 
-    prompt: Prompt
+    tools: tuple[Mapping[str, Any], ...]
+    variables: tuple[tuple[str, Any], ...]
+    """Both as in `Prompt`."""
     tool_choice: ToolChoice
     forced_tool: str | None
     """The tool that must be called, if the request names one."""
@@ -89,13 +91,12 @@ class ChatRequest(CompletionRequest):
     @property
     def called_tool(self) -> str | None:
         """With `tool_choice` "required" the tool that must be called: the requested one or the only one; else None."""
-        tools = self.prompt.tools
-        only_tool = tools[0]["function"]["name"] if len(tools) == 1 else None
+        only_tool = self.tools[0]["function"]["name"] if len(self.tools) == 1 else None
         return self.forced_tool or only_tool
 
     @property
     def has_callable_tools(self) -> bool:
-        return bool(self.prompt.tools) and self.tool_choice != "none"
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +302,8 @@ class RequestParser:
 
     def parse(
         self, body: Any, defaults: Sampling, *, parse_messages: Callable[[Any], tuple[Message, ...]] = parse_messages
-    ) -> ChatRequest:
-        """The request; raises `RequestError`. `parse_messages` parses its messages."""
+    ) -> tuple[ChatRequest, Prompt]:
+        """The request, and its messages as a prompt; raises `RequestError`. `parse_messages` parses the messages."""
         fields = {**OBJECT(body, "the request body"), "messages": None}
         cache_key = build_cache_key(fields)
         key = None if cache_key is None or len(cache_key) > MAX_CACHED_BYTES else (cache_key, defaults)
@@ -320,8 +321,10 @@ class RequestParser:
             messages, reply_start = _split_reply_start(messages)
             if reply_start and request.tool_choice == "required":
                 raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
-        prompt = replace(request.prompt, messages=messages, reply_start=reply_start)
-        return replace(request, prompt=prompt)
+        # a request that is cached is not copied: that takes as long as all else here
+        return request, Prompt(
+            messages=messages, tools=request.tools, variables=request.variables, reply_start=reply_start
+        )
 
     def _cache(self, key: tuple[bytes, Sampling], request: ChatRequest) -> None:
         self._options[key] = request
@@ -333,7 +336,6 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
     """All fields but the messages."""
     given = read_fields(body, CHAT_FIELDS)
     tools, strict_tools = given.get("tools", ((), frozenset()))
-    prompt = Prompt(messages=(), tools=tools, variables=_choose_variables(given, uses_variable))
     tool_choice, forced_tool = _parse_tool_choice(given.get("tool_choice"), tools)
     has_logprobs, num_top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if num_top and not has_logprobs:
@@ -353,7 +355,8 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
             "only one of them", param=constraint.param,
         )  # fmt: skip
     return ChatRequest(
-        prompt=prompt,
+        tools=tools,
+        variables=_choose_variables(given, uses_variable),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
         strict_tools=strict_tools,
