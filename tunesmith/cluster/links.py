@@ -2,8 +2,8 @@
 
 Messages are frozen dataclasses. They are received by coroutines, so agents and engines of the receiving rank go on.
 Each end sends `Alive` at intervals while its event loop runs: a rank whose rollouts take hours is alive, one whose loop
-hangs is not. A rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process
-group.
+hangs is not. A question (`ask`) gets the other rank's next answer, so a rank answers in the order of the questions. A
+rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process group.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Link:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be awaited by nobody
         if self._error is None:
-            self._questions.append(answer)
             self.send(question)
+            self._questions.append(answer)
         else:
             answer.set_exception(self._error)
         return answer
