@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,6 @@ from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
-    CompletionHeader,
     Event,
     Events,
     TokenLogprobs,
@@ -63,8 +63,8 @@ class PendingCompletion(ABC, Generic[Request]):
         self.renderer = renderer
         self.request = request
         self.calls = calls
-        completion_id = f"{self.id_prefix}-{session.key[:8]}-{calls[0].index}"
-        self.header = CompletionHeader(completion_id=completion_id, model=model_name)
+        self.request_id = f"{session.key[:8]}-{calls[0].index}"
+        self.model_name = model_name
         self.sampling = request.sampling
 
     @property
@@ -74,6 +74,16 @@ class PendingCompletion(ABC, Generic[Request]):
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(call.prompt_ids) + len(self.prefix_ids) for call in self.calls)
+
+    def start_body(self, kind: str) -> dict[str, Any]:
+        """The fields that a complete response and each chunk begin with."""
+        created = int(time.time())
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
+            "object": kind,
+            "created": created,
+            "model": self.model_name,
+        }
 
     def find_call(self, choice: int) -> SessionCall:
         """The call that a choice belongs to; choices of one prompt are consecutive."""
@@ -91,7 +101,7 @@ class PendingCompletion(ABC, Generic[Request]):
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The body of a complete response."""
-        body = self.header.to_json(self.body_object)
+        body = self.start_body(self.body_object)
         body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
         if self.request.has_token_ids:
@@ -186,10 +196,6 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         self._is_single_call = request.is_single_call and request.has_callable_tools
         if self._is_single_call:  # sampling stops after the call
             self.sampling = renderer.limit_to_one_call(request.sampling)
-
-    def build_id(self, kind: str) -> str:
-        """The request's id as an object of another API."""
-        return f"{kind}_{self.header.completion_id.removeprefix('chatcmpl-')}"
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -293,7 +299,7 @@ class ChoiceStream:
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
         pending, is_first = self._pending, not self._deltas
         content = pending.build_delta(delta, num_calls=self._num_calls, is_first=is_first)
-        chunk = pending.header.to_json(pending.chunk_object)
+        chunk = pending.start_body(pending.chunk_object)
         chunk["choices"] = [pending.build_part(self._index, content, self._tokens, self._entropies)]
         if is_first and pending.request.has_token_ids:
             pending.add_prompt_ids(chunk)
@@ -326,7 +332,7 @@ async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict
                 yield chunk
         if pending.request.has_stream_usage:
             usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
-            yield pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage}
+            yield pending.start_body(pending.chunk_object) | {"choices": [], "usage": usage}
     finally:
         await cancel_all(tasks)
 

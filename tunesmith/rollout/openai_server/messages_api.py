@@ -221,8 +221,8 @@ class MessageEvents:
         self._usage: Mapping[str, int] = {"input_tokens": pending.num_prompt_tokens, "output_tokens": 0}
 
     def build_body(self) -> dict[str, Any]:
-        header = {"id": self._pending.build_id("msg"), "type": "message", "role": "assistant"}
-        header["model"] = self._pending.header.model
+        header = {"id": f"msg_{self._pending.request_id}", "type": "message", "role": "assistant"}
+        header["model"] = self._pending.model_name
         return header | {"content": list(self._content), **self._stop, "usage": self._usage}
 
     def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pydantic_core
@@ -14,17 +12,6 @@ from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.types import Completion, TopLogprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionHeader:
-    """Fields repeated in every chunk of a response."""
-
-    completion_id: str
-    model: str
-
-    def to_json(self, kind: str) -> dict[str, Any]:
-        return {"id": self.completion_id, "object": kind, "created": int(time.time()), "model": self.model}
 
 
 def build_finish_reason(completion: Completion, *, has_calls: bool, is_stopped: bool) -> str:

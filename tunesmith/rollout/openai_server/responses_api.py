@@ -203,7 +203,7 @@ class ResponseEvents:
         self._fields = fields
         self._messages = messages
         self._stored = stored
-        self._response_id = pending.build_id("resp")
+        self._response_id = f"resp_{pending.request_id}"
         self._created = int(time.time())
         self._events: list[Event] = []
         self._number = 0
@@ -267,7 +267,7 @@ class ResponseEvents:
             "status": self._status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "model": self._pending.header.model,
+            "model": self._pending.model_name,
             "output": list(self._items),
             "usage": None if self._usage is None else self._build_usage(self._usage),
             "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
