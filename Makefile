@@ -33,8 +33,7 @@ demo: $(VENV)/.installed-demo
 test: lint docs pytest
 
 pytest: $(VENV)/.installed-test | docs
-	$(BIN)/python -c "import tunesmith.api"  # compiles modules once instead of in each process that runs tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -24,14 +24,13 @@ def test_that_runs():
 """
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")])
-def test_skipped_tests_are_counted_by_reason(pytester, options):
+def test_skipped_tests_are_counted_by_reason(pytester):
     pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a device\n")
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile(
         test_one=SKIPPING, test_two=SKIPPING, test_three='import pytest\npytest.importorskip("no_such_engine")'
     )
-    result = pytester.runpytest("-p", "no:cacheprovider", *options)
+    result = pytester.runpytest("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, skipped=9)
     result.stdout.fnmatch_lines(
         [

@@ -1,8 +1,8 @@
 """Runs `tunesmith` commands, the ranks that they start, and Python programs as forks of a process that has imported
 everything.
 
-Importing torch and transformers takes longer than the short programs of tests; the process does it once for all tests
-of a pytest worker. A test asks the process for a fork. Where a program would start Python, as the launcher of ranks
+Importing torch and transformers takes longer than the short programs of tests; the process does it once for a run of
+pytest, whose workers share it. A test asks the process for a fork, and waits if it is still importing. Where a program would start Python, as the launcher of ranks
 does, it starts this file in its place: it passes its arguments, environment and output to the process, waits for the
 fork, passes signals on to it, and ends as the fork has ended. So the launcher sees processes that start, fail and are
 killed as ranks do.
@@ -86,11 +86,15 @@ class ForkedPrograms:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             INTERPRETER: str(self._interpreter),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(self._socket), str(self._pids)],
-            env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._process.stdout.readline().strip() == "ready"
+        self._pids.touch()
+        with socket.socket(socket.AF_UNIX) as listener:  # requests wait in it until the process has imported everything
+            listener.bind(str(self._socket))
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "serve", str(listener.fileno()), str(self._pids)],
+                env=self._environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()],
+            )  # fmt: skip
+        atexit.register(self._close)
 
     def run(self, words: list[str], *, folder: Path) -> int:
         """Run `tunesmith ARGUMENTS` or `python FILE` in the folder; returns the exit status."""
@@ -125,19 +129,15 @@ class ForkedPrograms:
             return []
         return [pids[int(pid)] for pid in started if int(pid) in pids]
 
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
+    def _close(self) -> None:
+        self._process.communicate(b"end", timeout=30)
         shutil.rmtree(self._folder)
 
 
 @functools.cache
 def start_forked_programs() -> ForkedPrograms:
-    """The process of this pytest worker, started when it is first needed."""
-    process = ForkedPrograms()
-    atexit.register(process.close)
-    return process
+    """The process of this run of pytest, started when it is first needed."""
+    return ForkedPrograms()
 
 
 def wait_for_fork(path: str, words: list[str]) -> None:
@@ -153,9 +153,9 @@ def wait_for_fork(path: str, words: list[str]) -> None:
 
 
 class ForkServer:
-    """The process that has imported everything; it ends with its standard input."""
+    """The process that has imported everything; it ends when its standard input does, or has data."""
 
-    def __init__(self, path: str, pids: str) -> None:
+    def __init__(self, listener: int, pids: str) -> None:
         import torch
 
         import tunesmith.api
@@ -166,10 +166,7 @@ class ForkServer:
         torch.set_num_threads(1)
         sys.path.remove(str(Path(__file__).parent))
         self._pids = Path(pids)
-        self._pids.touch()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen()
+        self._listener = socket.socket(fileno=listener)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
@@ -177,7 +174,6 @@ class ForkServer:
         gc.freeze()  # collections of the programs skip what is imported here
         with frozen_objects():  # counts them, so that the programs need not
             pass
-        print("ready", flush=True)
 
     def run(self) -> None:
         while True:
@@ -270,4 +266,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "fork":
         wait_for_fork(sys.argv[2], sys.argv[3:])
     else:
-        ForkServer(sys.argv[2], sys.argv[3]).run()
+        ForkServer(int(sys.argv[2]), sys.argv[3]).run()
