@@ -2,10 +2,10 @@
 everything.
 
 Importing torch and transformers takes longer than the short programs of tests; the process does it once for a run of
-pytest, whose workers share it. A test asks the process for a fork, and waits if it is still importing. Where a program would start Python, as the launcher of ranks
-does, it starts this file in its place: it passes its arguments, environment and output to the process, waits for the
-fork, passes signals on to it, and ends as the fork has ended. So the launcher sees processes that start, fail and are
-killed as ranks do.
+pytest, whose workers share it. A test asks the process for a fork, and waits if it is still importing. Where a program
+would start Python, as the launcher of ranks does, it starts this file in its place: it passes its arguments,
+environment and output to the process, waits for the fork, passes signals on to it, and ends as the fork has ended. So
+the launcher sees processes that start, fail and are killed as ranks do.
 """
 
 from __future__ import annotations
