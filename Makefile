@@ -56,6 +56,7 @@ clean:
 $(VENV)/.installed-torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip  # the one that Python brings takes three times as long to resolve
 	$(BIN)/python -m pip install $(TORCH)
 	touch $@
 

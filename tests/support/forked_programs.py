@@ -70,42 +70,49 @@ def start_fork(path: str, words: list[str], folder: Path, environment: Mapping[s
 
 
 class ForkedPrograms:
-    """The process, from the side of the tests."""
+    """The process, from the side of the tests. It runs the interpreter with these additions to the environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
         self._socket, self._pids = self._folder / "socket", self._folder / "pids"
         self._interpreter = self._folder / "forked-python"
         words = [sys.executable, "-S", "-E", str(Path(__file__)), "fork", str(self._socket)]
         self._interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         self._interpreter.chmod(0o755)
-        self._environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            INTERPRETER: str(self._interpreter),
-        }
+        self._environment = (
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                INTERPRETER: str(self._interpreter),
+            }
+            | dict(environment or {})
+        )
         self._pids.touch()
         with socket.socket(socket.AF_UNIX) as listener:  # requests wait in it until the process has imported everything
             listener.bind(str(self._socket))
             listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, __file__, "serve", str(listener.fileno()), str(self._pids)],
+                [python, __file__, "serve", str(listener.fileno()), str(self._pids)],
                 env=self._environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()],
             )  # fmt: skip
-        atexit.register(self._close)
+        atexit.register(self.close)
 
-    def run(self, words: list[str], *, folder: Path) -> int:
-        """Run `tunesmith ARGUMENTS` or `python FILE` in the folder; returns the exit status."""
-        return self.fork(words, folder=folder).wait()
+    def run(self, words: list[str], *, folder: Path, environment: Mapping[str, str] | None = None) -> int:
+        """Run `tunesmith ARGUMENTS`, `pip ARGUMENTS` or `python FILE` in the folder; returns the exit status."""
+        return self.fork(words, folder=folder, environment=environment).wait()
 
-    def fork(self, words: list[str], *, folder: Path, log: str = LOG) -> Fork:
+    def fork(
+        self, words: list[str], *, folder: Path, log: str = LOG, environment: Mapping[str, str] | None = None
+    ) -> Fork:
         """Start such a program; its output is appended to the log in the folder."""
-        assert words[0] in ("tunesmith", "python"), f"only tunesmith and python are run, not {words[0]!r}"
-        words = ["-m", *words] if words[0] == "tunesmith" else words[1:]
+        assert words[0] in ("tunesmith", "python", "pip"), f"only tunesmith, python and pip are run, not {words[0]!r}"
+        words = words[1:] if words[0] == "python" else ["-m", *words]
         with (folder / log).open("ab") as file:
-            return start_fork(str(self._socket), words, folder, self._environment, [file.fileno()] * 2)
+            variables = self._environment | dict(environment or {})
+            return start_fork(str(self._socket), words, folder, variables, [file.fileno()] * 2)
 
     def start(
         self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, log: IO[str] | None = None
@@ -129,7 +136,9 @@ class ForkedPrograms:
             return []
         return [pids[int(pid)] for pid in started if int(pid) in pids]
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the process and whatever it still runs."""
+        atexit.unregister(self.close)
         self._process.communicate(b"end", timeout=30)
         shutil.rmtree(self._folder)
 
@@ -257,6 +266,9 @@ def run_words(words: list[str]) -> None:
 
         sys.argv = words[1:]
         main()
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")

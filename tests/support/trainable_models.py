@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,6 +20,17 @@ def build_trainable(
     name: str = "llama", *, is_tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> PreTrainedModel:
     """Equal arguments give equal models."""
+    return copy.deepcopy(_build_prototype(name, is_tied, dtype, seed))  # in half the time of another initialization
+
+
+@functools.cache
+def build_frozen(seed: int) -> PreTrainedModel:
+    """The model of `build_trainable`, one for all tests: a reference or a teacher, which no test trains."""
+    return build_trainable(seed=seed)
+
+
+@functools.cache
+def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     config = CONFIGS[name]
     config.tie_word_embeddings = is_tied
     with torch.random.fork_rng(devices=[]):
