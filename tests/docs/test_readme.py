@@ -1,4 +1,4 @@
-"""Every block of README.md runs as it is printed, in the environment that its install line makes.
+"""Every block of README.md, and the notebook of the first agent, run as printed in the environment of the install line.
 
 Only numbers are smaller, through the variable TUNESMITH_SET, and models: tiny ones stand in the hub's cache under the
 name that README.md uses, and in a wheel under the name of the one with SmolLM2.
@@ -6,6 +6,8 @@ name that README.md uses, and in a wheel under the name of the one with SmolLM2.
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ for package in ("agentscope", "gguf"):
     pytest.importorskip(package)
 
 SNIPPETS = find_snippets(ROOT / "README.md")
+NOTEBOOK = ROOT / "recipes" / "first_agent" / "first_agent.ipynb"
 HUB_MODEL = "Qwen/Qwen2.5-7B-Instruct"
 FOREIGN = ("hypothesis", "trl", "bm25s", "mkdocs")
 """Packages of developers, and of an extra that the install line does not name."""
@@ -86,3 +89,32 @@ def test_every_block_runs_as_it_is_printed(reader, tmp_path):
             log = (tmp_path / LOG).read_text(encoding="utf-8", errors="replace")
             assert status == 0, f"{snippet.place}: {words} ended with {status}:\n{log[-8000:]}"
     assert list((tmp_path / "export" / "json-7b").rglob("*.gguf"))
+
+
+CELLS = """
+import ast, asyncio, inspect, json
+
+async def main():  # as in Jupyter, an event loop runs, and cells may await
+    names = {"__name__": "__main__"}
+    for number, text in json.load(open("cells.json")).items():
+        code = compile(text, f"cell {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.isawaitable(value := eval(code, names)):
+            await value
+
+asyncio.run(main())
+"""
+
+
+def test_the_notebook_runs_from_top_to_bottom(reader, tmp_path):
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["nbformat"] == 4
+    cells = {each["id"]: "".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"}
+    assert len(cells) > 5 and not any(each.get("outputs") for each in notebook["cells"])
+    shell = [number for number, text in cells.items() if text.startswith("!")]
+    commands = [shlex.split(line.removeprefix("!")) for number in shell for line in cells.pop(number).splitlines()]
+    (tmp_path / "cells.json").write_text(json.dumps(cells))
+    (tmp_path / "cells.py").write_text(CELLS)
+    small = re.search(r'TUNESMITH_SET="(.*?)" jupyter', NOTEBOOK.read_text().replace('\\"', '"'))[1]
+    for words in (*commands, ["python", "cells.py"]):
+        status = reader.run(words, folder=tmp_path, environment={"TUNESMITH_SET": small})
+        assert status == 0, f"{words} ended with {status}:\n{(tmp_path / LOG).read_text()[-8000:]}"
