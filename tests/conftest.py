@@ -23,7 +23,6 @@ from forked_programs import start_forked_programs
 from forked_workers import pytest_addoption as pytest_addoption
 from forked_workers import pytest_runtestloop as pytest_runtestloop
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
-from small_pocket import write_small_pocket
 
 hypothesis.settings.register_profile(
     "tunesmith",
@@ -71,4 +70,6 @@ def passing_time(monkeypatch: pytest.MonkeyPatch) -> SkippableTime:
 @pytest.fixture(scope="session")
 def pocket_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small pocket model with random weights."""
+    from small_pocket import write_small_pocket  # imports transformers, which runs of few tests need not
+
     return str(write_small_pocket(tmp_path_factory.mktemp("models") / "pocket"))
