@@ -17,10 +17,12 @@ from tunesmith.types import Completion, Distribution, Sample
 
 
 def build_trainable(
-    name: str = "llama", *, is_tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> PreTrainedModel:
+    name: str = "llama", *, is_tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0,
+    num_layers: int = 3,
+) -> PreTrainedModel:  # fmt: skip
     """Equal arguments give equal models."""
-    return copy.deepcopy(_build_prototype(name, is_tied, dtype, seed))  # in half the time of another initialization
+    prototype = _build_prototype(name, is_tied, dtype, seed, num_layers)
+    return copy.deepcopy(prototype)  # in half the time of another initialization
 
 
 @functools.cache
@@ -30,8 +32,10 @@ def build_frozen(seed: int) -> PreTrainedModel:
 
 
 @functools.cache
-def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int, num_layers: int) -> PreTrainedModel:
     config = CONFIGS[name]
+    if num_layers != config.num_hidden_layers:
+        config.num_hidden_layers = num_layers
     config.tie_word_embeddings = is_tied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
