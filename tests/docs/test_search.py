@@ -73,7 +73,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     handler = partial(QuietHandler, directory=str(SITE))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with Chromium(tmp_path_factory.mktemp("profile")) as page:
+        with Chromium(tmp_path_factory.mktemp("profile"), width=400, height=300) as page:  # drawn sooner
             page.open(f"http://127.0.0.1:{server.server_address[1]}/index.html")
             page.wait("document.querySelector('[data-md-component=search-query]')")
             page.evaluate("document.querySelector('#__search').click()")
