@@ -18,7 +18,7 @@ from markdown_pages import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-BEFORE = ("torch", "pip", "setuptools")
+BEFORE = ("torch", "pip")
 """What README.md has the reader install before, and what a new environment has."""
 
 
