@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -48,15 +50,17 @@ from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
 PathLike = str | Path
+OVERRIDES_VARIABLE = "TUNESMITH_SET"
 SERVER_MODEL = re.compile(r"(?P<base_url>https?://.+?/v\d+)/(?P<model>.+)")
 
 
 def load_settings(
     command: Command, config: object = None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> Any:
-    """The settings of a command from its file, its config object, or nothing; with nested `values` and then the
-    overrides applied."""
+    """The settings of a command from its file, its config object, or nothing; with nested `values`, the overrides of
+    the environment variable and then these overrides applied."""
     assert command.config is not None
+    overrides = [*read_variable(), *overrides]
     kinds = tuple(import_named(each) for each in command.takes or (command.config,))
     if isinstance(config, kinds):
         return change_section(config, overrides, values=values)
@@ -64,6 +68,11 @@ def load_settings(
     if command.load is not None:
         return import_named(command.load)(path, overrides)
     return load_file(kinds[-1], path, overrides, values=values)
+
+
+def read_variable() -> list[str]:
+    """The overrides in TUNESMITH_SET, separated by spaces: a program or file as it is, with other numbers."""
+    return shlex.split(os.environ.get(OVERRIDES_VARIABLE, ""))
 
 
 def check_path(config: object, kind: type[Section]) -> PathLike | None:

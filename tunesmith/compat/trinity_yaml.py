@@ -219,9 +219,10 @@ def is_own_key(key: str) -> bool:
 
 def set_key(config: DictConfig, override: str) -> DictConfig:
     key, _, value = override.partition("=")
-    if "[" not in key:
-        return apply_override(config, override)
-    OmegaConf.update(config, key.strip(), yaml.safe_load(value))
+    if "[" in key:
+        OmegaConf.update(config, key.strip(), yaml.safe_load(value))
+    else:
+        apply_override(config, override)
     return config
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import TOKENIZERS, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from exported_models import TOKENIZERS, build_tokenizer
 from tunesmith.cli import app
 from tunesmith.commands.export.convert import convert_gguf
 from tunesmith.commands.export.verify import TOKENIZER_TEXTS

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
@@ -26,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from tunesmith.commands.eval.compare import run_comparison
 from tunesmith.commands.eval.comparison import Estimate
 from tunesmith.commands.eval.sample_scores import REWARD
+from tunesmith.commands.settings import OVERRIDES_VARIABLE, read_variable
 from tunesmith.commands.sft.train import run_offline
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import build_agentscope_model
@@ -214,4 +217,9 @@ def format_accuracy(accuracy: Estimate) -> str:
 
 def run_command(*, seed: int, out: str) -> str:
     """`tunesmith demo`: the figures as JSON."""
-    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_model))
+    try:
+        sizes = OmegaConf.merge(OmegaConf.structured(DEFAULTS), OmegaConf.from_dotlist(read_variable()))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{OVERRIDES_VARIABLE}: {error}") from None
+    settings = cast(DemoSettings, OmegaConf.to_object(sizes))
+    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_model, settings=settings))
