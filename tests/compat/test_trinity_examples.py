@@ -168,6 +168,18 @@ def test_other_operators_of_data_juicer_run_in_its_package():
     )
 
 
+def test_what_a_run_without_it_trains_on_too_is_a_note():
+    values = {
+        "algorithm": {"algorithm_type": "multi_step_grpo", "advantage_fn_args": {"step_norm": True}},
+        "buffer": {"explorer_input": {"taskset": {"path": "d"}}},
+        "explorer": {"over_rollout": {"ratio": 0.2}, "dynamic_timeout": {"enable": True, "ratio": 4}},
+    }
+    notes = " ".join(translate_trinity_file(values).notes)
+    assert "over_rollout.ratio=0.2 has no effect: a step waits for all its tasks" in notes
+    assert "dynamic_timeout.enable=True has no effect" in notes
+    assert "step_norm=True has no effect: Trinity-RFT ignores it too" in notes
+
+
 def test_operators_before_the_task_set_in_a_file_are_kept():
     values = {
         "data_processor": {
