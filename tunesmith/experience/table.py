@@ -138,7 +138,7 @@ def apply_operators(
     current, position = list(groups), {"step": step, "total_steps": total_steps}
     metrics: dict[str, float] = {}
     for operator in operators:
-        check_reported(operator, [*groups, *current])
+        check_reported(operator, groups, current)
         changed, operator_metrics = split_result(
             operator.name, operator.apply(current, **{key: position[key] for key in operator.step_keywords})
         )
@@ -149,10 +149,10 @@ def apply_operators(
     return current, metrics
 
 
-def check_reported(operator: BoundOperator, groups: Sequence[Group]) -> None:
+def check_reported(operator: BoundOperator, groups: Sequence[Group], current: Sequence[Group]) -> None:
     """Refuse a metric that neither a rollout nor an operator before reports; once reported, it may be missing."""
     runs = [run for group in groups for run in group.scored]
-    reported = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    reported = list(dict.fromkeys(name for group in (*groups, *current) for run in group.scored for name in run.metrics))
     operator.unreported.difference_update(reported)
     if runs and operator.unreported:
         metric = min(operator.unreported)
