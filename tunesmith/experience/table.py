@@ -152,7 +152,9 @@ def apply_operators(
 def check_reported(operator: BoundOperator, groups: Sequence[Group], current: Sequence[Group]) -> None:
     """Refuse a metric that neither a rollout nor an operator before reports; once reported, it may be missing."""
     runs = [run for group in groups for run in group.scored]
-    reported = list(dict.fromkeys(name for group in (*groups, *current) for run in group.scored for name in run.metrics))
+    reported = list(
+        dict.fromkeys(name for group in (*groups, *current) for run in group.scored for name in run.metrics)
+    )
     operator.unreported.difference_update(reported)
     if runs and operator.unreported:
         metric = min(operator.unreported)
