@@ -25,6 +25,7 @@ LAYERS = [
         "user_lines",
         "tool_log",
         "http_server",
+        "data_juicer",
     },
     {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
