@@ -165,7 +165,12 @@ def test_a_task_is_followed_over_steps(answers):
     assert [group["step"] for group in task["groups"]] == [1, 2, 3, 4]
     assert [each["reward"] for each in task["groups"][0]["rollouts"]] == [0.0, 1.0, 1.0]
     tasks = answers.get("tasks/0", {})["tasks"]
-    assert tasks[1] == {"task_id": "train/1", "steps": [1, 2, 3, 4], "means": [pytest.approx(2 / 3)] * 4}
+    assert tasks[1] == {
+        "task_id": "train/1",
+        "title": "1 + 4",
+        "steps": [1, 2, 3, 4],
+        "means": [pytest.approx(2 / 3)] * 4,
+    }
     difference = answers.get("diff", {"before": "0/1/1/1", "after": "0/4/1/1"})
     changed = [part["text"] for part in difference["parts"] if part["kind"] == "+"]
     assert "4" in changed and difference["after"]["step"] == 4

@@ -14,6 +14,7 @@ from viewer_runs import HOSTILE, write_comparison, write_run, write_step
 from chromium import Chromium, find_chromium
 from tunesmith.http_server import build_config, open_listener
 from tunesmith.storage import RunPaths
+from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
 from tunesmith.viewer.server import build_app
@@ -27,7 +28,7 @@ def served(tmp_path_factory):
     root = write_run(tmp_path_factory.mktemp("live") / "live")
     runs = open_runs([root, write_comparison(root.parent / "eval")])
     with open_listener("127.0.0.1", 0, knob="--port") as listener:
-        server = uvicorn.Server(build_config(build_app(runs), listener, has_key=False))
+        server = uvicorn.Server(build_config(build_app(Answers(runs)), listener, has_key=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/", root

@@ -23,7 +23,7 @@ MODULES = sorted(STATIC.glob("*.js"))
 
 @pytest.fixture
 def client(run):
-    return TestClient(build_app([run]), base_url="http://127.0.0.1:7860")
+    return TestClient(build_app(Answers([run])), base_url="http://127.0.0.1:7860")
 
 
 def test_the_page_and_its_files_are_served(client):

@@ -30,6 +30,7 @@ from tunesmith.commands.tune.checkpoints import (
     restore,
     restore_models,
     save_error,
+    save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.load_tasks import CustomComponents
@@ -209,6 +210,7 @@ def run_leader(
     for line in describe_run(policy.model, config.model, folder.paths.root):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
+    save_tokenizer(policy, folder.paths)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)

@@ -34,12 +34,16 @@ class StoredRollout:
 class Run(RunRecord):
     """The folder of a training run, of a fine-tuning, or of a comparison of models."""
 
-    def __init__(self, root: Path, *, name: str) -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.name = name
+        self.name = root.name
         self.index = RolloutIndex(self.rollouts)
         self.last_candidates: tuple[Any, Rows] | None = None
         """Filters of the last search and the rows of the index that they select."""
+        self.titles: dict[str, str] = {}
+        """The question of each task that has been listed."""
+        self.last_diagnosis: tuple[str, dict[str, Any]] | None = None
+        """The version of the run that the doctor looked at last, and what he said."""
         self._text: TokenText | None = None
         self._groups: dict[tuple[int, int, tuple[int, int]], list[StoredRollout]] = {}
 
@@ -97,16 +101,30 @@ def parse_rollout(row: dict[str, Any]) -> StoredRollout:
 def open_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs at the paths, each a run folder, one of its checkpoints, a folder of `tunesmith eval`, or a folder that
     holds such folders. StorageError if a path has none."""
-    roots: dict[Path, None] = {}
+    runs: list[Run] = []
     for path in paths:
-        roots |= dict.fromkeys(find_run_folders(Path(path).expanduser().absolute()))
-    return [Run(root, name=name) for root, name in zip(roots, name_runs(list(roots)), strict=True)]
+        find_run_folders(resolve(path))
+    find_new_runs(runs, paths)
+    return runs
 
 
-def name_runs(roots: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
-    for length in range(1, max(len(root.parts) for root in roots) + 1):
-        names = ["/".join(root.parts[-length:]) for root in roots]
-        if len(set(names)) == len(names):
-            return names
-    return [str(root) for root in roots]
+def find_new_runs(runs: list[Run], paths: Sequence[str | Path]) -> None:
+    """Append the runs that have appeared at the paths, so that the numbers of the others stay; name all of them by the
+    shortest ends of their paths that tell them apart."""
+    known = {run.root for run in runs}
+    for path in paths:
+        try:
+            roots = find_run_folders(resolve(path))
+        except StorageError:
+            continue  # no run has started there
+        runs += [Run(root) for root in roots if root not in known]
+        known |= {*roots}
+    length = 1
+    while len({run.root.parts[-length:] for run in runs}) < len(runs):
+        length += 1
+    for run in runs:
+        run.name = "/".join(run.root.parts[-length:])
+
+
+def resolve(path: str | Path) -> Path:
+    return Path(path).expanduser().absolute()

@@ -22,7 +22,7 @@ from tunesmith.chat.parsers import (
     find_call_format,
     find_reasoning_parser,
 )
-from tunesmith.runs.record import MODEL, RunRecord
+from tunesmith.runs.record import RunRecord
 
 ALWAYS_SHOWN = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"})
 
@@ -122,24 +122,13 @@ class TokenText:
 
 
 def find_tokenizer(run: RunRecord) -> Path | None:
-    """The tokenizer of a run: that of its newest checkpoint, or of the model it started from."""
+    """The tokenizer in the folder of a run. Earlier versions kept it in checkpoints alone; then there may be none but
+    that of the model, if its path is a folder."""
     model = run.settings.get("model")
     given = [model.get(key) for key in ("path", "base_path")] if isinstance(model, dict) else []
-    names = [str(name) for name in given if name]
-    folders = [*reversed(run.checkpoints), run.root / MODEL, *(Path(name).expanduser() for name in names)]
-    for folder in folders:
-        if (folder / TOKENIZER).is_file():
-            return folder / TOKENIZER
-    return next((found for name in names if (found := find_cached(name)) is not None), None)
-
-
-def find_cached(name: str) -> Path | None:
-    """The tokenizer of a hub model in the local cache; nothing is downloaded."""
-    from huggingface_hub import try_to_load_from_cache  # takes a while to import and is rarely needed
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, TOKENIZER)
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
+    folders = [
+        run.paths.tokenizer,
+        *reversed(run.checkpoints),
+        *(Path(str(name)).expanduser() for name in given if name),
+    ]
+    return next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)
