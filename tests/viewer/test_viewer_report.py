@@ -108,5 +108,5 @@ def test_the_commands_read_a_run_folder(run_folder, tmp_path):
     (tmp_path / "pipeline" / "rl").symlink_to(run_folder)
     above = CliRunner().invoke(app, ["show", str(tmp_path / "pipeline"), "--step", "3", "--limit", "1"])
     assert above.exit_code == 0 and "5 more match" in above.output
-    missing = CliRunner().invoke(app, ["view", str(tmp_path / "none")])
+    missing = CliRunner().invoke(app, ["view", str(tmp_path / "none"), "--export", str(tmp_path / "none.html")])
     assert missing.exit_code == 1 and "there is no such folder" in missing.output
