@@ -75,6 +75,8 @@ def test_views_show_their_data_on_a_phone_and_nothing_runs(browser, served):
     browser.call("Emulation.setDeviceMetricsOverride", width=PHONE, height=844, deviceScaleFactor=1, mobile=False)
     browser.open(served[0])
     for view, texts in VIEWS.items():
+        show(browser, "#/nothing")  # so that no text of the view before is taken for one of this view
+        browser.wait_for_text("There is no page nothing")
         show(browser, view)
         for text in texts:
             browser.wait_for_text(text)
