@@ -1,10 +1,10 @@
 """Every page of `tunesmith view`: pictures for the docs, what axe-core finds, and whether a phone scrolls sideways.
 
-The runs are one of `tunesmith demo` and two of `tunesmith tune` on its agent and its fine-tuned model (GRPO with seeds 0
-and 1), which take ten minutes on two cores; folders of runs may be given instead. The pages of the run of the tests,
-which has failures, a selector and hostile text, are checked too. Each page is opened in headless Chromium in light, in
-dark, and 390 pixels wide, and checked by axe-core (WCAG 2.2 A and AA, and best practices), which is not part of
-Tunesmith. The exit status is 1 if it finds something serious or critical, or if a page scrolls sideways.
+The runs are one of `tunesmith demo` and two of `tunesmith tune` on its agent and its fine-tuned model (seeds 0 and 1),
+which take ten minutes on two cores; folders of runs may be given instead. The pages of the run of the tests, which has
+failures, a selector and hostile text, are checked too. Each page is opened in headless Chromium in light, in dark, and
+390 pixels wide, and checked by axe-core (WCAG 2.2 A and AA, and best practices), which is not part of Tunesmith. The
+exit status is 1 if it finds something serious or critical, or if a page scrolls sideways.
 
 npm install --prefix /tmp/axe axe-core
 python -m benchmarks.commands.viewer_pages --axe /tmp/axe/node_modules/axe-core/axe.min.js --images docs/images \\
@@ -164,9 +164,7 @@ def find_places(browser: Chromium, url: str) -> dict[str, Any]:
     get(f"notes/{run['id']}", method="PUT", body=json.dumps(NOTE))
     first, last = run["steps"][0][0], run["steps"][-1][-1]
     group = max(get(f"step/{run['id']}/{first}")["groups"], key=lambda each: each["std"] or 0)
-    known = [
-        (reward, index) for reward, index in zip(group["rewards"], group["runs"], strict=True) if reward is not None
-    ]
+    known = [each for each in zip(group["rewards"], group["runs"], strict=True) if each[0] is not None]
     places = {"run": run["id"], "first": first, "last": last, "group": group["group"], "task": group["task_id"]}
     return places | {"best": max(known)[1], "worst": min(known)[1]}
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from viewer_runs import GROUP_SIZE, HOSTILE, NUM_STEPS, build_tool_turns, build_turn, encode, write_comparison, write_run
+from viewer_runs import (
+    GROUP_SIZE,
+    HOSTILE,
+    NUM_STEPS,
+    build_tool_turns,
+    build_turn,
+    encode,
+    write_comparison,
+    write_run,
+)
 
 import call_templates as families
 from chat_templates import LLAMA3, QWEN25

@@ -114,7 +114,8 @@ def test_notes_are_saved_and_runs_are_found_by_their_tags(browser, served):
     show(browser, "#/")
     browser.wait_for_text(HOSTILE)
     browser.evaluate("document.querySelector('.tag').click()")
-    browser.wait("location.hash.includes('runs=baseline') && document.querySelectorAll('table.runs tbody tr').length === 1")
+    browser.wait("location.hash.includes('runs=baseline')")
+    browser.wait("document.querySelectorAll('table.runs tbody tr').length === 1")
 
 
 def test_tokens_are_colored_and_described(browser, served):

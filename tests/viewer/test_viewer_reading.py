@@ -101,8 +101,8 @@ def test_runs_that_start_later_are_appended(tmp_path):
     runs, paths = [], [str(tmp_path / "project")]
     find_new_runs(runs, paths)
     assert runs == [], "the folder may not exist yet"
-    for name, names in (("b/first", ["first"]), ("a/second", ["first", "second"]), ("a/first", ["b/first", "a/second", "a/first"])):
-        save_text(tmp_path / "project" / name / "metrics.jsonl", "")
+    for folder, names in (("b/x", ["x"]), ("a/y", ["x", "y"]), ("a/x", ["b/x", "a/y", "a/x"])):
+        save_text(tmp_path / "project" / folder / "metrics.jsonl", "")
         find_new_runs(runs, paths)
         assert [run.name for run in runs] == names, "numbers of runs stay, names tell them apart"
 
@@ -141,7 +141,8 @@ import sys
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.reading.run import open_runs
 answers = Answers(open_runs([sys.argv[1]]))
-for path in ("runs", "step/0/3", "rollout/0/3/0/0", "search/0", "failures/0", "trie/0/3/0", "evaluations", "diagnosis/0"):
+paths = ("runs", "step/0/3", "rollout/0/3/0/0", "search/0", "failures/0", "trie/0/3/0", "evaluations", "diagnosis/0")
+for path in paths:
     answers.get(path, {})
 print(sorted({"torch", "transformers", "pandas", "datasets"} & sys.modules.keys()))
 """

@@ -104,7 +104,8 @@ def test_the_server_answers_this_machine_only_and_shows_runs_that_start_later(tm
             write_run(tmp_path / "later" / "sums", num_groups=1)
             assert len(client.get("versions").json()["versions"]) == 1
             assert client.get("runs").json()["runs"][0]["name"] == "sums"
-            for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            foreign = {"Host": "evil.example", "Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+            for headers in ({name: value} for name, value in foreign.items()):
                 refused = client.get("runs", headers=headers)
                 assert refused.status_code == 403 and "sums" not in refused.text
                 written = client.put("notes/0", headers=headers, json={"note": "evil", "tags": []})
@@ -129,9 +130,7 @@ def parse_themes():
     """Theme -> name of a color -> its red, green and blue from 0 to 1."""
     blocks = re.findall(r":root[^{]*\{([^}]*)\}", (STATIC / "style.css").read_text())
     colors = [dict(re.findall(r"--([\w-]+): #([0-9a-f]{6});", block)) for block in blocks]
-    return [
-        {name: [int(text[at : at + 2], 16) / 255 for at in (0, 2, 4)] for name, text in block.items()} for block in colors
-    ]
+    return [{name: [part / 255 for part in bytes.fromhex(text)] for name, text in block.items()} for block in colors]
 
 
 def compute_luminance(color):

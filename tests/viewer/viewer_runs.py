@@ -77,7 +77,8 @@ def write_run(root: Path, *, num_groups: int = 2, has_merged: bool = True) -> Pa
     """A finished run of `NUM_STEPS` steps, of which the first two are merged into one file."""
     paths = RunPaths(root)
     root.mkdir(parents=True)
-    save_text(paths.config, f"name: {root.name}\ntotal_steps: {NUM_STEPS}\nalgorithm: {{algorithm_type: grpo}}\nmodel: {{path: pocket}}\n")
+    config = f"name: {root.name}\ntotal_steps: {NUM_STEPS}\nmodel: {{path: pocket}}\n"
+    save_text(paths.config, f"{config}algorithm: {{algorithm_type: grpo}}\n")
     metrics = MetricsFile(paths.metrics, committed_step=None)
     for step in range(1, NUM_STEPS + 1):
         write_step(paths, step, num_groups=num_groups)

@@ -102,7 +102,7 @@ def list_kinds(answers: Answers) -> Iterator[tuple[str, Iterable[Query]]]:
 
 
 def list_chosen_steps(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Run and step of at most `MAX_STEPS` steps of each run, its first and last among them; newest of all runs first."""
+    """Run and step of at most `MAX_STEPS` steps of each run, first and last among them; newest of all runs first."""
     chosen = []
     for number, run in enumerate(runs):
         steps = run.rollouts.list_steps()[::-1]

@@ -59,7 +59,7 @@ export function Bars({ counts, titles, height = 24, className = "", others = nul
   const top = Math.max(...counts, ...(others || []), 1e-9);
   const size = (count) => `${Math.round((height * count) / top)}px`;
   return html`<div class="histogram ${className}" style=${{ height: `${height + 2}px` }} aria-hidden="true">${counts.map((count, index) => html`<span key=${index} title=${titles[index]}>
-    <i style=${{ height: size(count) }}></i>${others && html`<u style=${{ height: size(others[index]) }}></u>`}</span>`)}</div>`;
+    <i style=${{ height: size(count) }}></i>${others && others[index] > 0 && html`<u style=${{ height: size(others[index]) }}></u>`}</span>`)}</div>`;
 }
 
 export function LongText({ text, className = "" }) {
