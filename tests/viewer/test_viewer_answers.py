@@ -286,7 +286,7 @@ def test_numbers_that_json_does_not_have_are_null(answers):
     ],
 )  # fmt: skip
 def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, template, reply):
-    from tunesmith.viewer.answers.conversation import drop_controls, iter_tool_names, parse_reply
+    from tunesmith.viewer.answers.conversation import drop_controls, list_tool_names, parse_reply
     from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -294,7 +294,7 @@ def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, templat
     message = parse_reply(drop_controls(reply, reply_format), reply_format)
     assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == [("f", {"a": 3})]
     assert message["content"] == ""
-    assert list(iter_tool_names([reply.replace("\x02", "").replace("\x03", "")], reply_format)) == ["f"]
+    assert list_tool_names([reply.replace("\x02", "").replace("\x03", "")], reply_format) == ["f"]
 
 
 def test_the_configs_parser_is_preferred_to_the_templates(tmp_path):

@@ -112,7 +112,7 @@ def test_rollouts_are_decoded_before_the_first_checkpoint(run_folder, tmp_path):
     (run,) = open_runs([tmp_path])
     assert run.text is None
     TOKENIZER.save_pretrained(run.paths.tokenizer)
-    assert run.text.decode(encode("The answer")) == "The answer"
+    assert run.text.decode_batch([encode("The answer")]) == ["The answer"]
 
 
 def test_token_text_keeps_characters_of_several_tokens_whole(run):

@@ -29,9 +29,7 @@ def view(
         return str(export_report(open_runs(runs), export, max_bytes=int(max_mb * 2**20)))
     opened: list[Run] = []
     find_new_runs(opened, runs)
-    names = ", ".join(run.name for run in opened[:MAX_NAMED_RUNS])
-    more = f" and {len(opened) - MAX_NAMED_RUNS} more" if len(opened) > MAX_NAMED_RUNS else ""
-    shown = f"{names}{more}" if opened else f"no run yet in {', '.join(runs)}, shown as soon as one starts"
+    shown = ", ".join(run.name for run in opened) or f"no run yet in {', '.join(runs)}, shown as soon as one starts"
     serve(
         Answers(opened, paths=runs),
         port=port,
@@ -59,7 +57,6 @@ def show(
     print_step(chosen, step, filters, limit=limit)
 
 
-MAX_NAMED_RUNS = 5
 STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "green", "prompt": "dim"}
 
 

@@ -140,11 +140,8 @@ def list_evaluation_pages(runs: Sequence[Run]) -> Iterator[Query]:
 
 def list_unchosen(runs: Sequence[Run]) -> list[str]:
     """What is left out of every report of these runs."""
-    lines = []
-    for run in runs:
-        num_steps = len(run.rollouts.list_steps())
-        if num_steps > MAX_STEPS:
-            lines.append(f"{num_steps - MAX_STEPS} of {num_steps} steps of {run.name}")
+    counts = [(run.name, len(run.rollouts.list_steps())) for run in runs]
+    lines = [f"{count - MAX_STEPS} of {count} steps of {name}" for name, count in counts if count > MAX_STEPS]
     sets = list_evaluations(runs)["sets"]
     if any(len(columns) > 2 for columns in sets.values()):
         lines.append("evaluations between the first and the last of a set")

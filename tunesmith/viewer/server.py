@@ -57,15 +57,11 @@ def build_app(answers: Answers) -> ASGIApp:
             return Response(f"notes must be JSON of at most {MAX_NOTES_BYTES} bytes", status_code=400)
         return await respond(answers.save_notes, request.path_params["number"], given)
 
-    bundle = bundle_modules()
-
-    async def get_bundle(request: Request) -> Response:
-        return Response(bundle, media_type="text/javascript")
-
+    bundle = Response(bundle_modules(), media_type="text/javascript")
     routes = [
         Route("/api/notes/{number:int}", put_notes, methods=["PUT"]),
         Route("/api/{path:path}", get_answer, methods=["GET"]),
-        Route("/bundle.js", get_bundle, methods=["GET"]),
+        Route("/bundle.js", lambda request: bundle, methods=["GET"]),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=add_security_headers)])

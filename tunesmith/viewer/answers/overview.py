@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ def describe_run(number: int, run: Run) -> dict[str, Any]:
         "model": model.get("path"),
         "reward": [] if reward is None else reward.finite.last(1).values.tolist(),
         "steps": compress_steps(run.rollouts.list_steps()),
-        "has_selection": run.has_selection,
+        "has_selection": run.paths.selection(0).parent.is_dir(),
         "is_checked": run.kind in CONFIGS,
         **load_notes(run),
     }
@@ -122,11 +121,8 @@ def describe_version(run: Run) -> str:
     """The state, and when the files of the run were written."""
     paths = run.paths
     written = (paths.rollouts(0).parent, paths.evaluation(0).parent, paths.notes, paths.config)
-    return ".".join(map(str, (describe_state(run), run.metrics.size, *map(find_modified, written))))
-
-
-def find_modified(path: Path) -> int:
-    return path.stat().st_mtime_ns if path.exists() else 0
+    times = (path.stat().st_mtime_ns if path.exists() else 0 for path in written)
+    return ".".join(map(str, (describe_state(run), run.metrics.size, *times)))
 
 
 MAX_CAUSES = 200
@@ -151,7 +147,6 @@ def list_failures(run: Run) -> dict[str, Any]:
                 "line": cause.line,
                 "count": count,
                 "steps": list(zip(steps.tolist(), numbers.tolist(), strict=True)),
-                "first_step": int(steps[0]),
                 "example": {"step": int(row["step"]), "group": int(row["group"]), "run": int(row["run"])},
                 "message": stored["failure_message"],
                 "traceback": stored["failure_traceback"],

@@ -23,6 +23,7 @@ from tunesmith.chat.parsers import (
     find_reasoning_parser,
 )
 from tunesmith.runs.record import RunRecord
+from tunesmith.storage import load_json
 
 ALWAYS_SHOWN = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"})
 
@@ -58,16 +59,11 @@ def find_reply_format(folder: Path, config: Mapping[str, Any]) -> ReplyFormat:
 
 def read_template(folder: Path) -> str:
     """The source of the chat template that is saved with a tokenizer; empty if there is none."""
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
-        pass
-    try:
-        saved = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    template = saved.get("chat_template") if isinstance(saved, dict) else None
-    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False) if template else ""
+    own, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    template = load_json(config).get("chat_template", "") if config.is_file() else ""
+    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
 
 
 TOKENIZER = "tokenizer.json"
@@ -95,10 +91,6 @@ class TokenText:
             known = piece is not None or self._tokenizer.id_to_token(token_id) is not None
             pieces.append((piece or "") if known else f"<{token_id}>")
         return pieces
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids without control tokens."""
-        return self._tokenizer.decode([each for each in ids if each not in self._control_ids])
 
     def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]:
         """The text of several lists of ids, with control tokens."""

@@ -18,7 +18,7 @@ export function Failures({ app, args }) {
       <header><b class="count">${cause.count}</b> <b>${cause.where}</b> <span class="error">${cause.error}</span> <span class="dim">${cause.line}</span></header>
       <${Bars} ...${countSteps(cause.steps, run.last_step)} />
       <div class="links"><a href=${link("rollout", [id, cause.example.step, cause.example.group, cause.example.run])}>newest, step ${cause.example.step}</a>
-        <span class="dim">${cause.task_id}</span> <span class="dim">first in step ${cause.first_step}</span></div>
+        <span class="dim">${cause.task_id}</span> <span class="dim">first in step ${cause.steps[0][0]}</span></div>
       <div class="text">${cause.message}</div>${cause.traceback && html`<details open=${data.causes.length <= 4}><summary>traceback</summary><pre>${cause.traceback}</pre></details>`}</article>`)}`}<//></section>`;
 }
 
