@@ -16,6 +16,7 @@ from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, RolloutFiles
 from tunesmith.storage import RunPaths, save_text
+from tunesmith.viewer.answers.overview import describe_runs
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
 from tunesmith.viewer.reading.run import find_new_runs, open_runs
 
@@ -105,6 +106,9 @@ def test_runs_that_start_later_are_appended(tmp_path):
         save_text(tmp_path / "project" / folder / "metrics.jsonl", "")
         find_new_runs(runs, paths)
         assert [run.name for run in runs] == names, "numbers of runs stay, names tell them apart"
+    shutil.rmtree(runs[0].root)  # as a run does that fails before its first step
+    find_new_runs(runs, paths)
+    assert [each["state"] for each in describe_runs(runs)["runs"]] == ["removed", "interrupted", "interrupted"]
 
 
 def test_rollouts_are_decoded_before_the_first_checkpoint(run_folder, tmp_path):

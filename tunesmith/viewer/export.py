@@ -44,7 +44,7 @@ def export_report(runs: Sequence[Run], out: str | Path, *, max_bytes: int) -> st
     if len(shell) >= max_bytes:
         raise StorageError(f"a report takes at least {len(shell) / 2**20:.1f} MB; raise --max-mb")
     budget = max_bytes - len(shell) - 4096
-    answers, left_out = collect_answers(Answers(runs), budget=budget)
+    answers, left_out = collect_answers(Answers(list(runs)), budget=budget)
     report = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "left_out": left_out, "answers": answers}
     page = build_page(escape_json(json.dumps(report, separators=(",", ":"))))
     save_text(path, page)

@@ -35,7 +35,7 @@ class StoredRollout:
         """Conversations as turns that extend each other, with their numbers and, if they are trained, advantages."""
         turns = self.trajectory.turns
         numbers = {id(turn): number for number, turn in enumerate(turns)}
-        values = self.turn_advantages or [self.advantage] * len(turns)
+        values: Sequence[float | None] = self.turn_advantages or [self.advantage] * len(turns)
         for chain in chain_turns(turns):
             found = [(numbers[id(turn)], turn) for turn in chain]
             is_used = self.advantage is not None
