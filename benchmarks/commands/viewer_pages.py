@@ -139,6 +139,8 @@ def check_pages(browser: Chromium, url: str, checker: str | None, images: Path |
             if checker is not None:
                 version, broken = run_axe(browser, checker)
                 found += [{"page": name, "theme": theme, "width": width} | each for each in broken]
+    errors, browser.errors = browser.errors, []
+    browser.open("about:blank")  # a page whose server has ended would ask on
     num_serious = sum(each["impact"] in IMPACTS for each in found)
     return {
         "axe_core": version,
@@ -146,7 +148,7 @@ def check_pages(browser: Chromium, url: str, checker: str | None, images: Path |
         "num_serious": num_serious,
         "num_others": len(found) - num_serious,
         "pages_that_scroll_sideways": wide,
-        "errors_in_the_console": browser.errors,
+        "errors_in_the_console": errors,
         "findings": found,
     }
 
