@@ -210,8 +210,8 @@ def run_leader(
     for line in describe_run(policy.model, config.model, folder.paths.root):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
-    save_tokenizer(policy, folder.paths)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
+    save_tokenizer(policy, folder.paths)
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
     training = Training(rank=rank, plan=plan, parts=parts, folder=folder, monitor=monitor, control=control)
