@@ -33,8 +33,8 @@ LAYERS = [
     {"loop"},
     {"runs"},
     {"compat"},
-    {"commands", "viewer"},
-    {"et_agent"},
+    {"commands"},
+    {"et_agent", "viewer"},
     {"api", "cli", "pipeline", "compat.agentscope", "__init__", "__main__"},
 ]
 RAISED = "tunesmith.compat.agentscope"

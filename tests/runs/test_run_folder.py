@@ -250,6 +250,7 @@ def test_a_run_that_fails_before_its_first_step_removes_its_folder(tmp_path):
     with pytest.raises(ValueError, match="no model"), open_run_folder(build_config(tmp_path)) as run:
         save_text(run.paths.metrics, "")
         save_text(run.paths.tensorboard / "events", "x")
+        save_text(run.paths.tokenizer / "tokenizer.json", "{}")
         raise ValueError("no model")
     assert not run.paths.root.exists()
     with open_run_folder(build_config(tmp_path)):

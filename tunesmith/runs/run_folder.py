@@ -210,7 +210,7 @@ def remove_empty_run(paths: RunPaths) -> None:
     """Remove the folder if no step was finished and nothing was sampled or evaluated."""
     files = [path for path in paths.root.rglob("*") if path.is_file()]
     ours = {paths.config, paths.lock, paths.metrics, paths.error}
-    is_empty = all(path in ours or paths.monitor in path.parents for path in files)
+    is_empty = all(path in ours or {paths.monitor, paths.tokenizer} & {*path.parents} for path in files)
     if is_empty and not (paths.metrics.exists() and paths.metrics.stat().st_size):
         with storage_errors(paths.root, "remove"):
             remove_tree(paths.root)

@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tunesmith.arguments import read_api_key
 from tunesmith.data_juicer import apply_recipe
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import DataError
 from tunesmith.storage import Journal
 from tunesmith.tasks.contamination import iter_ngrams, split_words
 from tunesmith.tasks.load import describe_missing_field

@@ -158,6 +158,7 @@ def test_failures_are_printed_with_their_line_and_saved_even_if_the_run_stops(ru
     assert len(failures) == 8 and sum(len(group.trajectories) for group in groups) == 12
     assert {failure.message for failure in failures} >= {"RuntimeError: the tool broke\nover 0"}
     assert failures[0].line.endswith("in use_the_tool")
+    assert (tmp_path / "runs/AgentScope/y/tokenizer/tokenizer.json").is_file(), "rollouts without a checkpoint are read"
 
 
 async def ask_without_gradients(task, model):

@@ -30,6 +30,7 @@ from tunesmith.commands.tune.checkpoints import (
     restore,
     restore_models,
     save_error,
+    save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
@@ -210,6 +211,7 @@ def run_leader(
         monitor.show_line(line)
     parts = build_parts(rank, plan)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
+    save_tokenizer(policy, folder.paths)
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
     training = Training(rank=rank, plan=plan, parts=parts, folder=folder, monitor=monitor, control=control)
