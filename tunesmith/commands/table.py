@@ -412,9 +412,20 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="doctor",
-        help="Say what is wrong with a run and what to change, from the files in its folder.",
+        help="Say what is wrong with a run and what to change, from the files in its folder; or, before it starts, "
+        "whether it fits the GPU.",
         options=(
-            argument("run", "Folder of a run: finished, stopped or running."),
+            Option("run", "Folder of a run: finished, stopped or running.", is_argument=True),
+            Option("plan", "Run file (YAML), or a model: list the memory that its training takes.", metavar="FILE"),
+            Option(
+                "memory_gib",
+                "Memory of the GPU that --plan is for; default: the device of this machine.",
+                type=float,
+                flag="--memory",
+                metavar="GIB",
+                minimum=1,
+            ),
+            replace(OVERRIDES, help="Override a key of the file of --plan. Repeatable."),
             replace(JSON, help="Print the diagnosis as JSON."),
             DEBUG,
         ),

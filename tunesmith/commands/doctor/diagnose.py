@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tunesmith.commands.doctor.failures import (
     find_failures,
@@ -51,6 +51,11 @@ from tunesmith.commands.doctor.speed import (
     find_slow_evaluation,
     find_stragglers,
 )
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tunesmith.commands.doctor.plan import MemoryPlan
 
 Check = Callable[[CheckedRun[Any]], Outcome]
 
@@ -94,8 +99,32 @@ class RunResult(Protocol):
     def folder(self) -> Path: ...
 
 
-def diagnose(run: str | Path | RunResult) -> Diagnosis:
-    """Check a run by its folder, a checkpoint or model in it, or its result; StorageError if there is no run."""
+def diagnose(
+    run: str | Path | RunResult | None = None,
+    *,
+    plan: str | Path | RunConfig | None = None,
+    memory_gib: float | None = None,
+    overrides: Sequence[str] = (),
+) -> Diagnosis | MemoryPlan:
+    """Check a run by its folder, a checkpoint or model in it, or its result; StorageError if there is no run.
+
+    With `plan`, a run file or a model, say instead whether its training fits a card of `memory_gib` GiB, or the device
+    of this machine; `overrides` change keys of the run file.
+    """
+    if (run is None) == (plan is None):
+        raise ConfigError("give either the folder of a run, or plan: a run file or a model (--plan FILE)")
+    if plan is not None:
+        from tunesmith.commands.doctor.plan import plan_memory  # torch, which the checks of a folder do without
+
+        return plan_memory(plan, memory_gib=memory_gib, overrides=overrides)
+    if memory_gib is not None or overrides:
+        raise ConfigError("memory_gib and overrides (--memory, --set) have no effect without plan (--plan FILE)")
+    assert run is not None
+    return check_run(run)
+
+
+def check_run(run: str | Path | RunResult) -> Diagnosis:
+    """The outcomes of all checks of a run."""
     record = open_run(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
     checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if record.is_offline else RL_CHECKS)}
     outcomes = {name: run_check(check, record) for name, check in checks.items()}

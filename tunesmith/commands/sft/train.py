@@ -44,6 +44,7 @@ from tunesmith.monitor.monitor import Monitor
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.early_stopping import EarlyStopping
 from tunesmith.runs.extra_models import load_reference
+from tunesmith.runs.memory import fit_offline
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
 from tunesmith.runs.workspace import Workspace
@@ -165,7 +166,7 @@ def run_offline(
             model = load_section_model(config.model)
             check_vocabulary(model, plan.tokenizer)
             verify_model(model)  # as an engine does
-            for line in describe_run(model, config.model, root):
+            for line in describe_run(model, config.model, root, fit_offline(config, model)):
                 monitor.show_line(line)
             trainer = build_trainer(model, len(plan.batches))
             check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
@@ -197,7 +198,7 @@ def build_trainer(
     """The trainer of reinforcement learning, with the loss of `algorithm`."""
     return Trainer(
         model,
-        config.trainer,
+        fit_offline(config, model).trainer,
         algorithm,
         max_model_len=config.model.max_model_len,
         num_total_steps=num_total_steps,
