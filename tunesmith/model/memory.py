@@ -122,7 +122,7 @@ def fit_rows(model: PreTrainedModel, settings: MemorySettings, card: Card) -> Me
         return settings
     while sum(estimate_memory(model, fitting, card).values()) > card.num_bytes:
         if fitting.row_tokens <= least:
-            return settings
+            break
         trainer = fitting.trainer.model_copy(update={"max_tokens_per_row": max(fitting.row_tokens // 2, least)})
         fitting = replace(fitting, trainer=trainer)
     return fitting
