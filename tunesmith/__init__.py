@@ -76,6 +76,7 @@ __all__ = [
     "check",
     "check_judge_function",
     "check_workflow_function",
+    "collect_conversations",
     "doctor",
     "evaluate",
     "export",

@@ -18,6 +18,7 @@ from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.commands import pass_rate
 from tunesmith.commands.check.run import check
+from tunesmith.commands.collect.run import Collected, collect
 from tunesmith.commands.doctor.diagnose import diagnose as doctor
 from tunesmith.commands.eval.compare import run_comparison
 from tunesmith.commands.eval.comparison import EvalResult
@@ -59,7 +60,15 @@ from tunesmith.compat.agentscope_config import (
 )
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.compat.tinker_config import TinkerConfig
-from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
+from tunesmith.config import (
+    CollectConfig,
+    EvalConfig,
+    ExportSection,
+    PreferenceConfig,
+    PrepareSection,
+    RunConfig,
+    SftConfig,
+)
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.model.prepare import prepare_model
@@ -108,6 +117,7 @@ __all__ = [
     "check",
     "check_judge_function",
     "check_workflow_function",
+    "collect_conversations",
     "doctor",
     "evaluate",
     "export",
@@ -329,6 +339,23 @@ def measure_pass_rates(
         out=Path(out),
         tool_keys=tool_keys,
     )
+
+
+def collect_conversations(
+    config: CollectConfig | RunConfig | PathLike,
+    *,
+    out: PathLike,
+    workflow_func: WorkflowType | None = None,
+    judge_func: JudgeType | None = None,
+    overrides: Sequence[str] = (),
+) -> Collected:
+    """Run the workflow on the training tasks and write the conversations that the judge accepts to the JSON lines file
+    `out`, as rows for `sft`: those of the run's own model (rejection sampling), or of `teacher` (distillation)."""
+    if isinstance(config, RunConfig) and not isinstance(config, CollectConfig):
+        config = CollectConfig(**config.model_dump(exclude_unset=True))
+    settings: CollectConfig = load_settings(find_command("collect"), config, overrides)
+    workflow, judge = load_functions(settings, workflow_func, judge_func)
+    return run_agents(collect, settings, workflow=workflow, judge=judge, out=Path(out))
 
 
 def prepare(config: PrepareSection | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> PrepareResult:

@@ -17,11 +17,12 @@ from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.engine import EngineSection, VllmSection
 from tunesmith.config.environment import EnvironmentSection, ToolSection
 from tunesmith.config.et_agent import FlywheelConfig, ParetoSection, RftFilterSection
-from tunesmith.config.evaluation import EvalConfig, PassRateConfig
+from tunesmith.config.evaluation import CollectConfig, EvalConfig, PassRateConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
 from tunesmith.config.model import AuxiliaryModelSection, LoraSection, ModelSection, ServedModelSection
 from tunesmith.config.pipeline import (
+    CollectStage,
     EvalStage,
     ExportStage,
     FlywheelStage,
@@ -74,6 +75,8 @@ __all__ = [
     "BranchingSection",
     "CallbacksSection",
     "ClusterSection",
+    "CollectConfig",
+    "CollectStage",
     "ContaminationSection",
     "ConversationDataSection",
     "CorrectionSection",
