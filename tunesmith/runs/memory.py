@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-from itertools import repeat
 
 import torch
 from transformers import PreTrainedModel
@@ -47,7 +46,7 @@ def describe_memory(model: PreTrainedModel, settings: MemorySettings) -> list[st
     if needed > card.num_bytes:
         listed += "; this may not fit: `tunesmith doctor --plan FILE` says what to change"
     lines = [f"at most {needed / GIB:.1f} of {card.num_bytes / GIB:.0f} GiB:", *textwrap.wrap(listed, 72)]
-    return [f"{head:8}{line}" for head, line in zip(("memory", *repeat("")), lines, strict=False)]
+    return [f"{'' if index else 'memory':8}{line}" for index, line in enumerate(lines)]
 
 
 def fit_offline(config: OfflineConfig, model: PreTrainedModel) -> MemorySettings:

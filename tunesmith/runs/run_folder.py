@@ -286,11 +286,9 @@ def describe_interruption(config: RunConfig, root: Path) -> str:
     checkpoint = RunRecord(root).last_checkpoint
     if checkpoint is None:
         return "interrupted before the first step was saved; a single Ctrl-C or SIGTERM finishes and saves the step"
-    name = "" if config.name is not None else f" and name={root.name}"
-    return (
-        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
-        f"(continue_from_checkpoint=true){name}"
-    )
+    resume = "" if config.continue_from_checkpoint else " with --resume (continue_from_checkpoint=true)"
+    name = "" if config.name is not None else f"{' and' if resume else ' with'} name={root.name}"
+    return f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command{resume}{name}"
 
 
 def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:
