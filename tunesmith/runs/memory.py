@@ -42,7 +42,7 @@ def describe_memory(model: PreTrainedModel, settings: MemorySettings) -> list[st
     parts = estimate_memory(model, settings, card)
     needed = sum(parts.values())
     parts[f"activations of {settings.row_tokens:,} tokens"] = parts.pop("activations")
-    listed = ", ".join(f"{name} {each / GIB:.1f}" for name, each in parts.items())
+    listed = ", ".join(f"{name} {each / GIB:.1f}" for name, each in parts.items() if each >= 0.05 * GIB)
     if needed > card.num_bytes:
         listed += "; this may not fit: `tunesmith doctor --plan FILE` says what to change"
     lines = [f"at most {needed / GIB:.1f} of {card.num_bytes / GIB:.0f} GiB:", *textwrap.wrap(listed, 72)]
