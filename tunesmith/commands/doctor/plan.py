@@ -6,18 +6,20 @@ first; the first one that fits is named.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.settings import load_settings
 from tunesmith.commands.stage import format_count
 from tunesmith.commands.table import find_command
-from tunesmith.config import RunConfig
+from tunesmith.config import ModelSection, RunConfig
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import check_lengths, resolve_device, resolve_dtype
 from tunesmith.model.memory import GIB, Card, count_token_bytes, estimate_memory, fit_rows
@@ -120,10 +122,7 @@ def plan_run(config: RunConfig, changes: Sequence[str], card: Card) -> PlannedRu
     """The memory of the run with these changes."""
     config = change_section(config, changes)
     dtype = resolve_dtype(config.model.dtype, torch.device(card.type))
-    model = build_planned_model(config.model, config.model.path, dtype)
-    if config.model.lora is not None:
-        model.requires_grad_(False)
-        add_adapter(model, config.model.lora, base=config.model.path, dtype=dtype)
+    model = build_trained_model(config.model.model_dump_json(), dtype)
     settings = fit_rows(model, collect_run_settings(config, resolve_algorithm(config.algorithm), model), card)
     parts = estimate_memory(model, settings, card)
     token_bytes = count_token_bytes(model.config) * dtype.itemsize
@@ -131,3 +130,14 @@ def plan_run(config: RunConfig, changes: Sequence[str], card: Card) -> PlannedRu
     return PlannedRun(
         changes=tuple(changes), parts=parts, row_tokens=settings.row_tokens, num_cached_tokens=num_cached_tokens
     )
+
+
+@functools.lru_cache(maxsize=4)
+def build_trained_model(section_json: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a section without its weights, with its adapter; columns and cards share it."""
+    section = ModelSection.model_validate_json(section_json)
+    model = build_planned_model(section, section.path, dtype)
+    if section.lora is not None:
+        model.requires_grad_(False)
+        add_adapter(model, section.lora, base=section.path, dtype=dtype)
+    return model
