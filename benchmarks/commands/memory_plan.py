@@ -1,7 +1,7 @@
 """Which model fits which card: the table of docs/guides/lora_one_gpu.md, from the estimator of `doctor --plan`.
 
-A cell names what fits with the defaults of a run file and contexts of 4,096 tokens: all weights, LoRA, or LoRA on 4-bit
-weights, `+` with gradient checkpointing.
+A cell names the first that fits, with the defaults of a run file and contexts of 4,096 tokens: all weights, LoRA, LoRA
+on 4-bit weights; `+`: with gradient checkpointing.
 
     python -m benchmarks.commands.memory_plan --out results/commands/memory_plan.txt
 """
@@ -33,7 +33,7 @@ def main() -> None:
             cells = []
             for card in CARDS_GIB:
                 plan = plan_memory(f"{name}/{shape}", memory_gib=card)
-                cells.append(", ".join(NAMES[each] for each in plan.list_fitting()) or "none")
+                cells.append(next((NAMES[each] for each in plan.list_fitting()), "none"))
             lines.append(f"| {shape} | " + " | ".join(cells) + " |")
     text = "\n".join(lines) + "\n"
     print(text, end="")

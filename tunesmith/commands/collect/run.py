@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,13 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.service import ModelProvider
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_auxiliary, check_policy, load_auxiliary, load_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json_lines, save_text
-from tunesmith.types import Group, JudgeType, Trajectory, WorkflowType
+from tunesmith.types import Engine, Group, JudgeType, Trajectory, WorkflowType
 
 ROWS_FILE = "conversations.jsonl"
 """Output of a stage."""
@@ -97,7 +98,8 @@ def collect(
                 await run_batches(config, actors, tasks, config.num_runs, num_done, record)
 
         run_lockstep(run(), config.rollout)
-        close()
+        if close is not None:
+            close()
         batches = load_json_lines(unfinished)
         by_task = [kept for batch in batches for kept in batch["rows"]]
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for kept in by_task for row in kept]
@@ -115,9 +117,11 @@ def collect(
 
 def load_models(
     config: CollectConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
-) -> tuple[RecordingModel, Actors, Any]:
-    """The model that workflows call, what runs them, and a function that frees the model."""
-    close: Any = lambda: None  # noqa: E731
+) -> tuple[RecordingModel, Actors, Callable[[], None] | None]:
+    """The model that workflows call, what runs them, and what frees the run's own model."""
+    close: Callable[[], None] | None = None
+    source: ModelProvider
+    engine: Engine | None
     if config.teacher is None:
         policy = load_policy(config.model, config.engine, build_model=keep_endpoint, has_trainer=False)
         source, engine, close = policy.service, policy.engine, policy.close
