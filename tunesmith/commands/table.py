@@ -312,7 +312,6 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:collect_conversations",
         config="tunesmith.config:CollectConfig",
-        takes=("tunesmith.config:RunConfig", "tunesmith.config:CollectConfig"),
         first_line=LOADING,
         kind="collect",
         stage_config="tunesmith.config:CollectStage",
