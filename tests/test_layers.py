@@ -47,7 +47,7 @@ INNER_LAYERS = {
         {"settings", "stage"},
         {"eval"},
         {"sft", "export", "doctor", "candidates", "pass_rate", "environments"},
-        {"tune", "prepare", "check", "select_model", "tune_prompt"},
+        {"tune", "prepare", "check", "collect", "select_model", "tune_prompt"},
         {"serve", "demo", "run"},
     ],
     "et_agent": [{"world", "formats", "selection", "radar"}, {"flywheel"}],

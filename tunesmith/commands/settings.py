@@ -194,12 +194,18 @@ def collect_models(given: list[str]) -> dict[str, str]:
     return models
 
 
-def parse_server_url(text: str) -> dict[str, str]:
+def read_teacher(text: str) -> dict[str, str]:
+    """The section of a model on a server."""
+    found = parse_server_url(text, option="--teacher")
+    return {"base_url": found["base_url"], "path": found["model"]}
+
+
+def parse_server_url(text: str, *, option: str = "--paraphrase") -> dict[str, str]:
     """Split `http://localhost:8000/v1/my-model` into base URL and model name."""
     found = SERVER_MODEL.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"--paraphrase {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
+            f"{option} {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
         )
     return found.groupdict()
 

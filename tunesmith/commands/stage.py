@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import EnvironmentSection, ModelSection, RunConfig
 from tunesmith.model.load import resolve_device
+from tunesmith.model.memory import MemorySettings
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import has_environment_tasks, load_functions
+from tunesmith.runs.memory import describe_memory
 from tunesmith.runs.policy import BuildModel, check_policy
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.load import load_rows
@@ -55,8 +57,9 @@ def describe_device(device: str, num_cpu_threads: int) -> str:
     return f"{found.type}, {num_cpu_threads} {'thread' if num_cpu_threads == 1 else 'threads'}"
 
 
-def describe_run(model: PreTrainedModel, section: ModelSection, root: Path) -> list[str]:
-    """What is trained, on which device and why, and where to look: the first lines of a run whose model is loaded."""
+def describe_run(model: PreTrainedModel, section: ModelSection, root: Path, memory: MemorySettings) -> list[str]:
+    """What is trained, on which device and why, with how much memory, and where to look: the first lines of a run whose
+    model is loaded."""
     num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     num_own = model.num_parameters() - (0 if section.lora is None else num_trained)
     trained = "all weights" if section.lora is None else f"an adapter of {format_count(num_trained)} parameters"
@@ -64,6 +67,7 @@ def describe_run(model: PreTrainedModel, section: ModelSection, root: Path) -> l
         f"model   {section.path}, {format_count(num_own)} parameters, {str(model.dtype).removeprefix('torch.')}",
         f"trains  {trained}",
         f"device  {explain_device(model.device, section.device)}",
+        *describe_memory(model, memory),
         f"folder  {root}",
         f"watch   tunesmith view {root}",
     ]

@@ -284,6 +284,37 @@ COMMANDS: tuple[Command, ...] = (
         output="folder",
     ),
     Command(
+        name="collect",
+        help="Collect conversations of the workflow that the judge accepts, by the model itself or by a teacher, as "
+        "rows for sft.",
+        options=(
+            RUN_FILE,
+            Option("out", "JSON lines file to write.", default=REQUIRED),
+            Option(
+                "teacher",
+                "Model of a server that the workflow calls in place of model.path.",
+                metavar="BASE_URL/MODEL",
+                key="teacher",
+                read="tunesmith.commands.settings:read_teacher",
+            ),
+            Option("num_runs", "Rollouts per task.", type=int, flag="--runs", minimum=1, key="num_runs"),
+            Option("min_reward", "Least reward of a rollout that is kept; 1 by default.", type=float, key="min_reward"),
+            Option("model", "Model folder or hub id; default: model.path.", key="model.path"),
+            WORKFLOW,
+            JUDGE,
+            ENVIRONMENT,
+            OVERRIDES,
+            DEBUG_ROLLOUTS,
+        ),
+        run="tunesmith.api:collect_conversations",
+        config="tunesmith.config:CollectConfig",
+        first_line=LOADING,
+        kind="collect",
+        stage_config="tunesmith.config:CollectStage",
+        stage="tunesmith.commands.collect.run:run_stage",
+        check="tunesmith.commands.tune.stage:check_stage",
+    ),
+    Command(
         name="pass-rate",
         help="Write the training tasks with the pass rate of the model, the prior of difficulty_based task selectors.",
         options=(
@@ -408,9 +439,20 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="doctor",
-        help="Say what is wrong with a run and what to change, from the files in its folder.",
+        help="Say what is wrong with a run and what to change, from the files in its folder; or, before it starts, "
+        "whether it fits the GPU.",
         options=(
-            argument("run", "Folder of a run: finished, stopped or running."),
+            Option("run", "Folder of a run: finished, stopped or running.", is_argument=True),
+            Option("plan", "Run file (YAML), or a model: list the memory that its training takes.", metavar="FILE"),
+            Option(
+                "memory_gib",
+                "Memory of the GPU that --plan is for; default: the device of this machine.",
+                type=float,
+                flag="--memory",
+                metavar="GIB",
+                minimum=1,
+            ),
+            replace(OVERRIDES, help="Override a key of the file of --plan. Repeatable."),
             replace(JSON, help="Print the diagnosis as JSON."),
             DEBUG,
         ),

@@ -22,6 +22,7 @@ from tunesmith.config.environment import ToolSection as ToolSection
 from tunesmith.config.et_agent import FlywheelConfig as FlywheelConfig
 from tunesmith.config.et_agent import ParetoSection as ParetoSection
 from tunesmith.config.et_agent import RftFilterSection as RftFilterSection
+from tunesmith.config.evaluation import CollectConfig as CollectConfig
 from tunesmith.config.evaluation import EvalConfig as EvalConfig
 from tunesmith.config.evaluation import PassRateConfig as PassRateConfig
 from tunesmith.config.experience import ExperienceSection as ExperienceSection
@@ -32,6 +33,7 @@ from tunesmith.config.model import AuxiliaryModelSection as AuxiliaryModelSectio
 from tunesmith.config.model import LoraSection as LoraSection
 from tunesmith.config.model import ModelSection as ModelSection
 from tunesmith.config.model import ServedModelSection as ServedModelSection
+from tunesmith.config.pipeline import CollectStage as CollectStage
 from tunesmith.config.pipeline import EvalStage as EvalStage
 from tunesmith.config.pipeline import ExportStage as ExportStage
 from tunesmith.config.pipeline import FlywheelStage as FlywheelStage

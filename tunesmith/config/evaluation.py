@@ -90,3 +90,19 @@ class PassRateConfig(RunConfig):
     tool_keys: tuple[str, ...] = ()
     """Metrics of the workflow whose sum is a rollout's number of tool calls. If set, `<field>_correctness` and
     `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, for the `pareto` stage."""
+
+
+class CollectConfig(RunConfig):
+    """Conversations of the workflow that the judge accepts, as `tunesmith collect`."""
+
+    teacher: AuxiliaryModelSection | None = None
+    """Model that the workflow calls: on a server (`base_url`), or local; null is the run's own model, so that rows are
+    its own accepted rollouts (rejection sampling)."""
+    num_runs: int = Field(default=4, ge=1)
+    """Rollouts per task; raise it if few tasks get a row."""
+    min_reward: float = 1.0
+    """Least reward of a rollout that is kept."""
+    max_rollouts_per_task: int = Field(default=1, ge=1)
+    """Rollouts that are kept per task, those with the highest reward; more give easy tasks more weight."""
+    max_tasks: int | None = Field(default=None, ge=1)
+    """Maximum number of tasks, the first ones; null runs all."""

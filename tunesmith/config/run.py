@@ -107,7 +107,8 @@ class TrainerSection(Section):
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per batch, each on whole groups; above 1 the later ones are off-policy and clipped."""
     max_tokens_per_row: int = Field(default=16384, ge=1)
-    """Tokens packed into one forward and backward; lower it if training runs out of memory."""
+    """Tokens packed into one forward and backward; lower it if training runs out of memory. If it is not set, rows
+    that would not fit the GPU, by the estimate of `tunesmith doctor --plan`, are halved until they do."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
     """Positions whose logits are materialized at once; lower it to save memory, the result is the same. null uses as
     many as fit in 0.6 GB or a 128th of its memory on a GPU, and 1024 on a CPU."""

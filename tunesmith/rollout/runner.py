@@ -296,8 +296,10 @@ async def _call_user_function(
         message += advise_on_coroutine(message, is_sync=is_sync_function(func))
         raise _UserCodeError(where, message, line, format_traceback(error)) from error
     if not isinstance(output, output_type):
-        message = f"the {where} must return a {output_type.__name__}, got {describe_type(type(output))}"
-        message += advise_on_coroutine(message, is_sync=is_sync_function(func))
+        name, field_name = output_type.__name__, "reward" if output_type is JudgeOutput else "response"
+        message = f"the {where} must return a {name}, got {describe_type(type(output))}"
+        advice = advise_on_coroutine(message, is_sync=is_sync_function(func))
+        message += advice or f": write `return {name}({field_name}=...)`"
         if inspect.iscoroutine(output):
             output.close()
         raise _UserCodeError(where, message, find_definition_line(func))

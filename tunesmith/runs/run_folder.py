@@ -283,11 +283,9 @@ def describe_interruption(config: RunConfig, root: Path, *, total_steps: int | N
         return "interrupted before the first step was saved; a single Ctrl-C or SIGTERM finishes and saves the step"
     if run.stop_reason is not None or run.committed_step == (total_steps or run.total_steps):
         return f"interrupted after the last step; the run is done, and its model is {checkpoint}"
-    name = "" if config.name is not None else f" and name={root.name}"
-    return (
-        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
-        f"(continue_from_checkpoint=true){name}"
-    )
+    resume = "" if config.continue_from_checkpoint else " with --resume (continue_from_checkpoint=true)"
+    name = "" if config.name is not None else f"{' and' if resume else ' with'} name={root.name}"
+    return f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command{resume}{name}"
 
 
 def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:

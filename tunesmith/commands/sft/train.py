@@ -44,6 +44,7 @@ from tunesmith.monitor.monitor import Monitor
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.early_stopping import EarlyStopping
 from tunesmith.runs.extra_models import load_reference
+from tunesmith.runs.memory import fit_offline
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
 from tunesmith.runs.workspace import Workspace
@@ -151,11 +152,12 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
             model = load_section_model(config.model)
             check_vocabulary(model, plan.tokenizer)
             verify_model(model)  # as an engine does
-            for line in describe_run(model, config.model, root):
+            fitted = fit_offline(config, model)
+            for line in describe_run(model, config.model, root, fitted):
                 monitor.show_line(line)
             trainer = Trainer(
                 model,
-                config.trainer,
+                fitted.trainer,
                 algorithm,
                 max_model_len=config.model.max_model_len,
                 num_total_steps=len(plan.batches),

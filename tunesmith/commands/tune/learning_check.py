@@ -135,7 +135,10 @@ def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> 
     else:
         cause = "the rewards within each group are equal"
     if all(is_uniform(group) for group in groups):
-        return f"{cause}: all rollouts of a group sampled the same tokens; raise model.temperature"
+        return (
+            f"{cause}: all rollouts of a group sampled the same tokens; if the reward is not the highest one, raise "
+            "model.temperature, else take harder tasks"
+        )
     return f"{cause}, so all advantages are zero: check the judge and the difficulty of the tasks"
 
 

@@ -62,6 +62,7 @@ from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.runs.load_function import CustomComponents
+from tunesmith.runs.memory import fit_run
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
@@ -204,10 +205,11 @@ def run_leader(
         max_model_len=config.model.max_model_len,
         kv_cache_tokens=config.engine.kv_cache_tokens,
     )
+    config, memory = fit_run(config, plan.algorithm, policy.model)
     links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
-    for line in describe_run(policy.model, config.model, folder.paths.root):
+    for line in describe_run(policy.model, config.model, folder.paths.root, memory):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
@@ -237,6 +239,7 @@ def run_follower(
     algorithm = resolve_algorithm(config.algorithm, own=functions)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
+    config, _ = fit_run(config, algorithm, policy.model)
     links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
