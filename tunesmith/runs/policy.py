@@ -24,6 +24,7 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
 from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
+from tunesmith.environments.episode import OPPONENT
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
@@ -40,12 +41,15 @@ from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent
-from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
+from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService, UnrecordedModel
+from tunesmith.rollout.signature import ENVIRONMENT
 from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
 from tunesmith.types import Distribution, Engine, JudgeType, Sampling, WorkflowType
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
 """Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
+MAX_ATTEMPTS = 3
+"""Of a rollout whose environment was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,17 +301,21 @@ def load_actors(
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
         for name, section in (config.auxiliary_models if has_rollouts else {}).items()
     }
+    sources: dict[str, ModelProvider] = {name: auxiliary.source for name, auxiliary in auxiliaries.items()}
+    bound = workflow.keywords.get(ENVIRONMENT) if isinstance(workflow, partial) else None
+    if getattr(bound, "num_players", 1) > 1:
+        sources.setdefault(OPPONENT, UnrecordedModel(policy.service))
     actors = Actors(
         engine=policy.engine,
         model=policy.service,
         service=policy.service,
-        auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
+        auxiliary_models=sources,
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
         agent=Agent(
             workflow=workflow,
             judge=judge,
             timeout_s=config.rollout.timeout_s,
-            max_attempts=1 if config.serve is None else config.serve.max_attempts,
+            max_attempts=MAX_ATTEMPTS if config.serve is None else config.serve.max_attempts,
         ),
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,
