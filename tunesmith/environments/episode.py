@@ -132,6 +132,11 @@ class Session:
         return getattr(self.environment, "tools", ())
 
     @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """The tools of the next reply as a chat request has them."""
+        return [each.schema if isinstance(each, Tool) else each for each in self.tools]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """`finished` (the environment ended the episode), `invalid_actions`, and the environment's own `metrics`."""
         own = getattr(self.environment, "metrics", None) or {}
@@ -185,6 +190,17 @@ class TaskEnvironment:
                 found.setdefault(identity, {"environment": self.name, "seed": given, **fields})
         seats = [{}] if self.num_players == 1 else [{"player": each} for each in range(self.num_players)]
         return [row | seat for row in found.values() for seat in seats][:number]
+
+    def find_task(self, seed: int) -> dict[str, Any]:
+        """The task with a seed, in its first seat."""
+        if self.rows is not None:
+            for row in itertools.chain.from_iterable(self.rows.values()):
+                if row["seed"] == seed:
+                    return {"environment": self.name, **row}
+            number = sum(map(len, self.rows.values()))
+            raise DataError(f"environment {self.name!r} has no task {seed}: its tasks are 0 to {number - 1}")
+        seat = {"player": 0} if self.num_players > 1 else {}
+        return {"environment": self.name, "seed": seed, **(self.describe(seed) if self.describe else {}), **seat}
 
     @asynccontextmanager
     async def open(self, task: Mapping[str, Any]) -> AsyncIterator[Session]:
@@ -323,7 +339,7 @@ async def _play(task: Mapping[str, Any], environment: TaskEnvironment, model: An
             is_own = session.player == session.seat
             chat = chats.setdefault(session.player, [{"role": "system", "content": system}] if system else [])
             chat += session.messages
-            tools = [each.schema if isinstance(each, Tool) else each for each in session.tools]
+            tools = session.schemas
             try:
                 completion = await create_chat_completion(model if is_own else opponent, chat, tools=tools)
             except openai.BadRequestError as error:
