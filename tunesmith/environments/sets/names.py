@@ -33,17 +33,17 @@ TEXTARENA = {
     2048 Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake GuessTheNumber LightsOut
     LogicPuzzle MarketEntryGame Mastermind Minesweeper PegJump PublicGoodsGame QuantumTicTacToe RushHour Secretary
     Set Slitherlink Sokoban SpiteAndMalice Sudoku ThreeCardMonte TowerOfHanoi
-    """.split()  # noqa: ,
+    """.split(),  # noqa: SIM905
     2: """
     Alquerque Battleship Breakthrough Briscola Chopsticks ColonelBlotto ConnectFour Crusade GameOfPureStrategy
     GermanWhist Golf HighSociety IndianPoker IteratedMatchingPennies IteratedPrisonersDilemma
     IteratedRockPaperScissors IteratedTwoThirdsAverage IteratedUltimatumGame KuhnPoker LiarsDice LinesOfAction
     MemoryGame NewRecruit Nim Othello PigDice Poker SantoriniBaseFixed SimpleBlindAuction SimpleNegotiation
     SimpleTak Snake Stratego Surround Tak TicTacToe TruthAndDeception TwoDollar UltimateTicTacToe WildTicTacToe
-    """.split()  # noqa: ,
+    """.split(),  # noqa: SIM905
     3: """
     ThreePlayerGOPS ThreePlayerIPD ThreePlayerTicTacToe
-    """.split()  # noqa: ,
+    """.split(),  # noqa: SIM905
 }
 """Families of games by their number of players, as far as they run without a network on Python 3.11. The other ones
 need another model, data of nltk, which they try to download, a later Python, or files that the release lacks."""
