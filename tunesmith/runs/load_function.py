@@ -33,6 +33,8 @@ LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 """Imported files with their modification time (ns) and size (bytes) at import."""
 
 TOOL_AGENT = "tunesmith.environments.tool_agent:tool_agent"
+TOOL_AGENTS = (TOOL_AGENT, "tunesmith.environments:tool_agent")
+"""How files name it."""
 PLAY_FUNCTION = "tunesmith.environments.episode:play"
 
 FORMER_NAMES = {

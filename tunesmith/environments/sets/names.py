@@ -18,16 +18,6 @@ REASONING_GYM = """
     string_manipulation string_splitting string_synthesis sudoku survo syllogism time_intervals tower_of_hanoi
     tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
 """.split()  # noqa: SIM905
-SCIENCEWORLD = """
-    boil melt freeze change-the-state-of-matter-of use-thermometer measure-melting-point-known-substance
-    measure-melting-point-unknown-substance power-component power-component-renewable-vs-nonrenewable-energy
-    test-conductivity test-conductivity-of-unknown-substances find-living-thing find-non-living-thing find-plant
-    find-animal grow-plant grow-fruit chemistry-mix chemistry-mix-paint-secondary-color
-    chemistry-mix-paint-tertiary-color lifespan-longest-lived lifespan-shortest-lived
-    lifespan-longest-lived-then-shortest-lived identify-life-stages-1 identify-life-stages-2
-    inclined-plane-determine-angle inclined-plane-friction-named-surfaces inclined-plane-friction-unnamed-surfaces
-    mendelian-genetics-known-plant mendelian-genetics-unknown-plant
-""".split()  # noqa: SIM905
 TEXTARENA = {
     1: """
     2048 Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake GuessTheNumber LightsOut
