@@ -111,7 +111,7 @@ class Session:
     early_reward: float = 0.0
     """Paid before the first reply of the seat."""
     toolbox: Toolbox = field(
-        default_factory=lambda: Toolbox(tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize)
+        default_factory=lambda: Toolbox(tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True)
     )
 
     @property
