@@ -328,7 +328,6 @@ def test_functions_are_tested_in_the_sandbox(tmp_path):
         "",
         "```python\ndef double(n):\n    return 4\n```",
         "    import sys\n    sys.exit(0)",
-        "    while True: pass",
     ]
     assert asyncio.run(score(*right)) == [1.0] * 3
     assert asyncio.run(score(*wrong)) == [0.0] * 3
