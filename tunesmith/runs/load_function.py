@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import hashlib
@@ -12,7 +11,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,28 @@ FORMER_NAMES = {
     "tunesmith.tasks.world.world": "tunesmith.et_agent.world.world",
 }
 """Modules whose functions files of earlier versions name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomComponents:
+    """Selectors, operators and functions that the caller of `tune()` passed as objects."""
+
+    selectors: Mapping[str, Any] = field(default_factory=dict)
+    """Training set name -> a selector, or a class or function that builds one from the tasks."""
+    operators: Sequence[Callable[..., Any]] = ()
+    """Operators on groups, applied after those of the config."""
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Knob, such as `algorithm.loss` -> the function, whose name is in the config."""
+
+    def list_overrides(self) -> list[str]:
+        """Overrides of a run file ("a.b=value") with the names of the functions."""
+        return [f"{knob}={name_function(function)}" for knob, function in self.functions.items()]
+
+    def load(self, spec: str | None, *, knob: str) -> Callable[..., Any] | None:
+        """The function that was passed for the knob, or else the one that its value names."""
+        if knob in self.functions or spec is None:
+            return self.functions.get(knob)
+        return load_function(spec, knob=knob)
 
 
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
@@ -157,7 +179,7 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
             create=functools.partial(own, **args),
             num_players=getattr(own, "num_players", 1),
         )
-    return dataclasses.replace(
+    return replace(
         environment,
         system_prompt=environment.system_prompt if section.system_prompt is None else section.system_prompt,
         max_turns=section.max_turns,
@@ -203,7 +225,7 @@ def load_tool(section: ToolSection) -> Tool:
         tool = convert_tool(found, section.settings, knob=knob)
     names = ("name", "max_calls", "timeout_s", "max_result_chars")
     changes = {name: value for name in names if (value := getattr(section, name)) is not None}
-    return dataclasses.replace(tool, **changes)
+    return replace(tool, **changes)
 
 
 def convert_tool(found: Any, settings: Mapping[str, Any], *, knob: str) -> Tool:
