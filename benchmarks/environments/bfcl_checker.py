@@ -116,19 +116,21 @@ def main() -> None:
     given = parser.parse_args()
     is_valid, rng, counts, lines = load_checker(), random.Random(0), Counter(), []
     for category in CATEGORIES:
-        for row in load_rows(find_data(None), category).values():
+        for row in (each.line for each in load_rows(find_data(None), category).values()):
             for variant in range(given.variants + 1):
-                calls = draw_calls(row.accepted, rng)
+                calls = draw_calls(row["accepted"], rng)
                 if variant:
                     mutate_calls(calls, rng)
                 try:
-                    expected = is_valid(row.functions, copy.deepcopy(calls), row.accepted, category)
+                    expected = is_valid(row["function"], copy.deepcopy(calls), row["accepted"], category)
                 except Exception as error:  # noqa: BLE001 - the checker raises on some types of values
                     expected = f"raises {type(error).__name__}"
-                found = find_mistake(row.functions, calls, row.accepted, is_parallel="parallel" in category) is None
+                found = (
+                    find_mistake(row["function"], calls, row["accepted"], is_parallel="parallel" in category) is None
+                )
                 counts[category, "mutated" if variant else "accepted", str(expected), str(found)] += 1
                 if isinstance(expected, bool) and expected != found:
-                    lines.append(f"DIFFERENT {row.id}: package {expected}, here {found}: {calls}")
+                    lines.append(f"DIFFERENT {row['id']}: package {expected}, here {found}: {calls}")
     different = len(lines)
     lines += [f"{category} {kind}: package {one}, here {other}: {number}" for (category, kind, one, other), number in
               sorted(counts.items())]  # fmt: skip

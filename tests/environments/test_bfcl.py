@@ -225,7 +225,7 @@ def test_our_judge_is_that_of_the_package(category, monkeypatch):
     for row in list(load_rows(find_data(None), category).values())[:150]:
         for _ in range(4):
             calls = []
-            for truth in row.accepted:
+            for truth in row.line["accepted"]:
                 ((name, values),) = truth.items()
                 arguments = {key: rng.choice(each) for key, each in values.items() if each and each[0] != ""}
                 for key in list(arguments):
@@ -234,9 +234,9 @@ def test_our_judge_is_that_of_the_package(category, monkeypatch):
                     elif arguments[key] == "" or rng.random() < 0.02:
                         del arguments[key]
                 calls.append((name, arguments))
-            given = is_valid(row.functions, calls, row.accepted, category)
-            found = find_mistake(row.functions, calls, row.accepted, is_parallel="parallel" in category)
-            assert (found is None) == given, (row.id, calls, row.accepted)
+            given = is_valid(row.line["function"], calls, row.line["accepted"], category)
+            found = find_mistake(row.line["function"], calls, row.line["accepted"], is_parallel="parallel" in category)
+            assert (found is None) == given, (row.line["id"], calls, row.line["accepted"])
             verdicts.append(given)
     assert 0.2 < sum(verdicts) / len(verdicts) < 0.95
 
@@ -278,14 +278,13 @@ def test_conversations_are_judged_as_by_the_package():
             elif index == 4 and changed[-1][1]:
                 arguments = changed[-1][1]
                 arguments[next(iter(arguments))] = rng.choice(["x", 3, None])
-            whole = settings[row["id"]]
-            entry = {"id": row["id"], **whole.settings}
+            whole = settings[row["id"]].line
             decoded = [
                 [[f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]]
                 for calls in turns
             ]
             name = f"fresh{row['seed']}"
-            expected = multi_turn_checker(decoded, whole.accepted, entry, "multi_turn_base", name)["valid"]
+            expected = multi_turn_checker(decoded, whole["accepted"], whole, "multi_turn_base", name)["valid"]
             assert asyncio.run(talk_with(environment, row, turns)) == float(expected), (row["id"], turns)
             verdicts.append(expected)
     assert 0 < sum(verdicts) < len(verdicts) > 30

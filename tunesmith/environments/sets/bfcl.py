@@ -23,7 +23,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,11 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     folder = find_data(path)
     rows = load_rows(folder, member)
     splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
-    by_digest = sorted(rows.values(), key=lambda row: hashlib.sha256(row.id.encode()).digest())
-    for seed, row in enumerate(by_digest):
-        answer = {} if row.accepted is None else {"answer": json.dumps(row.accepted)}
-        splits["test" if row.is_held_out else "train"].append(
-            {"seed": seed, "id": row.id, "question": row.turns[0][-1]["content"], **answer}
+    for seed, identity in enumerate(sorted(rows, key=lambda each: hashlib.sha256(each.encode()).digest())):
+        line = rows[identity].line
+        answer = {"answer": json.dumps(line["accepted"])} if "accepted" in line else {}
+        splits["test" if rows[identity].is_held_out else "train"].append(
+            {"seed": seed, "id": identity, "question": line["question"][0][-1]["content"], **answer}
         )
     create = partial(Conversation, rows, folder, pays_turns) if member in MULTI_TURN else partial(Question, rows)
     return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
@@ -93,53 +93,37 @@ def find_data(path: str | None) -> Path:
     return Path(path)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
-    """A task of the benchmark."""
+    """A task of the benchmark: a line of its files, with the `accepted` calls if there are any."""
 
-    id: str
-    turns: Sequence[Sequence[Mapping[str, Any]]]
-    """Messages of each turn of the user."""
-    functions: Sequence[Mapping[str, Any]] = ()
-    accepted: Sequence[Any] | None = None
-    """Accepted calls; in a conversation, those of each turn; None if only whether there are calls counts."""
-    is_held_out: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of a conversation."""
-
-    @property
-    def category(self) -> str:
-        return re.sub(r"_\d.*", "", self.id)
+    line: Mapping[str, Any]
+    is_held_out: bool
 
     @cached_property
     def names(self) -> dict[str, str]:
         """The functions' names by those under which they are offered."""
-        return {offer_name(each["name"]): each["name"] for each in self.functions}
+        return {offer_name(each["name"]): each["name"] for each in self.line["function"]}
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """The functions as tools of a chat request."""
-        return [{"type": "function", "function": describe(each)} for each in self.functions]
+        return [describe(each) for each in self.line["function"]]
 
 
 @lru_cache(8)
 def load_rows(folder: Path, member: str) -> dict[str, Row]:
     """The tasks of a category, or of all that are trained, by their ids."""
     if member in MULTI_TURN:
+        # a conversation is a variant of the one with its number in multi_turn_base
         pairs = zip(read_lines(folder, member), read_lines(folder, MULTI_TURN[0]), strict=True)
-        return {row["id"]: read_conversation(row, base) for row, base in pairs}
+        states = [(line, json.dumps(base["initial_config"], sort_keys=True)) for line, base in pairs]
+        return {line["id"]: Row(line, is_held_out(state)) for line, state in states}
+    if member in HELD_OUT:
+        return {line["id"]: Row(line, is_held_out=True) for line in read_lines(folder, member)}
     groups = group_functions(folder)
-    return {
-        each["id"]: Row(
-            id=each["id"],
-            turns=each["question"],
-            functions=each["function"],
-            accepted=each.get("accepted"),
-            is_held_out=category in HELD_OUT or is_held_out(f"bfcl-1:{groups[find_names(each)[0]]}"),
-        )
-        for category in ([member] if member else TRAINED)
-        for each in read_lines(folder, category)
-    }
+    lines = [line for category in ([member] if member else TRAINED) for line in read_lines(folder, category)]
+    return {line["id"]: Row(line, is_held_out(groups[find_names(line)[0]])) for line in lines}
 
 
 def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:
@@ -156,21 +140,8 @@ def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:
     return rows
 
 
-def read_conversation(row: Mapping[str, Any], base: Mapping[str, Any]) -> Row:
-    """A conversation; `base` is that of multi_turn_base on which it varies."""
-    state = json.dumps(base["initial_config"], sort_keys=True)
-    return Row(
-        id=row["id"],
-        turns=row["question"],
-        accepted=row["accepted"],
-        is_held_out=is_held_out(f"bfcl-1:{state}"),
-        settings={key: row.get(key, {}) for key in ("initial_config", "involved_classes", "missed_function")}
-        | {"excluded": row.get("excluded_function", ())},
-    )
-
-
 def is_held_out(identity: str) -> bool:
-    return int(hashlib.sha256(identity.encode()).hexdigest(), 16) % 100 < 30
+    return int(hashlib.sha256(f"bfcl-1:{identity}".encode()).hexdigest(), 16) % 100 < 30
 
 
 def find_names(row: Mapping[str, Any]) -> list[str]:
@@ -201,9 +172,9 @@ def offer_name(name: str) -> str:
 
 
 def describe(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, description and parameters of a tool."""
-    parameters = convert_schema(function["parameters"])
-    return {"name": offer_name(function["name"]), "description": function["description"], "parameters": parameters}
+    """A tool of a chat request."""
+    offered = {"name": offer_name(function["name"]), "description": function["description"]}
+    return {"type": "function", "function": {**offered, "parameters": convert_schema(function["parameters"])}}
 
 
 def convert_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,20 +197,19 @@ class Question:
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         self._row = self._rows[task["id"]]
         self.tools = self._row.schemas
-        return self._row.turns[0]
+        messages: Observation = self._row.line["question"][0]
+        return messages
 
     async def step(self, action: Reply) -> Step:
-        names = self._row.names
-        calls = [(names.get(each.tool, each.tool), each.arguments) for each in action.calls]
+        line = self._row.line
+        calls = [(self._row.names.get(each.tool, each.tool), each.arguments) for each in action.calls]
         readable = [(name, arguments) for name, arguments in calls if arguments is not None]
         self.metrics = {"called": float(bool(readable))}
-        category, accepted = self._row.category, self._row.accepted
-        if accepted is None:
-            return "", float(bool(readable) == (category == "live_relevance")), True
-        given, expected = sorted(name for name, _ in calls), sorted(find_names({"accepted": accepted}))
-        self.metrics["right_names"] = float(given == expected)
+        if "accepted" not in line:
+            return "", float(bool(readable) == line["id"].startswith("live_relevance")), True
+        self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
-            self._row.functions, readable, accepted, is_parallel="parallel" in category
+            line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]
         )
         return "", float(is_right), True
 
@@ -250,13 +220,12 @@ class Question:
 class Services:
     """The services of a conversation, in their first state, and the results of the calls so far."""
 
-    def __init__(self, settings: Mapping[str, Any], *, is_long: bool) -> None:
-        self.instances = {}
-        for name in settings["involved_classes"]:
-            self.instances[name] = load_service(name)()
+    def __init__(self, line: Mapping[str, Any]) -> None:
+        self.instances = {name: load_service(name)() for name in line["involved_classes"]}
+        for name, each in self.instances.items():
             if name != "MathAPI":
-                state = copy.deepcopy(settings["initial_config"].get(name, {}))
-                self.instances[name]._load_scenario(state, long_context=is_long)
+                state = copy.deepcopy(line["initial_config"].get(name, {}))
+                each._load_scenario(state, long_context="long_context" in line["id"])
         self._methods = {
             name: method
             for each in self.instances.values()
@@ -341,22 +310,16 @@ class Conversation:
         self.tools: list[dict[str, Any]] = []
 
     def reset(self, task: Mapping[str, Any]) -> Observation:
-        self._row = self._rows[task["id"]]
-        is_long = "long_context" in self._row.id
-        self._services = Services(self._row.settings, is_long=is_long)
-        self._right = Services(self._row.settings, is_long=is_long)
-        self._turn, self._num_before = 0, 0
+        self._line = self._rows[task["id"]].line
+        self._services, self._right = Services(self._line), Services(self._line)
+        self._turn = 0
         return self._begin_turn()
 
     async def step(self, action: Reply) -> Step:
         if action.calls:
-            results = [self._services.answer(each.tool, each.arguments) for each in action.calls]
-            return (
-                [write_result(each.call_id, text) for each, text in zip(action.calls, results, strict=True)],
-                0.0,
-                False,
-            )
-        num_turns = len(self._row.turns)
+            answer = self._services.answer
+            return [write_result(each.call_id, answer(each.tool, each.arguments)) for each in action.calls], 0.0, False
+        num_turns = len(self._line["question"])
         is_right = self._is_turn_right()
         if is_right:
             self._turn += 1
@@ -369,26 +332,26 @@ class Conversation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {"right_turns": self._turn / len(self._row.turns)}
+        return {"right_turns": self._turn / len(self._line["question"])}
 
     def _begin_turn(self) -> Observation:
-        missed = self._row.settings["missed_function"]
-        later = {name for turn, names in missed.items() if int(turn) > self._turn for name in names}
-        hidden = {each.rpartition(".")[2] for each in [*self._row.settings["excluded"], *later]}
+        missed = self._line.get("missed_function", {}).items()
+        later = [name for turn, names in missed if int(turn) > self._turn for name in names]
+        hidden = {each.rpartition(".")[2] for each in [*self._line.get("excluded_function", ()), *later]}
         self.tools = [
-            {"type": "function", "function": each}
+            each
             for service in self._services.instances
             for each in read_descriptions(self._folder, service)
-            if each["name"] not in hidden
+            if each["function"]["name"] not in hidden
         ]
         self._num_before = len(self._services.results)
-        return self._row.turns[self._turn] or MORE_FUNCTIONS
+        messages: Observation = self._line["question"][self._turn]
+        return messages or MORE_FUNCTIONS
 
     def _is_turn_right(self) -> bool:
         """Whether the calls of this turn did what the accepted ones do."""
-        assert self._row.accepted is not None
         self._right.results.clear()
-        for text in self._row.accepted[self._turn]:
+        for text in self._line["accepted"][self._turn]:
             call = ast.parse(text, mode="eval").body
             assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name), text
             named = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
