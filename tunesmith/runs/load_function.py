@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,7 @@ def load_environment(section: EnvironmentSection) -> Environment:
     # openai and math-verify are slow to import, and commands check their files with this module first
     from tunesmith.environments.environment import Environment
 
-    return Environment(section, tools=[load_tool(each) for each in section.tools])
+    return Environment(section, tools=[tool for each in section.tools for tool in load_tools(each)])
 
 
 def load_task_environment(config: RunConfig) -> TaskEnvironment:
@@ -159,11 +159,33 @@ def has_environment_tasks(config: RunConfig, dataset: DatasetSection) -> bool:
     return config.environment.name is not None and dataset.path == ENVIRONMENT_TASKS
 
 
+def load_tools(section: ToolSection) -> list[Tool]:
+    """The tool that the section names, or all those of its MCP server."""
+    if section.mcp is None:
+        return [load_tool(section)]
+    # httpx, which a check of a run file does not wait for
+    from tunesmith.tools.mcp import McpToolSection, load_mcp_tools
+
+    limit = {} if section.timeout_s is None else {"timeout_s": section.timeout_s}
+    try:
+        settings = build_section(McpToolSection, section.settings)
+        tools = load_mcp_tools(section.mcp, settings, prefix=section.name, is_session=section.is_session, **limit)
+    except ConfigError as error:
+        raise ConfigError(f"environment.tools: mcp: {error}") from error
+    return [change_limits(each, section, ("max_calls", "max_result_chars")) for each in tools]
+
+
+def change_limits(tool: Tool, section: ToolSection, names: Sequence[str]) -> Tool:
+    """The tool with those of the knobs that the section sets."""
+    return dataclasses.replace(tool, **{name: value for name in names if (value := getattr(section, name)) is not None})
+
+
 def load_tool(section: ToolSection) -> Tool:
     """A built-in tool, or the tool, async function, or builder of a tool that the section names."""
     # deferred as in load_environment
     from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
 
+    assert section.tool is not None
     knob = f"environment.tools: {section.tool}"
     if section.tool == "python":
         try:
@@ -189,9 +211,7 @@ def load_tool(section: ToolSection) -> Tool:
         source, name = split_spec(section.tool, knob=knob)
         found = getattr(load_module(source, knob=knob), name, None)
         tool = convert_tool(found, section.settings, knob=knob)
-    names = ("name", "max_calls", "timeout_s", "max_result_chars")
-    changes = {name: value for name in names if (value := getattr(section, name)) is not None}
-    return dataclasses.replace(tool, **changes)
+    return change_limits(tool, section, ("name", "max_calls", "timeout_s", "max_result_chars"))
 
 
 def convert_tool(found: Any, settings: Mapping[str, Any], *, knob: str) -> Tool:

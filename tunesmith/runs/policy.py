@@ -307,7 +307,7 @@ def load_actors(
             workflow=workflow,
             judge=judge,
             timeout_s=config.rollout.timeout_s,
-            max_attempts=1 if config.serve is None else config.serve.max_attempts,
+            **({} if config.serve is None else {"max_attempts": config.serve.max_attempts}),
         ),
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,
