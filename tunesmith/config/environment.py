@@ -73,7 +73,7 @@ PLAY = "tunesmith.environments:play"
 NAMED = Needs("name")
 AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
 """Knobs of tool agents alone."""
-TASK_KNOBS = ("name", "args", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
+TASK_KNOBS = ("name", "args", "python", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
 """Knobs of environments with tasks."""
 
 
@@ -85,6 +85,9 @@ class EnvironmentSection(Section):
     of your own; a text in place of the section is its name. Null is a tool agent."""
     args: Annotated[dict[str, Any], NAMED] = Field(default_factory=dict)
     """Arguments of the generator, the game or the class."""
+    python: Annotated[str | None, NAMED] = None
+    """Interpreter of an environment that has one of its own (verifiers), such as `/opt/verifiers/bin/python`; null is
+    that of this program."""
     num_train: Annotated[int, NAMED] = Field(default=1000, ge=1)
     """Tasks of the split train."""
     num_test: Annotated[int, NAMED] = Field(default=100, ge=0)
@@ -133,7 +136,8 @@ class EnvironmentSection(Section):
     def _write_own_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
         others = TASK_KNOBS if self.name is None else AGENT_KNOBS
-        return {key: value for key, value in write(self).items() if key not in others}
+        unset = () if self.python else ("python",)
+        return {key: value for key, value in write(self).items() if key not in (*others, *unset)}
 
     @field_validator("tools")
     @classmethod

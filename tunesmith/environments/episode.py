@@ -87,6 +87,8 @@ class TaskEnvironment:
     describe: Callable[[int], Mapping[str, Any]] | None = None
     """Further fields of the task with a seed. Tasks with equal ones are the same; without, each seed is a task."""
     system_prompt: str | None = None
+    run: Callable[[Mapping[str, Any], Any], Awaitable[WorkflowOutput]] | None = None
+    """Plays the episode of a task with a model that is served over HTTP, in place of `play`'s loop."""
     max_turns: int = 30
     step_timeout_s: float = 60.0
     step_reward_key: str | None = None
@@ -188,6 +190,8 @@ async def play(task: Mapping[str, Any], model: Any, environment: TaskEnvironment
     The episode ends with the environment, after `max_turns` replies, or when the context is full. The reward is the sum
     of all steps; the response is the last reply.
     """
+    if environment.run is not None:
+        return await environment.run(task, model)
     system = environment.system_prompt
     messages = [{"role": "system", "content": system}] if system else []
     reply = ""

@@ -69,6 +69,11 @@ def load_functions(
         assert config.workflow is not None
         workflow = load_function(config.workflow, knob="workflow")
     named = None if config.environment.name is None else load_task_environment(config)
+    if named is not None and named.run is not None and config.rollout.http_port is None:
+        raise ConfigError(
+            f"environment={named.name!r} calls the model over HTTP, which is off: set rollout.http_port, 0 for a free "
+            "port"
+        )
     if ENVIRONMENT in list_parameters(workflow):
         function: Callable[..., Any] = workflow
         if named is not None and name_function(function) == TOOL_AGENT:
@@ -127,6 +132,12 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
     assert section.name is not None
     family, args = section.name.partition(":")[0], dict(section.args)
     if family in FAMILIES:
+        if FAMILIES[family].has_interpreter:
+            args["python"] = section.python
+            explanation = f"has no effect with name={section.name}: its episodes are played by its own loop (args)"
+            section.refuse_knobs(("max_turns", "step_timeout_s", "system_prompt"), explanation, where="environment")
+        elif section.python is not None:
+            raise ConfigError(f"environment.python has no effect with name={section.name}, which runs in this process")
         if isinstance(wrapper := args.get("wrapper"), str):
             args["wrapper"] = load_function(wrapper, knob="environment.args.wrapper")
         environment = load_set(section.name, args)

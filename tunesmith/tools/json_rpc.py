@@ -22,9 +22,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias, Union
 
 import httpx
 
@@ -38,6 +38,7 @@ NUM_LOG_BYTES = 4000
 MAX_SHOWN_CHARS = 300
 
 Message = dict[str, Any]
+Server: TypeAlias = Union["ServerProcess", "HttpServer"]
 
 
 class RpcError(Exception):
@@ -46,19 +47,6 @@ class RpcError(Exception):
     def __init__(self, error: Mapping[str, Any]) -> None:
         super().__init__(str(error.get("message") or error)[:MAX_SHOWN_CHARS])
         self.code = error.get("code")
-
-
-class Server(Protocol):
-    """A process or a URL."""
-
-    def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """The result of a method."""
-
-    def notify(self, method: str, params: Mapping[str, Any]) -> None:
-        """Send a message that has no result."""
-
-    def close(self) -> None:
-        """End the process, or the session at the URL; calls that wait fail. Harmless if it has ended."""
 
 
 def build_message(method: str, params: Mapping[str, Any], **fields: Any) -> Message:
@@ -81,6 +69,28 @@ def read_result(reply: Message) -> Any:
     if isinstance(reply.get("error"), dict):
         raise RpcError(reply["error"])
     return reply.get("result")
+
+
+class SharedServer:
+    """A server that serves all rollouts: opened when it is first used, and again after it was lost."""
+
+    def __init__(self, connect: Callable[[], Server]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+
+    def get(self) -> Server:
+        with self._lock:
+            if self._server is None:
+                self._server = self._connect()
+            return self._server
+
+    def forget(self, server: Server) -> None:
+        """Close a server, this one or another; if it was this one, the next use opens another."""
+        with self._lock:
+            if server is self._server:
+                self._server = None
+        server.close()
 
 
 class _Channel:
@@ -141,7 +151,11 @@ class _Channel:
 
 
 class ServerProcess:
-    """A child process that is a server; it also ends when this process does."""
+    """A child process that is a server; it also ends when this process does.
+
+    `call` returns the result of a method, `notify` sends a message that has none, and `close` ends the process, whose
+    calls then fail.
+    """
 
     def __init__(self, command: Sequence[str], *, label: str) -> None:
         """`label` names the server in messages."""
@@ -163,7 +177,7 @@ class ServerProcess:
         threading.Thread(target=self._channel.read, name="tunesmith-server", daemon=True).start()
         self._end = weakref.finalize(self, _end_process, self._process, self._channel, self._log, os.getpid())
 
-    def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
+    def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float | None) -> Any:
         number = next(self._numbers)
         with self._channel.expect(number) as reply:
             self._send(build_message(method, params, id=number))
@@ -221,7 +235,10 @@ def _end_process(process: subprocess.Popen[bytes], channel: _Channel, log: IO[by
 
 
 class HttpServer:
-    """A server with MCP's streamable HTTP: each message is a POST, whose response is JSON or a stream of events."""
+    """A server with MCP's streamable HTTP: each message is a POST, whose response is JSON or a stream of events.
+
+    The methods are those of `ServerProcess`; `close` ends the session at the URL.
+    """
 
     def __init__(self, url: str, *, headers: Mapping[str, str], label: str) -> None:
         self.label = label

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shlex
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,7 +26,7 @@ from pydantic import Field
 
 from tunesmith.config.section import Section
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
-from tunesmith.tools.json_rpc import INVALID_PARAMS, HttpServer, RpcError, Server, ServerProcess
+from tunesmith.tools.json_rpc import INVALID_PARAMS, HttpServer, RpcError, Server, ServerProcess, SharedServer
 from tunesmith.tools.tool import Tool, ToolResult, drop_titles, find_text_argument
 from tunesmith.version import __version__
 
@@ -58,17 +57,9 @@ def load_mcp_tools(
 ) -> list[Tool]:
     """The tools of an MCP server.
 
-    Args:
-        server (`str | Sequence[str]`):
-            The URL of a server, or the command that starts one.
-        settings (`McpToolSection`, *optional*):
-            Which tools, headers, and the time limit of the start.
-        prefix (`str`, *optional*):
-            The model calls the tools `<prefix>__<tool>`.
-        timeout_s (`float`, *optional*, defaults to 60):
-            Seconds of a call.
-        is_session (`bool`, *optional*, defaults to False):
-            Whether each rollout has a connection of its own, for servers that keep state.
+    `server`: the URL of a server, or the command that starts one. `prefix`: the model calls the tools
+    `<prefix>__<tool>`. `timeout_s`: seconds of a call. `is_session`: each rollout has a connection of its own, for
+    servers that keep state.
 
     Raises:
         ConfigError: the server cannot be started, does not speak the protocol, or has a tool that cannot be used.
@@ -94,19 +85,18 @@ class McpServer:
             raise ConfigError(f"{self.label} is a command: headers have no effect; leave them out")
         self._settings, self._timeout_s = settings, timeout_s
         self._headers = {name: self._fill_in(name, value) for name, value in settings.headers.items()}
-        self._lock = threading.Lock()
-        self._shared: Server | None = None
+        self._shared = SharedServer(self.connect)
 
     def load_tools(self, *, prefix: str | None, is_session: bool) -> list[Tool]:
         """Start the server and list its tools; ConfigError for one that cannot be used."""
-        connection = self._share()
+        connection = self._shared.get()
         try:
             listed = {str(each["name"]): each for each in self._list_tools(connection)}
         except (TypeError, KeyError) as error:
             raise ConfigError(f"{self.label} lists a tool without a name") from error
         finally:
             if is_session:
-                self._forget(connection)
+                self._shared.forget(connection)
         wanted = self._settings.tools or tuple(listed)
         if missing := [name for name in wanted if name not in listed]:
             raise ConfigError(f"{self.label} has no tool {missing[0]!r}; its tools are {', '.join(listed) or 'none'}")
@@ -164,7 +154,7 @@ class McpServer:
         return await asyncio.to_thread(self._call, tool, connection, arguments)
 
     def _call(self, tool: str, own: Server | None, arguments: Mapping[str, Any]) -> ToolResult:
-        connection = own or self._share()
+        connection = own or self._shared.get()
         params = {"name": tool, "arguments": dict(arguments)}
         try:
             return self._read_result(tool, connection.call("tools/call", params, timeout_s=self._timeout_s))
@@ -177,7 +167,7 @@ class McpServer:
                 return ToolResult(text=f"Error: {error}", ok=False, failure="arguments")
             raise ToolUnavailableError(f"the tool {tool} of {self.label} failed: {error} ({error.code})") from error
         except ServerLostError:
-            self._forget(connection)
+            self._shared.forget(connection)
             raise
 
     def _check_alive(self, connection: Server, tool: str) -> None:
@@ -187,23 +177,10 @@ class McpServer:
         except RpcError:
             pass  # an answer
         except (TimeoutError, ServerLostError) as error:
-            self._forget(connection)
+            self._shared.forget(connection)
             raise ServerLostError(
                 f"{self.label} answered neither a call of {tool} in {self._timeout_s:g} s nor a ping after it"
             ) from error
-
-    def _share(self) -> Server:
-        with self._lock:
-            if self._shared is None:
-                self._shared = self.connect()
-            return self._shared
-
-    def _forget(self, connection: Server) -> None:
-        """Close a connection; the next call opens another."""
-        with self._lock:
-            if connection is self._shared:
-                self._shared = None
-        connection.close()
 
     def _list_tools(self, connection: Server) -> list[Mapping[str, Any]]:
         listed: list[Mapping[str, Any]] = []

@@ -33,6 +33,8 @@ class Family:
     help: str
     is_open: bool = False
     """Whether it has members that `list_names` does not list."""
+    has_interpreter: bool = False
+    """Whether its environments run in an interpreter of their own, `environment.python`, which has the package."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -54,6 +56,14 @@ FAMILIES: Mapping[str, Family] = {
         package="textarena",
         tested="0.7.4",
         help="games for one player",
+    ),
+    "verifiers": Family(
+        module="tunesmith.environments.sets.verifiers",
+        package="verifiers",
+        tested="0.4.0",
+        help="v1 environments by the name of their package",
+        is_open=True,
+        has_interpreter=True,
     ),
 }
 
@@ -82,7 +92,7 @@ def import_family(family: str) -> ModuleType:
             f"environment {family} needs the package {entry.package}{missing}: pip install {entry.package}"
             f"=={entry.tested}"
         ) from error
-    version = importlib.metadata.version(entry.package)
+    version = entry.tested if entry.has_interpreter else importlib.metadata.version(entry.package)
     if version != entry.tested:
         logger.warning("%s %s is installed; its environments were tested with %s", entry.package, version, entry.tested)
     return module
