@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -190,6 +191,7 @@ def test_the_process_ends_with_its_tools(tmp_path):
     number = int((tmp_path / "pid").read_text())
     os.kill(number, 0)
     del tools
+    gc.collect()
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)
 

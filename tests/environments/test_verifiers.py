@@ -39,7 +39,7 @@ class ToyTask(vf.Task[Data]):
 class ToySet(vf.Taskset[ToyTask, vf.TasksetConfig]):
     def load(self):
         for number in range(12):
-            mode = {3: "raise", 5: "die"}.get(number, "pay")
+            mode = {3: "raise", 4: "die", 5: "die"}.get(number, "pay")
             yield ToyTask(Data(idx=number, prompt=f"Task {number}", mode=mode), self.config.task)
 
 class ToyHarness(vf.Harness[vf.HarnessConfig]):
@@ -132,7 +132,7 @@ class Environment:
     async def run_slot(self, task, context):
         print("a line on standard output", flush=True)
         names = types.SimpleNamespace
-        if task.data.idx == 5 and not os.path.exists("died"):
+        if task.data.idx in (4, 5) and not os.path.exists("died"):
             open("died", "w").close()
             os._exit(9)
         if task.data.idx == 3:
@@ -200,7 +200,7 @@ def test_episodes_are_played_by_the_environment_and_recorded_here(values, tmp_pa
     held_out = [task.row for task in load_run_tasks(test, test.eval_datasets["test"], name="t")]
     numbers = [row["data"]["idx"] for row in rows]
     assert len(numbers) == 6 and not set(numbers) & {row["data"]["idx"] for row in held_out}
-    assert rows[0]["data"]["prompt"] == f"Task {numbers[0]}" and {3, 5} <= set(numbers)
+    assert rows[0]["data"]["prompt"] == f"Task {numbers[0]}" and 3 in numbers and {4, 5} & set(numbers)
     result = tune(config)
     (file,) = (result.folder / "rollouts").glob("*.parquet")
     runs = {group.task.row["data"]["idx"]: group.trajectories for group in load_rollouts(file)}

@@ -1,13 +1,11 @@
 """JSON-RPC 2.0 with a server: a child process with one message a line, or a URL as in MCP's streamable HTTP.
 
-Calls block; they may come from any thread, and so from any event loop (`asyncio.to_thread`). A call ends with the
-server's result, with `RpcError` (the server refused it), with `TimeoutError` (the server is asked to cancel it), or
-with `ServerLostError`: the process has ended, or the URL does not answer. Nothing is sent to a lost server again.
-
     -> {"jsonrpc": "2.0", "id": 1, "method": "add", "params": {"a": 1, "b": 2}}
     <- {"jsonrpc": "2.0", "id": 1, "result": 3}
 
-Requests of the server are answered too: `ping` by an empty result, others by an error, since it was offered nothing.
+Calls block; they may come from any thread, and so from any event loop (`asyncio.to_thread`). A call ends with the
+server's result, with `RpcError` (the server refused it), with `TimeoutError` (the server is asked to cancel it), or
+with `ServerLostError`: the process has ended, or the URL does not answer.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 END_TIMEOUT_S = 2.0
 """Seconds that a process has to end by itself once its input is closed."""
-NUM_LOG_BYTES = 4000
 MAX_SHOWN_CHARS = 300
 
 Message = dict[str, Any]
@@ -49,28 +46,6 @@ class RpcError(Exception):
         self.code = error.get("code")
 
 
-def build_message(method: str, params: Mapping[str, Any], **fields: Any) -> Message:
-    return {"jsonrpc": "2.0", **fields, "method": method, "params": dict(params)}
-
-
-def build_cancellation(number: int) -> Message:
-    return build_message("notifications/cancelled", {"requestId": number, "reason": "time limit"})
-
-
-def answer_request(request: Message) -> Message:
-    """The answer to a request of the server."""
-    if request["method"] == "ping":
-        return {"jsonrpc": "2.0", "id": request["id"], "result": {}}
-    error = {"code": METHOD_NOT_FOUND, "message": f"{request['method']} is not supported"}
-    return {"jsonrpc": "2.0", "id": request["id"], "error": error}
-
-
-def read_result(reply: Message) -> Any:
-    if isinstance(reply.get("error"), dict):
-        raise RpcError(reply["error"])
-    return reply.get("result")
-
-
 class SharedServer:
     """A server that serves all rollouts: opened when it is first used, and again after it was lost."""
 
@@ -81,114 +56,72 @@ class SharedServer:
 
     def get(self) -> Server:
         with self._lock:
-            if self._server is None:
-                self._server = self._connect()
+            self._server = self._server or self._connect()
             return self._server
 
     def forget(self, server: Server) -> None:
         """Close a server, this one or another; if it was this one, the next use opens another."""
         with self._lock:
-            if server is self._server:
-                self._server = None
+            self._server = None if server is self._server else self._server
         server.close()
 
 
-class _Channel:
-    """The pipes of a process; the thread that reads them keeps this alive, and not the `ServerProcess`."""
+def build_message(method: str, params: Mapping[str, Any], **fields: Any) -> Message:
+    return {"jsonrpc": "2.0", **fields, "method": method, "params": dict(params)}
 
-    def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self._stdin, self._stdout = stdin, stdout
-        self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Message]] = {}
-        self.is_ended = False
-        self.strange_line = ""
-        """The last line that was no message; servers that print to their standard output write such lines."""
 
-    def send(self, message: Message) -> None:
-        with self._lock:
-            self._stdin.write(json.dumps(message).encode() + b"\n")
-            self._stdin.flush()
+def answer_request(request: Message) -> Message:
+    """The answer to a request of the server: all but a ping are refused, since it was offered nothing."""
+    error = {"code": METHOD_NOT_FOUND, "message": f"{request['method']} is not supported"}
+    answer = {"result": {}} if request["method"] == "ping" else {"error": error}
+    return {"jsonrpc": "2.0", "id": request["id"], **answer}
 
-    @contextlib.contextmanager
-    def expect(self, number: int) -> Iterator[Future[Message]]:
-        """The future of a reply; it is cancelled when the process ends."""
-        future: Future[Message] = Future()
-        self._waiting[number] = future
-        if self.is_ended:
-            future.cancel()
-        try:
-            yield future
-        finally:
-            self._waiting.pop(number, None)
 
-    def read(self) -> None:
-        """Deliver replies until the process closes its output."""
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._stdout:
-                self._deliver(line)
-        self.is_ended = True
-        for future in list(self._waiting.values()):
-            future.cancel()
-
-    def _deliver(self, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            message = None
-        if not isinstance(message, dict):
-            self.strange_line = line.decode(errors="replace").strip() or self.strange_line
-        elif "method" not in message:
-            future = self._waiting.get(message.get("id", 0))
-            if future is not None and not future.done():
-                future.set_result(message)
-        elif "id" in message:
-            self.send(answer_request(message))
-
-    def close(self) -> None:
-        for pipe in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+def read_result(reply: Message) -> Any:
+    if isinstance(reply.get("error"), dict):
+        raise RpcError(reply["error"])
+    return reply.get("result")
 
 
 class ServerProcess:
     """A child process that is a server; it also ends when this process does.
 
     `call` returns the result of a method, `notify` sends a message that has none, and `close` ends the process, whose
-    calls then fail.
+    calls then fail. `label` names the server in messages.
     """
 
     def __init__(self, command: Sequence[str], *, label: str) -> None:
-        """`label` names the server in messages."""
         self.label = label
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
             )
         except OSError as error:
-            self._log.close()
+            log.close()
             raise ToolUnavailableError(f"{label} cannot be started: {error.strerror}: {error.filename}") from error
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._channel = _Channel(self._process.stdin, self._process.stdout)
+        self._log = log
+        self._pipes = _Pipes(self._process)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._cause = f"{label} is closed"
-        """Why the server has ended; read once, by the first call that finds it ended."""
-        threading.Thread(target=self._channel.read, name="tunesmith-server", daemon=True).start()
-        self._end = weakref.finalize(self, _end_process, self._process, self._channel, self._log, os.getpid())
+        """Why the process has ended; read by the first call that finds it ended."""
+        threading.Thread(target=self._pipes.read, name="tunesmith-server", daemon=True).start()
+        self._end = weakref.finalize(self, _end_process, self._process, self._pipes, log, os.getpid())
 
     def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float | None) -> Any:
         number = next(self._numbers)
-        with self._channel.expect(number) as reply:
+        reply = self._pipes.expect(number)
+        try:
             self._send(build_message(method, params, id=number))
-            try:
-                return read_result(reply.result(timeout_s))
-            except TimeoutError:
-                self._send(build_cancellation(number))
-                shown = self._channel.strange_line[:MAX_SHOWN_CHARS]
-                raise TimeoutError(f"its last output was {shown!r}, which is no JSON-RPC" if shown else "") from None
-            except CancelledError:
-                raise ServerLostError(self._explain_end()) from None
+            return read_result(reply.result(timeout_s))
+        except TimeoutError:
+            self.notify("notifications/cancelled", {"requestId": number})
+            raise
+        except CancelledError:
+            raise self._explain_end() from None
+        finally:
+            self._pipes.waiting.pop(number, None)
 
     def notify(self, method: str, params: Mapping[str, Any]) -> None:
         self._send(build_message(method, params))
@@ -198,39 +131,73 @@ class ServerProcess:
 
     def _send(self, message: Message) -> None:
         try:
-            self._channel.send(message)
+            self._pipes.send(message)
         except (OSError, ValueError) as error:  # ValueError: the pipe is closed
-            raise ServerLostError(self._explain_end()) from error
+            raise self._explain_end() from error
 
-    def _explain_end(self) -> str:
+    def _explain_end(self) -> ServerLostError:
         with self._lock:
             if self._end.alive:
-                self._cause = self._read_cause()
-                self.close()
-            return self._cause
-
-    def _read_cause(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        self._log.seek(-min(NUM_LOG_BYTES, self._log.seek(0, os.SEEK_END)), os.SEEK_END)
-        lines = [each.strip() for each in self._log.read().decode(errors="replace").splitlines()]
-        last = next((each for each in reversed(lines) if each), self._channel.strange_line or "it wrote no error")
-        return f"{self.label} has ended (status {self._process.returncode}): {last[:MAX_SHOWN_CHARS]}"
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_TIMEOUT_S)
+                self._log.seek(0)
+                lines = self._log.read().decode(errors="replace").split("\n")
+                last = next((each.strip() for each in reversed(lines) if each.strip()), "it wrote no error")
+                self._end()
+                self._cause = f"{self.label} has ended (status {self._process.returncode}): {last[:MAX_SHOWN_CHARS]}"
+            return ServerLostError(self._cause)
 
 
-def _end_process(process: subprocess.Popen[bytes], channel: _Channel, log: IO[bytes], owner: int) -> None:
+class _Pipes:
+    """Messages to and from a process. The thread that reads keeps this alive, and not the `ServerProcess`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.stdin, self.stdout = process.stdin, process.stdout
+        self.waiting: dict[Any, Future[Message]] = {}
+        """Replies that are expected; cancelled when the process ends."""
+        self._lock = threading.Lock()
+        self._is_ended = False
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            self.stdin.write(json.dumps(message).encode() + b"\n")
+            self.stdin.flush()
+
+    def expect(self, number: int) -> Future[Message]:
+        future = self.waiting[number] = Future()
+        if self._is_ended:
+            future.cancel()
+        return future
+
+    def read(self) -> None:
+        """Deliver replies until the process closes its output; lines that are no messages are left out."""
+        with contextlib.suppress(OSError, ValueError):
+            for line in self.stdout:
+                with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
+                    message = json.loads(line)
+                    if "method" not in message:
+                        if (future := self.waiting.pop(message.get("id"), None)) is not None:
+                            future.set_result(message)
+                    elif "id" in message:
+                        self.send(answer_request(message))
+        self._is_ended = True
+        for future in list(self.waiting.values()):
+            future.cancel()
+
+
+def _end_process(process: subprocess.Popen[bytes], pipes: _Pipes, log: IO[bytes], owner: int) -> None:
     """Close the input, at whose end a server ends; kill what is left of it and of what it started."""
     if os.getpid() != owner:
         return  # a forked copy of this process does not own the server
     with contextlib.suppress(OSError):
-        assert process.stdin is not None
-        process.stdin.close()
+        pipes.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    channel.close()
+    pipes.stdout.close()
     log.close()
 
 
@@ -242,10 +209,9 @@ class HttpServer:
 
     def __init__(self, url: str, *, headers: Mapping[str, str], label: str) -> None:
         self.label = label
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(headers=dict(headers), limits=limits, follow_redirects=True)
         self._url = url
-        self._client = httpx.Client(
-            headers=dict(headers), limits=httpx.Limits(max_connections=None), follow_redirects=True
-        )
         self._session: dict[str, str] = {}
         """Headers that the server expects once it is initialized."""
         self._numbers = itertools.count(1)
@@ -253,68 +219,61 @@ class HttpServer:
 
     def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
         number = next(self._numbers)
-        message = build_message(method, params, id=number)
         try:
-            result = read_result(self._exchange(message, deadline=time.monotonic() + timeout_s))
+            result = read_result(self._exchange(build_message(method, params, id=number), timeout_s))
         except (httpx.TimeoutException, TimeoutError):
-            with contextlib.suppress(ServerLostError, ToolUnavailableError, httpx.TimeoutException):
-                self._post(build_cancellation(number))
+            with contextlib.suppress(ToolUnavailableError, httpx.TimeoutException):
+                self.notify("notifications/cancelled", {"requestId": number})
             raise TimeoutError from None
-        if method == "initialize":
-            self._session["mcp-protocol-version"] = str(result["protocolVersion"])
+        if method == "initialize" and isinstance(result, dict):
+            self._session["mcp-protocol-version"] = str(result.get("protocolVersion"))
         return result
 
     def notify(self, method: str, params: Mapping[str, Any]) -> None:
-        self._post(build_message(method, params))
+        with self._post(build_message(method, params), END_TIMEOUT_S):
+            pass
 
     def close(self) -> None:
         self._end()
 
-    def _post(self, message: Message) -> None:
-        """Send a message to which the server answers nothing."""
-        with self._send(message, timeout_s=END_TIMEOUT_S):
-            pass
-
-    def _exchange(self, message: Message, *, deadline: float) -> Message:
-        """Send a request; its reply."""
-        with self._send(message, timeout_s=deadline - time.monotonic()) as response:
+    def _exchange(self, message: Message, timeout_s: float) -> Message:
+        """The reply to a request."""
+        deadline = time.monotonic() + timeout_s
+        with self._post(message, timeout_s) as response:
             for text in iter_texts(response):
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 try:
-                    received = json.loads(text)
-                    is_reply = "method" not in received and received["id"] == message["id"]
-                except (ValueError, TypeError, KeyError) as error:
+                    received: Message = json.loads(text)
+                    is_request = "method" in received and "id" in received
+                except (ValueError, TypeError) as error:
                     shown = text[:MAX_SHOWN_CHARS]
                     raise ToolUnavailableError(f"{self.label} answered no JSON-RPC but {shown!r}") from error
-                if is_reply:
-                    reply: Message = received
-                    return reply
-                if "id" in received and "method" in received:
-                    self._post(answer_request(received))
+                if is_request:
+                    with self._post(answer_request(received), END_TIMEOUT_S):
+                        pass
+                elif received.get("id") == message["id"]:
+                    return received
         raise ServerLostError(f"{self.label} ended its response without an answer")
 
     @contextlib.contextmanager
-    def _send(self, message: Message, *, timeout_s: float) -> Iterator[httpx.Response]:
+    def _post(self, message: Message, timeout_s: float) -> Iterator[httpx.Response]:
         headers = {"accept": "application/json, text/event-stream", **self._session}
         try:
             with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout_s) as response:
-                if response.status_code >= 400:
+                status = response.status_code
+                if status >= 400:
                     text = " ".join(response.read().decode(errors="replace").split())[:MAX_SHOWN_CHARS]
-                    is_lost = response.status_code == 404 and "mcp-session-id" in self._session
-                    kind = ServerLostError if is_lost or response.status_code >= 500 else ToolUnavailableError
-                    raise kind(f"{self.label} answered with status {response.status_code}: {text}")
+                    is_lost = status >= 500 or (status == 404 and "mcp-session-id" in self._session)
+                    kind = ServerLostError if is_lost else ToolUnavailableError
+                    raise kind(f"{self.label} answered with status {status}: {text}")
                 if "mcp-session-id" in response.headers:
                     self._session["mcp-session-id"] = response.headers["mcp-session-id"]
                 yield response
         except httpx.TimeoutException:
             raise
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client is closed
             raise ServerLostError(f"{self.label} does not answer: {error or type(error).__name__}") from error
-        except RuntimeError as error:
-            if not self._client.is_closed:
-                raise
-            raise ServerLostError(f"{self.label} is closed") from error
 
 
 def iter_texts(response: httpx.Response) -> Iterator[str]:

@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -75,13 +75,13 @@ class McpServer:
     """A server that is started when it is needed: by the first call, and by the next one after it has ended."""
 
     def __init__(self, target: str | Sequence[str], settings: McpToolSection, *, timeout_s: float) -> None:
-        self.is_url = isinstance(target, str) and re.match(r"https?://", target) is not None
-        self.target = str(target) if self.is_url else shlex.split(target) if isinstance(target, str) else list(target)
-        shown = self.target if isinstance(self.target, str) else shlex.join(self.target)
-        self.label = f"the MCP server {shown!r}"
+        text = target if isinstance(target, str) else shlex.join(target)
+        self.target = text if re.match(r"https?://", text) else shlex.split(text)
+        """A URL, or a command."""
+        self.label = f"the MCP server {text!r}"
         if not self.target:
             raise ConfigError("mcp is empty: give the URL of a server, or the command that starts one")
-        if settings.headers and not self.is_url:
+        if settings.headers and not isinstance(self.target, str):
             raise ConfigError(f"{self.label} is a command: headers have no effect; leave them out")
         self._settings, self._timeout_s = settings, timeout_s
         self._headers = {name: self._fill_in(name, value) for name, value in settings.headers.items()}
@@ -124,30 +124,22 @@ class McpServer:
             else ServerProcess(self.target, label=self.label)
         )
         limit_s = self._settings.start_timeout_s
-        params = {
-            "protocolVersion": VERSIONS[0],
-            "capabilities": {},
-            "clientInfo": {"name": "tunesmith", "version": __version__},
-        }
+        client = {"clientInfo": {"name": "tunesmith", "version": __version__}, "capabilities": {}}
         try:
-            answer = connection.call("initialize", params, timeout_s=limit_s)
-            version = answer.get("protocolVersion") if isinstance(answer, dict) else None
-            if version not in VERSIONS:
-                raise ToolUnavailableError(
-                    f"{self.label} speaks version {version!r} of the protocol; supported are {', '.join(VERSIONS)}"
-                )
-            connection.notify("notifications/initialized", {})
+            with ExitStack() as stack:
+                stack.callback(connection.close)
+                answer = connection.call("initialize", {"protocolVersion": VERSIONS[0], **client}, timeout_s=limit_s)
+                version = answer.get("protocolVersion") if isinstance(answer, dict) else None
+                if version not in VERSIONS:
+                    supported = f"supported are {', '.join(VERSIONS)}"
+                    raise ToolUnavailableError(f"{self.label} speaks version {version!r} of the protocol; {supported}")
+                connection.notify("notifications/initialized", {})
+                stack.pop_all()
+                return connection
         except TimeoutError as error:
-            connection.close()
-            cause = f"{self.label} has not answered after start_timeout_s={limit_s:g}"
-            raise ToolUnavailableError(f"{cause}: {error}" if str(error) else cause) from error
+            raise ToolUnavailableError(f"{self.label} has not answered after start_timeout_s={limit_s:g}") from error
         except RpcError as error:
-            connection.close()
             raise ToolUnavailableError(f"{self.label} does not speak MCP: it refused initialize: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     async def run(self, tool: str, connection: Server | None, /, **arguments: Any) -> ToolResult:
         """Call a tool in a thread; without a connection, over the one that all rollouts share."""
