@@ -15,17 +15,18 @@ from pathlib import Path
 import httpx
 import pytest
 from agents import TOKENIZER
-from single_run import build_service, run
+from single_run import TASK, build_service
 
 from free_ports import find_free_port
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, tool_agent
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
+from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
 from tunesmith.tools.mcp import load_mcp_tools
-from tunesmith.types import JudgeOutput, WorkflowOutput
+from tunesmith.types import JudgeOutput, Trajectory, WorkflowOutput
 
 pytest.importorskip("mcp")
 
@@ -167,10 +168,14 @@ async def test_a_rollout_that_lost_its_server_is_made_again_without_its_first_tu
     async def judge(task, response) -> JudgeOutput:
         return JudgeOutput(reward=1.0)
 
-    trajectory = await run(agent, judge, service=service)
+    async def run() -> Trajectory:
+        twice = Agent(workflow=agent, judge=judge, timeout_s=60, max_attempts=2)
+        return await run_trajectory(TASK, 0, agent=twice, model=service, auxiliary_models={}, seed=1)
+
+    trajectory = await run()
     assert (trajectory.failure, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 1)
     script = iter(replies[:1] * 2)
-    lost_twice = await run(agent, judge, service=service)
+    lost_twice = await run()
     assert lost_twice.reward is None and "ServerLostError" in lost_twice.failure.message
 
 

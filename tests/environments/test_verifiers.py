@@ -6,20 +6,24 @@ Continuous integration has a stand-in for the package with the names that the wo
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from conditions import until
 from tunesmith import tune
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.runs.load_config import build_config
-from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.load_function import load_functions, load_task_environment
 from tunesmith.runs.tasks import load_run_tasks
 
 REAL = os.environ.get("TUNESMITH_TEST_VERIFIERS")
 REAL_SET = """
+import asyncio
 import os
 
 import httpx
@@ -39,7 +43,7 @@ class ToyTask(vf.Task[Data]):
 class ToySet(vf.Taskset[ToyTask, vf.TasksetConfig]):
     def load(self):
         for number in range(12):
-            mode = {3: "raise", 4: "die", 5: "die"}.get(number, "pay")
+            mode = {3: "raise", 4: "die", 5: "die", 11: "wait"}.get(number, "pay")
             yield ToyTask(Data(idx=number, prompt=f"Task {number}", mode=mode), self.config.task)
 
 class ToyHarness(vf.Harness[vf.HarnessConfig]):
@@ -53,6 +57,12 @@ class ToyHarness(vf.Harness[vf.HarnessConfig]):
         if data.mode == "die" and not os.path.exists("died"):
             open("died", "w").close()
             os._exit(9)
+        if data.mode == "wait":
+            open("started", "w").close()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                open("cancelled", "w").close()
         async with httpx.AsyncClient(timeout=60) as client:
             body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
             reply = await client.post(f"{endpoint}/chat/completions", json=body,
@@ -135,6 +145,12 @@ class Environment:
         if task.data.idx in (4, 5) and not os.path.exists("died"):
             open("died", "w").close()
             os._exit(9)
+        if task.data.idx == 11:
+            open("started", "w").close()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                open("cancelled", "w").close()
         if task.data.idx == 3:
             trace = names(rewards={}, metrics={}, errors=[names(type="TaskError", message="broken task")])
             return names(ok=False, errors=[], traces=[trace])
@@ -211,6 +227,19 @@ def test_episodes_are_played_by_the_environment_and_recorded_here(values, tmp_pa
         assert 1 <= len(run.turns[0].sampled_ids) <= 4
     for run in runs[3]:
         assert run.reward is None and "broken task" in run.failure.message
+
+
+@pytest.mark.anyio
+async def test_a_rollout_that_is_cancelled_ends_its_episode(values, tmp_path):
+    environment = load_task_environment(build_config(values))
+    client = SimpleNamespace(api_key="key")
+    model = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model_name="m", as_openai_client=lambda: client)
+    playing = asyncio.create_task(environment.run({"data": environment.describe(11)["data"]}, model))
+    await until((tmp_path / "started").exists)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await until((tmp_path / "cancelled").exists)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Agent:
     """Passed to functions with a `logger` parameter; tracebacks of failures are logged here at debug level."""
     cancel_grace_s: float = 5.0
     """Seconds that cancelled functions may take to clean up before they are abandoned."""
-    max_attempts: int = 2
+    max_attempts: int = 1
     """Attempts of a rollout that lost its worker in another process, or the server of a tool or of its environment;
     each has new sessions and the whole time. Branches and what they replay have one."""
     parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)

@@ -196,18 +196,19 @@ def load_tool(section: ToolSection) -> Tool:
     # deferred as in load_environment
     from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
 
-    assert section.tool is not None
-    knob = f"environment.tools: {section.tool}"
-    if section.tool == "python":
+    name = section.tool
+    assert name is not None
+    knob = f"environment.tools: {name}"
+    if name == "python":
         try:
             limit = {} if section.max_result_chars is None else {"max_result_chars": section.max_result_chars}
             settings = build_section(PythonToolSection, limit | section.settings)
         except ConfigError as error:
             raise ConfigError(f"{knob}: settings: {error}") from error
         tool = build_python_tool(settings, is_session=section.is_session)
-    elif section.tool == "calculator":
+    elif name == "calculator":
         tool = build_calculator_tool()
-    elif section.tool == "search":
+    elif name == "search":
         # numpy and httpx, which a check of a run file does not wait for
         from tunesmith.tools.search.settings import SearchToolSection
         from tunesmith.tools.search.tool import build_search_tool
@@ -219,7 +220,7 @@ def load_tool(section: ToolSection) -> Tool:
             raise ConfigError(f"{knob}: settings: {error}") from error
         section = section.model_copy(update={"timeout_s": None})  # what exceeds a limit of a Tool is an observation
     else:
-        source, name = split_spec(section.tool, knob=knob)
+        source, name = split_spec(name, knob=knob)
         found = getattr(load_module(source, knob=knob), name, None)
         tool = convert_tool(found, section.settings, knob=knob)
     return change_limits(tool, section, ("name", "max_calls", "timeout_s", "max_result_chars"))

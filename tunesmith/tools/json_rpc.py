@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import IO, Any, TypeAlias, Union
+from typing import IO, Any, Generic, TypeAlias, TypeVar, Union
 
 import httpx
 
@@ -36,6 +36,7 @@ MAX_SHOWN_CHARS = 300
 
 Message = dict[str, Any]
 Server: TypeAlias = Union["ServerProcess", "HttpServer"]
+AnyServer = TypeVar("AnyServer", bound="ServerProcess | HttpServer")
 
 
 class RpcError(Exception):
@@ -46,20 +47,20 @@ class RpcError(Exception):
         self.code = error.get("code")
 
 
-class SharedServer:
+class SharedServer(Generic[AnyServer]):
     """A server that serves all rollouts: opened when it is first used, and again after it was lost."""
 
-    def __init__(self, connect: Callable[[], Server]) -> None:
+    def __init__(self, connect: Callable[[], AnyServer]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
-        self._server: Server | None = None
+        self._server: AnyServer | None = None
 
-    def get(self) -> Server:
+    def get(self) -> AnyServer:
         with self._lock:
             self._server = self._server or self._connect()
             return self._server
 
-    def forget(self, server: Server) -> None:
+    def forget(self, server: AnyServer) -> None:
         """Close a server, this one or another; if it was this one, the next use opens another."""
         with self._lock:
             self._server = None if server is self._server else self._server

@@ -171,7 +171,7 @@ def list_clauses(errors: Iterable[ValidationError]) -> list[str]:
 
 Run = Callable[..., Awaitable["str | ToolResult"]]
 """The function of a tool: keyword arguments in, the text for the model out."""
-OpenSession = Callable[[], AbstractAsyncContextManager[Run]]
+OpenSession = Callable[[], AbstractAsyncContextManager[Any]]
 
 FailureKind = Literal["", "error", "arguments", "unknown_tool", "timeout", "memory", "output_limit", "call_limit"]
 """Why a call failed; empty if it did not."""

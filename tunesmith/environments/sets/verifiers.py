@@ -18,7 +18,7 @@ from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
-from tunesmith.tools.json_rpc import RpcError, Server, ServerProcess, SharedServer
+from tunesmith.tools.json_rpc import RpcError, ServerProcess, SharedServer
 from tunesmith.types import WorkflowOutput
 
 WORKER = Path(__file__).parent / "verifiers_worker.py"
@@ -105,7 +105,7 @@ class VerifiersEnvironment:
         except RpcError as error:
             raise ToolUnavailableError(f"environment verifiers:{self._name}: {error}") from error
 
-    def _start(self) -> Server:
+    def _start(self) -> ServerProcess:
         label = f"environment verifiers:{self._name}, in {self._python},"
         server = ServerProcess([self._python, "-P", str(WORKER)], label=label)
         try:

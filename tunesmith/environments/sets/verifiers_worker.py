@@ -5,10 +5,13 @@ It reads JSON-RPC requests from standard input, a line each, and answers on stan
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import os
 import sys
+from collections.abc import Awaitable
+from typing import Any, TextIO
 
 import verifiers
 import verifiers.v1 as v1
@@ -21,7 +24,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 class Worker:
     """One environment, and the episodes that run."""
 
-    def load(self, name, args):
+    def load(self, name: str, args: dict[str, Any]) -> dict[str, str]:
         # the package's own default is a runtime in the cloud
         args = {**args, "agent": {"runtime": {"type": "subprocess"}, **args.get("agent", {})}}
         config = resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": name}})
@@ -34,13 +37,13 @@ class Worker:
         self.tasks = iter(self.env.taskset)
         return {"version": verifiers.__version__}
 
-    def list_tasks(self, number):
+    def list_tasks(self, number: int) -> list[dict[str, Any]]:
         """The next tasks."""
         return [
             each.data.model_dump(mode="json", exclude_defaults=True) for each in itertools.islice(self.tasks, number)
         ]
 
-    async def run(self, data, base_url, model):
+    async def run(self, data: dict[str, Any], base_url: str, model: str) -> dict[str, Any]:
         kind = type(self.env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), self.env.config.taskset.task)
         client = EvalClientConfig(base_url=base_url, api_key_var="TUNESMITH_KEY_IN_URL")
@@ -57,18 +60,19 @@ class Worker:
         return {"reward": sum(rewards.values()), "metrics": rewards | metrics}
 
 
-async def serve(output):
-    worker, running = Worker(), {}
+async def serve(output: TextIO) -> None:
+    worker = Worker()
+    running: dict[str, asyncio.Task[None]] = {}
 
-    async def answer(number, work):
+    async def answer(number: int, work: Awaitable[Any]) -> None:
         try:
-            reply = {"result": await work}
+            reply: dict[str, Any] = {"result": await work}
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the environment's code
             reply = {"error": {"code": -32000, "message": f"{type(error).__name__}: {error}"}}
         output.write(json.dumps({"jsonrpc": "2.0", "id": number, **reply}) + "\n")
         output.flush()
 
-    async def receive():
+    async def receive() -> Any:
         line = await asyncio.to_thread(sys.stdin.buffer.readline)
         return json.loads(line) if line else None
 
@@ -82,7 +86,7 @@ async def serve(output):
             elif message["method"] == "run":
                 episode = asyncio.create_task(answer(message["id"], worker.run(**params)))
                 running[params["base_url"]] = episode
-                episode.add_done_callback(lambda _, url=params["base_url"]: running.pop(url))
+                episode.add_done_callback(functools.partial(running.pop, params["base_url"]))
             elif message["method"] == "cancel" and params["base_url"] in running:
                 running[params["base_url"]].cancel()
 
