@@ -4,7 +4,6 @@
 names are imported on first access (PEP 562), so `import tunesmith` and `tunesmith --help` do not import torch.
 """
 
-# ruff: noqa: F405  # most names of `__all__` are those of a star import
 from __future__ import annotations
 
 import importlib
@@ -13,26 +12,85 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tunesmith.api import *  # noqa: F403  # the names of its `__all__`
+    from tunesmith.algorithms.advantages.group import RunOutcome
+    from tunesmith.algorithms.scores import TokenLosses, TokenScores
+    from tunesmith.api import (
+        evaluate,
+        export,
+        measure_pass_rates,
+        prefer,
+        prepare,
+        run_pipeline,
+        serve,
+        sft,
+        tune,
+    )
+    from tunesmith.commands.check.run import check
+    from tunesmith.commands.doctor.diagnose import diagnose as doctor
+    from tunesmith.commands.eval.comparison import EvalResult
+    from tunesmith.commands.export.run import ExportResult
+    from tunesmith.commands.pass_rate import PassRates
+    from tunesmith.commands.prepare.run import PrepareResult
     from tunesmith.commands.run.config import PipelineConfig
+    from tunesmith.commands.run.folder import PipelineResult, StageOutcome
+    from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
+    from tunesmith.commands.select_model.select import ModelSelection, select_model
+    from tunesmith.commands.sft.train import OfflineResult
+    from tunesmith.commands.tune.callbacks import CheckpointEnd, EvaluationEnd, StepEnd, Stop
+    from tunesmith.commands.tune.tune import TuneResult
+    from tunesmith.commands.tune_prompt.prompt_runs import PromptTuneResult
+    from tunesmith.commands.tune_prompt.tune import tune_prompt
+    from tunesmith.compat.agentscope_config import (
+        AlgorithmConfig,
+        DatasetConfig,
+        PromptTuneConfig,
+        TaskSelectorConfig,
+        TunerModelConfig,
+    )
+    from tunesmith.compat.tinker_config import TinkerConfig
     from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
+    from tunesmith.model.prepare import prepare_model
+    from tunesmith.monitor.metric_table import MetricTable
+    from tunesmith.rollout.chat_model import ChatModel
+    from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+    from tunesmith.tool_log import replayable
+    from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 MODULES = {
-    "tunesmith.types": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
-    "tunesmith.tool_log": ("replayable",),
-    "tunesmith.rollout.signature": ("check_judge_function", "check_workflow_function"),
-    "tunesmith.monitor.metric_table": ("MetricTable",),
-    "tunesmith.config": (
-        "EvalConfig", "ExportSection", "PreferenceConfig", "PrepareSection", "RunConfig", "SftConfig",
-    ),
+    "tunesmith.algorithms.advantages.group": ("RunOutcome",),
+    "tunesmith.algorithms.scores": ("TokenLosses", "TokenScores"),
+    "tunesmith.commands.check.run": ("check",),
+    "tunesmith.commands.doctor.diagnose": ("diagnose",),
+    "tunesmith.commands.eval.comparison": ("EvalResult",),
+    "tunesmith.commands.export.run": ("ExportResult",),
+    "tunesmith.commands.pass_rate": ("PassRates",),
+    "tunesmith.commands.prepare.run": ("PrepareResult",),
     "tunesmith.commands.run.config": ("PipelineConfig",),
+    "tunesmith.commands.run.folder": ("PipelineResult", "StageOutcome"),
+    "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
+    "tunesmith.commands.select_model.select": ("ModelSelection", "select_model"),
+    "tunesmith.commands.sft.train": ("OfflineResult",),
+    "tunesmith.commands.tune.callbacks": ("CheckpointEnd", "EvaluationEnd", "StepEnd", "Stop"),
+    "tunesmith.commands.tune.tune": ("TuneResult",),
+    "tunesmith.commands.tune_prompt.prompt_runs": ("PromptTuneResult",),
+    "tunesmith.commands.tune_prompt.tune": ("tune_prompt",),
     "tunesmith.compat.agentscope_config": (
         "AlgorithmConfig", "DatasetConfig", "PromptTuneConfig", "TaskSelectorConfig", "TunerModelConfig",
     ),
     "tunesmith.compat.tinker_config": ("TinkerConfig",),
-    "tunesmith.commands.select_model.judges": ("avg_time_judge", "avg_token_consumption_judge"),
+    "tunesmith.config": (
+        "EvalConfig", "ExportSection", "PreferenceConfig", "PrepareSection", "RunConfig", "SftConfig",
+    ),
+    "tunesmith.model.prepare": ("prepare_model",),
+    "tunesmith.monitor.metric_table": ("MetricTable",),
+    "tunesmith.rollout.chat_model": ("ChatModel",),
+    "tunesmith.rollout.signature": ("check_judge_function", "check_workflow_function"),
+    "tunesmith.tool_log": ("replayable",),
+    "tunesmith.types": ("JudgeOutput", "JudgeType", "WorkflowOutput", "WorkflowType"),
 }  # fmt: skip
-"""Names whose modules import neither torch nor transformers; the other names are imported with `tunesmith.api`."""
+"""Where each public name is; `tunesmith.api` has the others."""
+RENAMED = {"doctor": "diagnose"}
+"""Public name -> the name in its module, where they differ."""
 
 __all__ = [
     "AlgorithmConfig",
@@ -95,8 +153,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = next((module for module, names in MODULES.items() if name in names), "tunesmith.api")
-        return getattr(importlib.import_module(module), name)
+        own = RENAMED.get(name, name)
+        module = next((module for module, names in MODULES.items() if own in names), "tunesmith.api")
+        return getattr(importlib.import_module(module), own)
     raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
 
 

@@ -4,6 +4,9 @@ Each takes the config object of its command or the path of its YAML file, which 
 commands says, and returns a small result that holds no weights. All may be called while an event loop runs, as in a
 notebook. `compat` translates AgentScope's classes and Trinity-RFT's files to a `RunConfig` and chooses the class of the
 chat model that workflows receive; `commands` does the work.
+
+As the command line does, the functions import what does the work by its name, once the settings are checked: importing
+torch and transformers takes seconds.
 """
 
 from __future__ import annotations
@@ -11,121 +14,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from tunesmith.algorithms.advantages.group import RunOutcome
-from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.algorithms.scores import TokenLosses, TokenScores
-from tunesmith.commands import pass_rate
-from tunesmith.commands.check.run import check
-from tunesmith.commands.doctor.diagnose import diagnose as doctor
-from tunesmith.commands.eval.compare import run_comparison
-from tunesmith.commands.eval.comparison import EvalResult
-from tunesmith.commands.eval.suites import apply_suite
-from tunesmith.commands.export.run import ExportResult, run_export
-from tunesmith.commands.pass_rate import PassRates
-from tunesmith.commands.prepare.run import PrepareResult, run_prepare
 from tunesmith.commands.run.config import PipelineConfig, StageSelection
-from tunesmith.commands.run.folder import PipelineResult, StageOutcome
-from tunesmith.commands.run.run import run_pipeline as run_selected
-from tunesmith.commands.select_model.judges import avg_time_judge, avg_token_consumption_judge
-from tunesmith.commands.select_model.select import ModelSelection, select_model
-from tunesmith.commands.serve.run import run_serving
-from tunesmith.commands.settings import list_paths, load_settings
-from tunesmith.commands.sft.train import OfflineResult, run_preference, run_sft
-from tunesmith.commands.table import find_command
-from tunesmith.commands.tune.callbacks import (
-    Callbacks,
-    CheckpointEnd,
-    EvaluationEnd,
-    OnCheckpoint,
-    OnEvaluation,
-    OnStepEnd,
-    StepEnd,
-    Stop,
-)
-from tunesmith.commands.tune.load_tasks import CustomComponents
-from tunesmith.commands.tune.tune import TuneResult, run_tuning
-from tunesmith.commands.tune_prompt.prompt_runs import PromptTuneResult
-from tunesmith.commands.tune_prompt.tune import tune_prompt
+from tunesmith.commands.settings import is_ray_driver, list_paths, load_settings
+from tunesmith.commands.table import find_command, import_named
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
-    PromptTuneConfig,
-    TaskSelectorConfig,
     TunerModelConfig,
     collect_own_selectors,
     translate_tune_arguments,
 )
-from tunesmith.compat.chat_models import agent_output, choose_chat_model
-from tunesmith.compat.tinker_config import TinkerConfig
 from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
+from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
-from tunesmith.model.prepare import prepare_model
-from tunesmith.monitor.metric_table import MetricTable
-from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.runs.launch import is_ray_driver, tune_on_ray
 from tunesmith.runs.load_config import change_section, load_section
-from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.run_folder import AGENTSCOPE_PROJECT
-from tunesmith.tool_log import replayable
-from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
+from tunesmith.runs.load_function import CustomComponents, load_functions
+from tunesmith.types import JudgeType, WorkflowType
 
-__all__ = [
-    "AlgorithmConfig",
-    "ChatModel",
-    "CheckpointEnd",
-    "DatasetConfig",
-    "EvalResult",
-    "EvaluationEnd",
-    "ExportResult",
-    "JudgeOutput",
-    "JudgeType",
-    "MetricTable",
-    "ModelSelection",
-    "OfflineResult",
-    "PassRates",
-    "PipelineResult",
-    "PrepareResult",
-    "PromptTuneConfig",
-    "PromptTuneResult",
-    "RunOutcome",
-    "StageOutcome",
-    "StepEnd",
-    "Stop",
-    "TaskSelectorConfig",
-    "TinkerConfig",
-    "TokenLosses",
-    "TokenScores",
-    "TuneResult",
-    "TunerModelConfig",
-    "WorkflowOutput",
-    "WorkflowType",
-    "avg_time_judge",
-    "avg_token_consumption_judge",
-    "check",
-    "check_judge_function",
-    "check_workflow_function",
-    "doctor",
-    "evaluate",
-    "export",
-    "measure_pass_rates",
-    "prefer",
-    "prepare",
-    "prepare_model",
-    "replayable",
-    "run_pipeline",
-    "select_model",
-    "serve",
-    "sft",
-    "tune",
-    "tune_prompt",
-]
+if TYPE_CHECKING:
+    from tunesmith.commands.eval.comparison import EvalResult
+    from tunesmith.commands.export.run import ExportResult
+    from tunesmith.commands.pass_rate import PassRates
+    from tunesmith.commands.prepare.run import PrepareResult
+    from tunesmith.commands.run.folder import PipelineResult
+    from tunesmith.commands.sft.train import OfflineResult
+    from tunesmith.commands.tune.callbacks import OnCheckpoint, OnEvaluation, OnStepEnd
+    from tunesmith.commands.tune.tune import TuneResult
 
 PathLike = str | Path
-Returned = TypeVar("Returned")
 
 
 def tune(
@@ -173,11 +93,14 @@ def tune(
         "auxiliary_models": auxiliary_models, "algorithm": algorithm, "project_name": project_name,
         "experiment_name": experiment_name, "monitor_type": monitor_type,
     }  # fmt: skip
+    functions = {
+        "algorithm.advantage": advantage_func, "algorithm.loss": loss_func, "callbacks.on_step_end": on_step_end,
+        "callbacks.on_evaluation": on_evaluation, "callbacks.on_checkpoint": on_checkpoint,
+    }  # fmt: skip
     custom = CustomComponents(
         selectors=collect_own_selectors(train_dataset),
         operators=tuple(operators),
-        functions=OwnFunctions(advantage=advantage_func, loss=loss_func),
-        callbacks=Callbacks(on_step_end=on_step_end, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint),
+        functions={knob: function for knob, function in functions.items() if function is not None},
     )
     changes = [*overrides, *custom.list_overrides()]
     values: dict[str, Any] = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
@@ -229,35 +152,46 @@ def run_tune(
         check_workflow_function(workflow_func, allows_sync=True)
     if judge_func is not None:
         check_judge_function(judge_func)
-    if is_ray_driver(settings):
+    result: TuneResult
+    if is_ray_driver(settings.cluster):
         tune_rank = partial(run_tune, workflow_func=workflow_func, judge_func=judge_func, custom=custom)
-        return tune_on_ray(settings, list_paths(settings), tune_rank)
+        result = import_named("tunesmith.runs.launch:tune_on_ray")(settings, list_paths(settings), tune_rank)
+        return result
     workflow, judge = load_functions(settings, workflow_func, judge_func)
-    return run_agents(run_tuning, settings, workflow=workflow, judge=judge, custom=custom)
+    work = "tunesmith.commands.tune.tune:run_tuning"
+    result = run_agents(work, settings, workflow=workflow, judge=judge, custom=custom)
+    return result
 
 
-def run_agents(work: Callable[..., Returned], config: RunConfig, **arguments: Any) -> Returned:
-    """Call `work` with the config and the chat model that it chooses, also in a notebook."""
-    build_model = choose_chat_model(config.rollout.chat_model)
+def run_agents(work: str, config: RunConfig | EvalConfig, **arguments: Any) -> Any:
+    """Call the function `work` with the config and the chat model that it chooses, also in a notebook."""
+    build_model = import_named("tunesmith.compat.chat_models:choose_chat_model")(config.rollout.chat_model)
+    agent_output = import_named("tunesmith.compat.chat_models:agent_output")
     with agent_output(is_shown=config.rollout.has_agent_output):
-        return run_outside_of_loops(lambda: work(config, build_model=build_model, **arguments))
+        return run_outside_of_loops(lambda: import_named(work)(config, build_model=build_model, **arguments))
 
 
 def serve(
     config: RunConfig | PathLike, *, judge_func: JudgeType | None = None, overrides: Sequence[str] = ()
 ) -> TuneResult:
     """Train agents that run as programs of their own and take tasks over HTTP (docs/serve.md)."""
-    return run_agents(run_serving, load_settings(find_command("serve"), config, overrides), judge=judge_func)
+    settings = load_settings(find_command("serve"), config, overrides)
+    result: TuneResult = run_agents("tunesmith.commands.serve.run:run_serving", settings, judge=judge_func)
+    return result
 
 
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Fine-tune a model on conversations into the folder `out`; an unfinished training in it is resumed."""
-    return run_sft(load_settings(find_command("sft"), config, overrides), out_dir=Path(out))
+    settings = load_settings(find_command("sft"), config, overrides)
+    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_sft")(settings, out_dir=Path(out))
+    return result
 
 
 def prefer(config: PreferenceConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Train a model on preferences into the folder `out`; an unfinished training in it is resumed."""
-    return run_preference(load_settings(find_command("prefer"), config, overrides), out_dir=Path(out))
+    settings = load_settings(find_command("prefer"), config, overrides)
+    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_preference")(settings, out_dir=Path(out))
+    return result
 
 
 def evaluate(
@@ -277,30 +211,17 @@ def evaluate(
     labels to model folders, hub ids or run folders; by default those of the evaluation config, or the model of the run
     config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
-    settings: RunConfig | EvalConfig = load_settings(find_command("eval"), config, overrides)
-    if isinstance(settings, EvalConfig):
-        run, compared, has_plot = settings.to_run_config(), settings.models, has_plot or settings.has_plot
-        suite = suite or settings.suite
-    else:
-        run, compared = settings, {settings.model.path: settings.model.path}
-    if models:
-        compared = {label: str(path) for label, path in models.items()}
-    if suite is not None and judge_func is not None:
-        raise ConfigError(f"suite={suite!r} has a judge of its own: leave out judge_func")
-    run = apply_suite(run, suite)
-    workflow, judge = load_functions(run, workflow_func, judge_func)
-    folder = None if out is None else Path(out)
-    comparison = run_agents(
-        run_comparison,
-        run,
-        models=compared,
-        workflow=workflow,
-        judge=judge,
-        out=folder,
+    result: EvalResult = run_agents(
+        "tunesmith.commands.eval.compare:run_eval",
+        load_settings(find_command("eval"), config, overrides),
+        workflow=workflow_func,
+        judge=judge_func,
+        models=None if models is None else {label: str(path) for label, path in models.items()},
+        out=None if out is None else Path(out),
         has_plot=has_plot,
         suite=suite,
     )
-    return EvalResult(folder=folder, sets=comparison)
+    return result
 
 
 def measure_pass_rates(
@@ -319,8 +240,8 @@ def measure_pass_rates(
     the numbers of each scored rollout."""
     settings: RunConfig = load_settings(find_command("pass-rate"), config, overrides)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
-    return run_agents(
-        pass_rate.measure_pass_rates,
+    result: PassRates = run_agents(
+        "tunesmith.commands.pass_rate:measure_pass_rates",
         settings,
         workflow=workflow,
         judge=judge,
@@ -329,12 +250,15 @@ def measure_pass_rates(
         out=Path(out),
         tool_keys=tool_keys,
     )
+    return result
 
 
 def prepare(config: PrepareSection | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> PrepareResult:
     """Convert questions with worked solutions, such as GSM8K, to conversations in the folder `out`."""
     settings = load_settings(find_command("prepare"), config, overrides)
-    return run_outside_of_loops(lambda: run_prepare(settings, out_dir=Path(out)))
+    run_prepare = import_named("tunesmith.commands.prepare.run:run_prepare")
+    result: PrepareResult = run_outside_of_loops(lambda: run_prepare(settings, out_dir=Path(out)))
+    return result
 
 
 def export(
@@ -361,7 +285,9 @@ def export(
         settings = change_section(model, overrides, values=changes)
     else:
         settings = load_section(ExportSection, None, overrides, values={"path": str(model), **changes})
-    return run_export(settings, out_dir=Path(out), push=push, is_public=is_public)
+    run_export = import_named("tunesmith.commands.export.run:run_export")
+    result: ExportResult = run_export(settings, out_dir=Path(out), push=push, is_public=is_public)
+    return result
 
 
 def run_pipeline(
@@ -378,4 +304,6 @@ def run_pipeline(
     done, after moving their outputs aside.
     """
     settings: PipelineConfig = load_settings(find_command("run"), config, overrides)
-    return run_selected(settings, selection=StageSelection(only=only, start_from=start_from, is_rerun=is_rerun))
+    selection = StageSelection(only=only, start_from=start_from, is_rerun=is_rerun)
+    result: PipelineResult = import_named("tunesmith.commands.run.run:run_pipeline")(settings, selection=selection)
+    return result

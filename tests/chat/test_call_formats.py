@@ -73,6 +73,7 @@ V3 = f"{BEGIN}function{SEP}f\n{FENCE}json\n{JSON}\n{FENCE}{END}"
 V31 = f"{BEGIN}f{SEP}{JSON}{END}"
 ANALYSIS = "<|channel|>analysis<|message|>hm, 1 < 2<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>first, f<|end|><|start|>assistant"
+TAGGED = '<tool_call>\n  {"name": "g", "arguments": {}}\n</tool_call>'
 FENCED = f'{FENCE}json\n{{"name": "g", "arguments": {{}}}}\n{FENCE}'
 GOLDEN = [
     ("hermes", f'so\n<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>', "", "so", [F]),
@@ -116,6 +117,10 @@ GOLDEN = [
     ("json", f'<think>{{"name": "g", "arguments": {{}}}}</think>so {{ "name": "f", "arguments": {JSON}}} then',
      '{"name": "g", "arguments": {}}', "so  then", [F]),
     ("json", f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>', "", "", [F]),
+    ("json", f"so\n{FENCE}json\n{TAGGED}\n{FENCE}", "", "so", [G]),
+    ("json", f"{FENCE}xml\n{TAGGED}\n{TAGGED}\n{FENCE} then", "", " then", [G, G]),
+    ("json", f"{FENCE}\n{TAGGED}\n" + '{"name": "g", "arguments": {}}', "", "", [G, G]),
+    ("json", f'{FENCE}json\n<tool_call>{{"name": "g", "arguments": {{}}}}', "", "", [G]),
     ("json", f'{FENCE}json\n{{"name": "g", "arguments": {{"a": "{FENCE}"}}}}\n{FENCE}', "", "",
      [("g", {"a": FENCE})]),
 ]  # fmt: skip
@@ -147,6 +152,9 @@ MALFORMED = [
     ("json", f'{FENCE}json\n{{"name": "f", "arguments": {{}}}}\n{{"answer": 3}}\n{FENCE}'),
     ("json", f'{FENCE}json\n{{"name": "f", "arguments": {{}}}} is a call\n{FENCE}'),
     ("json", f"{FENCE}json\n{{oops}}\n{FENCE}"),
+    ("json", f"{FENCE}json\n<tool_call>oops</tool_call>\n{FENCE}"),
+    ("json", f'{FENCE}json\n{TAGGED}\n<tool_call>{{"name": "other", "arguments": {{}}}}</tool_call>\n{FENCE}'),
+    ("json", f"{FENCE}json\n{TAGGED} is a call\n{FENCE}"),
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops"),
     ("harmony", "<|channel|>commentary to=python code<|message|>print(1)"),
 ]

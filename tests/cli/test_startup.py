@@ -99,11 +99,16 @@ def test_errors_that_need_no_model_import_no_slow_library(answers, number):
 
 def test_what_agents_and_configs_import_needs_no_slow_library():
     program = """
-import sys, tunesmith
-for module, names in tunesmith.MODULES.items():
-    for name in names:
-        assert getattr(tunesmith, name) is getattr(sys.modules[module], name), name
-assert not {"torch", "transformers", "openai"} & set(sys.modules)
+import sys
+from tunesmith import (
+    AlgorithmConfig, DatasetConfig, EvalConfig, ExportSection, JudgeOutput, JudgeType, MetricTable, PipelineConfig,
+    PreferenceConfig, PrepareSection, PromptTuneConfig, RunConfig, SftConfig, TaskSelectorConfig, TinkerConfig,
+    TunerModelConfig, WorkflowOutput, WorkflowType, avg_time_judge, avg_token_consumption_judge, check_judge_function,
+    check_workflow_function, evaluate, export, measure_pass_rates, prefer, prepare, replayable, run_pipeline, serve,
+    sft, tune,
+)
+heavy = {"torch", "transformers", "datasets", "openai", "pandas", "numpy", "pyarrow"} & sys.modules.keys()
+assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -122,6 +127,13 @@ def test_the_first_line_of_a_run_comes_before_slow_imports(folder):
     first, second = result.stderr.splitlines()
     assert first == "tune: run.yaml is valid, loading libraries"
     assert result.returncode == 1 and "torch" in second
+
+
+def test_check_speaks_before_slow_imports(folder):
+    result = run(folder, "check", "flow.py:solve", program=WITHOUT_TORCH)
+    first, *_ = result.stderr.splitlines()
+    assert first == "check: loading libraries for flow.py:solve"
+    assert result.returncode == 1 and "torch" in result.stderr
 
 
 def test_a_run_without_progress_prints_no_first_line(folder):

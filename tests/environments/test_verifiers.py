@@ -15,7 +15,7 @@ import pytest
 
 from conditions import until
 from tunesmith import tune
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.runs.load_config import build_config
 from tunesmith.runs.load_function import load_functions, load_task_environment
@@ -248,13 +248,13 @@ async def test_a_rollout_that_is_cancelled_ends_its_episode(values, tmp_path):
         ({"name": "verifiers:other"}, r"cannot be loaded: .*other.* not found.*Install verifiers==0\.4\.0"),
         ({"python": "/no/such/python"}, "cannot be started: No such file or directory: /no/such/python"),
         ({"max_turns": 3}, "environment.max_turns=3 has no effect with name=verifiers:toy"),
-        ({"name": "gymnasium:Taxi-v4", "args": {}}, "environment.python has no effect with name=gymnasium:Taxi-v4"),
+        ({"name": "gymnasium:Taxi-v4", "args": {}}, "python=.* has no effect with name=gymnasium:Taxi-v4: it runs in"),
         ({"num_train": 100}, "has only .* different tasks of the split train, fewer than environment.num_train=100"),
     ],
 )
 def test_bad_input_is_one_sentence_before_a_model_loads(values, changes, sentence):
     config = change(values, **changes)
-    with pytest.raises((ConfigError, ValueError), match=sentence):
+    with pytest.raises((ConfigError, DataError), match=sentence):
         load_run_tasks(config, config.train_dataset, name="t")
 
 

@@ -12,6 +12,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.config import AlgorithmSection, CallbacksSection
+from tunesmith.runs.load_function import CustomComponents
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "recipes/own_algorithm/config.yaml"
@@ -71,7 +72,8 @@ def test_the_functions_in_the_docs_satisfy_the_contracts():
 
 def test_the_callbacks_in_the_docs_have_the_right_signatures():
     example = run_example("pipeline.md", "my_callbacks.py")
-    given = Callbacks(on_step_end=example["watch"], on_evaluation=example["report"], on_checkpoint=example["push"])
-    assert load_callbacks(CallbacksSection(), given) == given
+    given = {"on_step_end": example["watch"], "on_evaluation": example["report"], "on_checkpoint": example["push"]}
+    custom = CustomComponents(functions={f"callbacks.{name}": function for name, function in given.items()})
+    assert load_callbacks(CallbacksSection(), custom) == Callbacks(**given)
     record = StepEnd(step=1, total_steps=2, folder=ROOT, metrics={"train/kl": 0.6}, groups=(), advantages=())
     assert example["watch"](record) == Stop("the policy is too far from the starting model")

@@ -158,11 +158,14 @@ class ForkServer:
     def __init__(self, path: str, pids: str) -> None:
         import torch
 
-        import tunesmith.api
+        import tunesmith
         import tunesmith.cli
-        import tunesmith.cluster.launch  # noqa: F401
+        import tunesmith.cluster.launch
+        import tunesmith.tasks.load_library
         from tunesmith.engine.event_loop.clock import frozen_objects
 
+        for name in tunesmith.__all__:
+            getattr(tunesmith, name)
         torch.set_num_threads(1)
         sys.path.remove(str(Path(__file__).parent))
         self._pids = Path(pids)

@@ -9,7 +9,8 @@ from datasets import Dataset, DatasetDict, Split
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
-from tunesmith.tasks.load import load_rows, load_tasks
+from tunesmith.tasks.load import load_plain_rows, load_rows, load_tasks
+from tunesmith.tasks.load_library import load_library_rows
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 4 + 4?", "answer": "8"}]
 
@@ -148,3 +149,38 @@ def test_an_empty_field_is_reported_as_empty(tmp_path):
     path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": null}\n')
     with pytest.raises(DataError, match=r"row 1 of .* has no 'answer': its value is empty \(null"):
         load_tasks(DatasetSection(path=str(path), required_fields=("answer",)), name="t")
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_plain"),
+    [
+        (['{"q": "a b", "f": 2.5, "b": true, "e": null}', '{"q": "", "f": 1e-3, "b": false, "e": null}'], True),
+        (['{"n": 1}', '{"n": -3}'], True),
+        (['{"q": "2024 apples", "n": 1}', '{"q": "é", "n": null}'], True),
+        (['{"q": "2024-03-01"}', '{"q": "2024-03-02"}'], False),
+        (['{"q": "2024-03-01"}', '{"q": "no date"}'], False),
+        (['{"n": 1}', '{"n": 2.5}'], False),
+        (['{"n": 9223372036854775808}'], False),
+        (['{"a": 1, "b": 2}', '{"a": 1}'], False),
+        (['{"a": {"b": 1}}', '{"a": {"c": "x"}}'], False),
+        (['{"a": ["x", "y"]}', '{"a": []}'], False),
+        (['{"a": 1}', "", '{"a": 2}'], True),
+    ],
+)  # fmt: skip
+def test_plain_rows_are_those_that_the_library_reads(tmp_path, lines, is_plain):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    expected = load_library_rows(str(path), name=None, split="train", num_rows=None)
+    assert load_plain_rows(path) == (expected if is_plain else None)
+    found = load_rows(str(path), name=None, split="train")
+    assert found == expected
+    assert [{key: type(value) for key, value in row.items()} for row in found] == [
+        {key: type(value) for key, value in row.items()} for row in expected
+    ]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}\n', '{"a": "\\ud800"}\n', '{"a": NaN}\n', "", '["x"]\n', "{\n"])
+def test_other_rows_are_left_to_the_library(tmp_path, text):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text, encoding="utf-8")
+    assert load_plain_rows(path) is None

@@ -85,7 +85,7 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
     is_json = arguments.pop("as_json", False)
     if command.config is None:
         if command.first_line is not None:
-            print(f"{command.name}: {command.first_line}", file=sys.stderr, flush=True)
+            print(f"{command.name}: {command.first_line.format(**arguments)}", file=sys.stderr, flush=True)
         result = import_named(str(command.run))(**arguments)
         show_result(json.dumps(result.to_json(), indent=1) if is_json else result)
         return

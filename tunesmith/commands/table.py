@@ -409,6 +409,7 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.commands.check.run:check",
+        first_line="loading libraries for {target}",
     ),
     Command(
         name="doctor",

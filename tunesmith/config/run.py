@@ -32,6 +32,8 @@ from tunesmith.config.section import (
 )
 from tunesmith.config.serve import ServeSection, check_serve
 
+AGENTSCOPE_PROJECT = "AgentScope"
+"""The default of `project` in earlier versions, and in AgentScope's form of `tune`."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

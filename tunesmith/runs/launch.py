@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import torch
 
 from tunesmith.cluster.launch import launch_ranks
-from tunesmith.cluster.rank_info import RankInfo, is_ray_worker
+from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.cluster.ray_launch import RayLaunch, launch_on_ray
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
@@ -45,11 +45,6 @@ def launch_tuning(
     place_config(config, RankInfo(world_size=num_ranks, local_size=num_ranks), num_gpus=num_gpus)
     arguments = [command, path, *(part for override in overrides for part in ("--set", override))]
     launch_ranks(num_ranks, [*arguments, *(["--debug"] if is_debug else [])])
-
-
-def is_ray_driver(config: RunConfig) -> bool:
-    """Whether this process is to start the run's ranks on Ray: it is none of them itself."""
-    return config.cluster.launcher == "ray" and not is_ray_worker()
 
 
 def tune_on_ray(config: RunConfig, paths: Sequence[str], tune: Callable[[RunConfig], T]) -> T:

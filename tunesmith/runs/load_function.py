@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import functools
 import hashlib
@@ -13,6 +12,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,28 @@ FORMER_NAMES = {
     "tunesmith.tasks.world.world": "tunesmith.et_agent.world.world",
 }
 """Modules whose functions files of earlier versions name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomComponents:
+    """Selectors, operators and functions that the caller of `tune()` passed as objects."""
+
+    selectors: Mapping[str, Any] = field(default_factory=dict)
+    """Training set name -> a selector, or a class or function that builds one from the tasks."""
+    operators: Sequence[Callable[..., Any]] = ()
+    """Operators on groups, applied after those of the config."""
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Knob, such as `algorithm.loss` -> the function, whose name is in the config."""
+
+    def list_overrides(self) -> list[str]:
+        """Overrides of a run file ("a.b=value") with the names of the functions."""
+        return [f"{knob}={name_function(function)}" for knob, function in self.functions.items()]
+
+    def load(self, spec: str | None, *, knob: str) -> Callable[..., Any] | None:
+        """The function that was passed for the knob, or else the one that its value names."""
+        if knob in self.functions or spec is None:
+            return self.functions.get(knob)
+        return load_function(spec, knob=knob)
 
 
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
@@ -131,13 +153,14 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
     section = config.environment
     assert section.name is not None
     family, args = section.name.partition(":")[0], dict(section.args)
+    has_interpreter = family in FAMILIES and FAMILIES[family].has_interpreter
+    for knob in ("max_turns", "step_timeout_s", "system_prompt") if has_interpreter else ("python",):
+        if section.is_changed(knob):
+            where = "it has its own loop (args)" if has_interpreter else "it runs in this process"
+            raise ConfigError(f"environment.{section.show(knob)} has no effect with name={section.name}: {where}")
     if family in FAMILIES:
-        if FAMILIES[family].has_interpreter:
+        if has_interpreter:
             args["python"] = section.python
-            explanation = f"has no effect with name={section.name}: its episodes are played by its own loop (args)"
-            section.refuse_knobs(("max_turns", "step_timeout_s", "system_prompt"), explanation, where="environment")
-        elif section.python is not None:
-            raise ConfigError(f"environment.python has no effect with name={section.name}, which runs in this process")
         if isinstance(wrapper := args.get("wrapper"), str):
             args["wrapper"] = load_function(wrapper, knob="environment.args.wrapper")
         environment = load_set(section.name, args)
@@ -156,7 +179,7 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
         except TypeError as error:
             raise ConfigError(f"environment.args of {section.name}: {error}") from error
         environment = TaskEnvironment(name=section.name, create=functools.partial(own, **args))
-    return dataclasses.replace(
+    return replace(
         environment,
         system_prompt=environment.system_prompt if section.system_prompt is None else section.system_prompt,
         max_turns=section.max_turns,
@@ -188,7 +211,7 @@ def load_tools(section: ToolSection) -> list[Tool]:
 
 def change_limits(tool: Tool, section: ToolSection, names: Sequence[str]) -> Tool:
     """The tool with those of the knobs that the section sets."""
-    return dataclasses.replace(tool, **{name: value for name in names if (value := getattr(section, name)) is not None})
+    return replace(tool, **{name: value for name in names if (value := getattr(section, name)) is not None})
 
 
 def load_tool(section: ToolSection) -> Tool:

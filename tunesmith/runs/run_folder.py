@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 
 from tunesmith.config import RunConfig
+from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
@@ -99,10 +100,6 @@ class RunFolder:
         if kind is not None:
             remove_empty_run(self.paths)
         self.close()
-
-
-AGENTSCOPE_PROJECT = "AgentScope"
-"""The default of `project` in earlier versions, and in AgentScope's form of `tune`."""
 
 
 def keep_learning_rate(config: RunConfig) -> RunConfig:

@@ -1,11 +1,17 @@
-"""Check of a data set path without importing `datasets`."""
+"""What the path of a data set may be."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tunesmith.errors import MissingDataError
 from tunesmith.hub import is_path_like
+
+FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Endings of files -> what reads them in `datasets`."""
+SINGLE_SPLIT = "train"
+"""The split name that `datasets` gives to a data set without splits."""
 
 
 def check_data_path(path: str) -> None:

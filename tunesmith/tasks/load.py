@@ -1,34 +1,27 @@
-"""Load tasks from a folder, a file, a folder of `save_to_disk` or a hub id with Hugging Face `datasets`.
+"""Load tasks from a folder, a file, a folder of `save_to_disk` or a hub id.
 
-Every problem with a data set is a `DataError` of one sentence, raised before a model loads. Rows stay plain dicts; the
-order of the file is the order of the tasks.
+Hugging Face `datasets` reads all but plain JSON Lines files (`tunesmith.tasks.load_library`). Every problem with a data
+set is a `DataError` of one sentence, raised before a model loads. Rows stay plain dicts; the order of the file is the
+order of the tasks.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
-from datasets.exceptions import DatasetsError
-from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
 from tunesmith.config import DatasetSection
-from tunesmith.errors import DataError, MissingDataError
-from tunesmith.hub import describe_hub_failure, offline_if_unreachable
+from tunesmith.errors import DataError
 from tunesmith.storage import open_atomic, storage_errors
-from tunesmith.tasks.data_path import check_data_path
+from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
-FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-SINGLE_SPLIT = "train"
-"""The split name that `datasets` gives to a data set without splits."""
-SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Marker files that `save_to_disk` writes into the folder of a `Dataset` and of a `DatasetDict`."""
+MAX_PLAIN_BYTES = 10 << 20
+"""Bytes from which `datasets` chooses the types of all rows."""
+DATE = re.compile(r"\d{4}-\d\d")
 
 
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
@@ -83,109 +76,52 @@ def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
 
 
 def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None = None) -> list[dict[str, Any]]:
-    """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
+    """The first `num_rows` rows of a split, or all rows if it is None."""
     check_data_path(path)
     source = Path(path).expanduser()
-    if is_saved(source):
-        return _read_saved(source, name=name, split=split, num_rows=num_rows)
-    if source.is_file():
-        arguments = _describe_file(source, name=name, split=split)
-    else:
-        arguments = {"path": str(source) if source.exists() else path, "name": name}
+    is_plain = source.suffix == ".jsonl" and source.is_file() and name is None
+    if is_plain and split in {None, SINGLE_SPLIT, source.stem} and (rows := load_plain_rows(source)) is not None:
+        return rows[:num_rows]
+    # `datasets` takes a second to import, and most runs read one file of plain rows
+    from tunesmith.tasks.load_library import load_library_rows
+
+    return load_library_rows(path, name=name, split=split, num_rows=num_rows)
+
+
+def load_plain_rows(file: Path) -> list[dict[str, Any]] | None:
+    """The rows of a JSON Lines file that `datasets` would read as they are written: all with the same fields, in each
+    of them numbers, booleans or texts of one type. None for other files, whose values `datasets` converts: it fills in
+    missing fields, and turns numbers of two types into floats and texts that are dates into dates."""
+    data = file.read_bytes()
+    if not data or len(data) > MAX_PLAIN_BYTES or b"\\ud" in data.lower():
+        return None
     try:
-        with offline_if_unreachable(path):
-            with hidden_progress_bars():
-                loaded = load_dataset(**arguments, streaming=num_rows is not None)
-            rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
-            return list(itertools.islice(rows, num_rows))
-    except DataError:
-        raise
-    except StopIteration as error:
-        raise DataError(f"the data set {path!r} has a file without rows") from error
-    except (OSError, ValueError, TypeError, DatasetsError) as error:
-        raise _explain(path, split, error) from error
+        rows = [json.loads(line, object_pairs_hook=read_pairs) for line in data.decode().split("\n") if line]
+    except ValueError:
+        return None
+    kinds: dict[str, type] = {}
+    fields = list(rows[0]) if rows and isinstance(rows[0], dict) else None
+    for row in rows:
+        if not isinstance(row, dict) or list(row) != fields:
+            return None
+        for field, value in row.items():
+            if value is not None and (kinds.setdefault(field, type(value)) is not type(value) or not is_plain(value)):
+                return None
+    return rows or None
 
 
-@contextmanager
-def hidden_progress_bars() -> Iterator[None]:
-    """Within: `datasets` draws no bars into the console of the run."""
-    are_shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if are_shown:
-            enable_progress_bars()
+def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise ValueError("a field stands twice")
+    return row
 
 
-def is_saved(source: Path) -> bool:
-    return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
-
-
-def _read_saved(source: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """Rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
-
-    The rows are memory-mapped, so a preview reads only what it shows.
-    """
-    if name is not None:
-        raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
-    try:
-        loaded = load_from_disk(str(source))
-        if isinstance(loaded, Dataset):
-            rows = _check_saved_split(loaded, split, source)
-        else:
-            rows = _choose_split(loaded, split, path=str(source), is_file=False)
-        return list(itertools.islice(rows, num_rows))
-    except DataError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
-        raise _explain(str(source), split, error) from error
-
-
-def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:
-    """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
-    known = {None, SINGLE_SPLIT, source.name, None if saved.split is None else str(saved.split)}
-    if split not in known:
-        raise DataError(
-            f"split {split!r}: the folder {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
-            "folder"
-        )
-    return saved
-
-
-def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
-    """Arguments of `load_dataset` for one file, which is a single split."""
-    if source.suffix not in FORMATS:
-        raise DataError(f"{str(source)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
-    if source.stat().st_size == 0:
-        raise DataError(f"the data set {str(source)!r} has no rows")
-    if split not in {None, SINGLE_SPLIT, source.stem}:
-        raise DataError(
-            f"split {split!r}: the file {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
-        )
-    if name is not None:
-        raise DataError(f"name {name!r} has no effect: the file {str(source)!r} has no configurations; remove name")
-    return {"path": FORMATS[source.suffix], "data_files": {SINGLE_SPLIT: str(source)}}
-
-
-def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:
-    if split is None or is_file:
-        if len(loaded) > 1:
-            raise DataError(f"{path!r} has the splits {', '.join(loaded)}; set split to one of them")
-        return next(iter(loaded.values()))
-    if split not in loaded:
-        raise DataError(f"{path!r} has no split {split!r}; it has {', '.join(loaded)}")
-    return loaded[split]
-
-
-def _explain(path: str, split: str | None, error: Exception) -> DataError:
-    if not Path(path).expanduser().exists():
-        return MissingDataError(
-            f"the data set {path!r} is not a local folder or file, and {describe_hub_failure()}; "
-            "or give a folder or a file as its path"
-        )
-    reason = " ".join(str(error.__cause__ or error).split())
-    return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")
+def is_plain(value: Any) -> bool:
+    """Whether `datasets` keeps a value of this kind: texts that start like dates it may not."""
+    if isinstance(value, str):
+        return DATE.match(value) is None
+    return isinstance(value, int | float) and -(2**63) <= value < 2**63
 
 
 Row = Mapping[str, Any]

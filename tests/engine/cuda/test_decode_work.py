@@ -34,7 +34,7 @@ def divide(divider: Divider, lengths: list[int], *, num_shared: int = 0, num_ste
         ([20, 250], Kind.EVEN, 64),  # 16 programs would leave most multiprocessors idle
         ([2048] * 8, Kind.EVEN, 256),  # 17k tokens in at most 132 items of each head
         ([32000] * 8, Kind.EVEN, 2048),
-        ([100] * 60 + [30000], Kind.UNEVEN, 1024),  # at most 32 items of the longest
+        ([100] * 60 + [30000], Kind.UNEVEN, 512),  # at most 64 items of the longest
     ],
 )
 def test_batches_are_cut_by_their_lengths(lengths: list[int], kind: Kind, chunk: int | None) -> None:

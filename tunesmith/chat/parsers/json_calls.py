@@ -5,8 +5,8 @@ by `;`; or a built-in tool, `<|python_tag|>name.call(key="value")`.
 Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`, or, in newer models, `[TOOL_CALLS]name{...}` for
 each call, with `[CALL_ID]id` and `[ARGS]` before the arguments in some versions.
 Format `json`: objects `{"name": ..., "arguments": {...}}` anywhere in the reply, bare or in a fence of Markdown, as
-Qwen2.5-Coder writes them although its template asks for Hermes' tags. Only an object with the name of a listed tool
-is a call.
+Qwen2.5-Coder writes them although its template asks for Hermes' tags; it also writes these tags in a fence. Only an
+object with the name of a listed tool is a call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tunesmith.chat.parsers.call_format import (
     build_call,
     load_json,
 )
-from tunesmith.chat.parsers.hermes import CALL_OPEN, HERMES
+from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES, ClosingTag
 
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -33,6 +33,7 @@ MAX_HEAD_CHARACTERS = 256
 """Longest text between `[TOOL_CALLS]` and the arguments."""
 
 FENCE = "```"
+_VALUE_OPENERS = ("{", "[", CALL_OPEN)
 _FENCE_START = re.compile(rf"{FENCE}(\w*)\s*")
 _BETWEEN = re.compile(r"[\s,;]*")
 _SPACE = re.compile(r"\s*")
@@ -157,9 +158,9 @@ class _MistralReader:
 
 
 class _JsonReader:
-    """Reads a fence, whose JSON values must all be calls, or one bare object; anything else is text.
+    """Reads a fence, whose values must all be calls, or one bare object; anything else is text.
 
-    Calls in Hermes' tags are read too, since the template asks for them and a forced call is written so.
+    A value is JSON or a call in Hermes' tags: the template asks for these, and a model may write both, tags in a fence.
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -169,7 +170,7 @@ class _JsonReader:
         self._calls: list[ReadCall] = []
         self._start: int | None = None
         """Start of the value being read; None before the first one."""
-        self._json_end: JsonEnd | None = None
+        self._value_end: JsonEnd | ClosingTag | None = None
         """None between values, and if the fence holds something else."""
 
     def read(self, text: str, *, is_end: bool) -> Block | None:
@@ -181,24 +182,36 @@ class _JsonReader:
         if self._start is None:
             found = _FENCE_START.match(text)
             assert found is not None
-            if found.end() == len(text) and not is_end:
+            if CALL_OPEN.startswith(text[found.end() :]) and not is_end:
                 return None
             self._start = found.end()
-            if found.group(1) in ("", "json") and text.startswith(("{", "["), self._start):
-                self._json_end = JsonEnd(self._start)
-        while self._json_end is not None:
+            if found.group(1) in ("", "json", "xml") and text.startswith(_VALUE_OPENERS, self._start):
+                self._value_end = self._open_value(text, self._start)
+        while self._value_end is not None:
             try:
-                end = self._json_end.find(text)
-                calls = () if end is None else self._build_calls(load_json(text[self._start : end]))
+                value = self._find_value(text, is_end=is_end)
+                calls = () if value is None else self._build_calls(load_json(text[value]))
             except ValueError:
-                end, calls = self._start, ()
-            if end is None and not is_end:
+                value, calls = slice(0), ()
+            if value is None and not is_end:
                 return None
-            self._json_end = None
             self._calls = [*self._calls, *calls] if calls else []
-            if calls:
-                self._start = end
+            if value is not None and calls:
+                self._start = value.stop + (len(CALL_CLOSE) if isinstance(self._value_end, ClosingTag) else 0)
+            self._value_end = None
         return self._end_fence(text, is_end=is_end)
+
+    def _open_value(self, text: str, start: int) -> JsonEnd | ClosingTag:
+        return ClosingTag() if text.startswith(CALL_OPEN, start) else JsonEnd(start)
+
+    def _find_value(self, text: str, *, is_end: bool) -> slice | None:
+        """Where the JSON of the value is; None if it needs more text."""
+        if isinstance(self._value_end, JsonEnd):
+            end = self._value_end.find(text)
+            return None if end is None else slice(self._start, end)
+        assert self._value_end is not None and self._start is not None
+        ends = self._value_end.find(text[self._start :], is_end=is_end)
+        return None if ends is None else slice(self._start + len(CALL_OPEN), self._start + ends[0])
 
     def _end_fence(self, text: str, *, is_end: bool) -> Block | None:
         """What follows a value: another one, or the end of the fence; or the end of a fence with something else."""
@@ -206,14 +219,14 @@ class _JsonReader:
         between = _BETWEEN.match(text, self._start)
         assert between is not None
         place = between.end() if self._calls else self._start
-        if self._calls and text.startswith(("{", "["), place):
-            self._start, self._json_end = place, JsonEnd(place)
+        if self._calls and text.startswith(_VALUE_OPENERS, place):
+            self._start, self._value_end = place, self._open_value(text, place)
             return self.read(text, is_end=is_end)
         close = text.find(FENCE, place)
         if close < 0 and not is_end:
             return None
         body_end, length = (len(text), len(text)) if close < 0 else (close, close + len(FENCE))
-        return Block(length=length, calls=tuple(self._calls) if place == body_end else ())
+        return Block(length=length, calls=tuple(self._calls) if place >= body_end else ())
 
     def _read_object(self, text: str, *, is_end: bool) -> Block | None:
         first = _skip_space(text, 1)
@@ -221,9 +234,10 @@ class _JsonReader:
             return None
         if not text.startswith('"', first):
             return Block(length=1)
-        self._json_end = self._json_end or JsonEnd(0)
+        self._value_end = self._value_end or JsonEnd(0)
+        assert isinstance(self._value_end, JsonEnd)
         try:
-            end = self._json_end.find(text)
+            end = self._value_end.find(text)
             if end is None:
                 return Block(length=len(text)) if is_end else None
             return Block(length=end, calls=self._build_calls(load_json(text[:end])))

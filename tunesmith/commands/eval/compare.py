@@ -22,6 +22,7 @@ import torch
 from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.eval.comparison import (
     Comparison,
+    EvalResult,
     ModelResult,
     check_plot,
     compare_results,
@@ -34,6 +35,7 @@ from tunesmith.commands.eval.sample_scores import TaskScores, score_groups, scor
 from tunesmith.commands.eval.suites import apply_suite, load_suite_tasks
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
 from tunesmith.config import EvalConfig, RunConfig
+from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
 from tunesmith.judges.tir import describe_scorers
@@ -44,7 +46,6 @@ from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
-from tunesmith.runs.run_folder import AGENTSCOPE_PROJECT
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
@@ -133,20 +134,38 @@ def run_comparison(
     return comparison
 
 
-def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
-    """Run an evaluation described by an evaluation file or an `eval` stage."""
-    run = apply_suite(config.to_run_config(), config.suite)
-    workflow, judge = load_functions(run)
-    return run_comparison(
+def run_eval(
+    config: RunConfig | EvalConfig,
+    *,
+    build_model: BuildModel,
+    workflow: WorkflowType | None = None,
+    judge: JudgeType | None = None,
+    models: Mapping[str, str] | None = None,
+    out: Path | None = None,
+    has_plot: bool = False,
+    suite: str | None = None,
+) -> EvalResult:
+    """Run an evaluation as a run file, an evaluation file or an `eval` stage describes it; arguments override it."""
+    if isinstance(config, EvalConfig):
+        run, compared = config.to_run_config(), config.models
+        has_plot, suite = has_plot or config.has_plot, suite or config.suite
+    else:
+        run, compared = config, {config.model.path: config.model.path}
+    if suite is not None and judge is not None:
+        raise ConfigError(f"suite={suite!r} has a judge of its own: leave out judge_func")
+    run = apply_suite(run, suite)
+    workflow, judge = load_functions(run, workflow, judge)
+    comparison = run_comparison(
         run,
-        models=config.models,
+        models=models or compared,
         workflow=workflow,
         judge=judge,
         build_model=build_model,
-        out=out_dir,
-        has_plot=config.has_plot,
-        suite=config.suite,
+        out=out,
+        has_plot=has_plot,
+        suite=suite,
     )
+    return EvalResult(folder=out, sets=comparison)
 
 
 def check_comparison(
@@ -300,7 +319,7 @@ def check_stage(config: EvalConfig) -> None:
 
 def run_stage(config: EvalConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     """Compare the models; a killed evaluation resumes in `out_dir`."""
-    comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
+    comparison = run_eval(config, out=out_dir, build_model=choose_model(config.to_run_config())).sets
     results = {
         f"{label} on {name}": result
         for name, set_comparison in comparison.items()

@@ -44,7 +44,8 @@ from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, save_text, storage_errors
-from tunesmith.tasks.load import FORMATS, check_required_fields, load_rows
+from tunesmith.tasks.data_path import FORMATS
+from tunesmith.tasks.load import check_required_fields, load_rows
 
 NO_LIMIT = 2**62
 PASS_RATE_SUFFIX = "_pass_rate"

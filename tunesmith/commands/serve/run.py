@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.ranks import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
 from tunesmith.config import RunConfig, ServeSection
@@ -28,13 +27,7 @@ END_GRACE_S = 5.0
 """After the last step, the server answers for so long workers that are about to ask for a task."""
 
 
-def run_serving(
-    config: RunConfig,
-    *,
-    judge: JudgeType | None,
-    build_model: BuildModel,
-    custom: CustomComponents = CustomComponents(),
-) -> TuneResult:
+def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: BuildModel) -> TuneResult:
     """Serve tasks to workers and train on their rollouts; the server listens from the first step to the last.
 
     `build_model`: the class of the auxiliary models that a judge receives.
@@ -76,7 +69,6 @@ def run_serving(
         workflow=workflow,
         judge=judge,
         build_model=build_model if config.auxiliary_models else build_plain_model,
-        custom=custom,
         server=server,
     )
 

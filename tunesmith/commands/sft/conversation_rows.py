@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from tunesmith.config import ConversationDataSection
 from tunesmith.errors import DataError
-from tunesmith.tasks.load import SINGLE_SPLIT, load_jsonl, load_rows
+from tunesmith.tasks.data_path import SINGLE_SPLIT
+from tunesmith.tasks.load import load_jsonl, load_rows
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunesmith.commands.eval.results import EvaluationResult
 from tunesmith.config import CallbacksSection
 from tunesmith.errors import CallbackError, ConfigError
-from tunesmith.runs.load_function import load_function, name_function
+from tunesmith.runs.load_function import CustomComponents, name_function
 from tunesmith.types import Group, RunAdvantage
 from tunesmith.user_lines import find_error_line
 
@@ -84,19 +84,15 @@ class Callbacks:
     on_evaluation: OnEvaluation | None = None
     on_checkpoint: OnCheckpoint | None = None
 
-    def list_functions(self) -> dict[str, Callable[[Any], Any] | None]:
-        """The functions by the name of their knob."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
-
-def load_callbacks(section: CallbacksSection, given: Callbacks) -> Callbacks:
-    """The callbacks that the section names; those in `given` are loaded already. Signatures are checked."""
+def load_callbacks(section: CallbacksSection, custom: CustomComponents) -> Callbacks:
+    """The callbacks that were passed as objects or that the section names. Signatures are checked."""
     loaded: dict[str, Any] = {}
-    for name, function in given.list_functions().items():
-        spec, knob = getattr(section, name), f"callbacks.{name}"
-        loaded[name] = load_function(spec, knob=knob) if function is None and spec is not None else function
-        if loaded[name] is not None:
-            check_callback(loaded[name], knob=knob)
+    for name, spec in section:
+        knob = f"callbacks.{name}"
+        if (function := custom.load(spec, knob=knob)) is not None:
+            check_callback(function, knob=knob)
+            loaded[name] = function
     return Callbacks(**loaded)
 
 

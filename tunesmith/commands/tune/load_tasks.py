@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.commands.tune.callbacks import Callbacks
 from tunesmith.config import DatasetSection, SelectorSection
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_function import load_component, name_function
+from tunesmith.runs.load_function import CustomComponents, load_component
 from tunesmith.tasks.selector import Mixture, Selector, TaskFeed
 from tunesmith.tasks.table import (
     apply_task_operators,
@@ -21,29 +18,6 @@ from tunesmith.tasks.table import (
     compute_weights,
 )
 from tunesmith.types import Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomComponents:
-    """Selectors, operators and functions that the caller of `tune()` passed as objects."""
-
-    selectors: Mapping[str, Any] = field(default_factory=dict)
-    """Training set name -> a selector, or a class or function that builds one from the tasks."""
-    operators: Sequence[Callable[..., Any]] = ()
-    """Operators on groups, applied after those of the config."""
-    functions: OwnFunctions = field(default_factory=OwnFunctions)
-    """Advantage and loss function, whose names are in the config."""
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    """Callbacks, whose names are in the config."""
-
-    def list_overrides(self) -> list[str]:
-        """Overrides of a run file ("a.b=value") with the names of the functions that were passed as objects."""
-        functions = {
-            "algorithm.advantage": self.functions.advantage,
-            "algorithm.loss": self.functions.loss,
-            **{f"callbacks.{name}": function for name, function in self.callbacks.list_functions().items()},
-        }
-        return [f"{knob}={name_function(function)}" for knob, function in functions.items() if function is not None]
 
 
 def build_task_feed(

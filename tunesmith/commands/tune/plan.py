@@ -9,13 +9,13 @@ from functools import partial
 from itertools import groupby
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.sft.conversation_rows import load_conversation_rows
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
-from tunesmith.commands.tune.load_tasks import CustomComponents, build_live_feed, build_task_feed
+from tunesmith.commands.tune.load_tasks import build_live_feed, build_task_feed
 from tunesmith.config import AlgorithmSection, ConversationDataSection, ModelSection, RolloutSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.replay import ExpertFeed, ReplayBuffer
@@ -23,7 +23,7 @@ from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.runs.extra_models import check_extra_models, check_sharded_models
-from tunesmith.runs.load_function import load_component, load_function
+from tunesmith.runs.load_function import CustomComponents, load_component
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.contamination import count_shared_tasks
@@ -52,7 +52,7 @@ class RunPlan:
 
 def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> RunPlan:
     """Run every check that needs no weights, and read the data."""
-    functions = load_own_functions(config.algorithm, custom.functions)
+    functions = load_own_functions(config.algorithm, custom)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
     if algorithm.is_supervised:
         raise ConfigError(
@@ -92,7 +92,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     return RunPlan(
         algorithm=algorithm,
         functions=functions,
-        callbacks=load_callbacks(config.callbacks, custom.callbacks),
+        callbacks=load_callbacks(config.callbacks, custom),
         feed=feed,
         task_counts=counted,
         operators=operators,
@@ -106,12 +106,12 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     )
 
 
-def load_own_functions(section: AlgorithmSection, given: OwnFunctions) -> OwnFunctions:
-    """The advantage and loss function that the section names; those in `given` are loaded already."""
-    loaded = dict.fromkeys(("advantage", "loss"))
-    for knob, spec, function in list_functions(section, given):
-        loaded[knob.removeprefix("algorithm.")] = function or load_function(spec, knob=knob)
-    return OwnFunctions(**loaded)
+def load_own_functions(section: AlgorithmSection, custom: CustomComponents) -> OwnFunctions:
+    """The advantage and loss function that were passed as objects or that the section names."""
+    return OwnFunctions(
+        advantage=custom.load(section.advantage, knob="algorithm.advantage"),
+        loss=custom.load(section.loss, knob="algorithm.loss"),
+    )
 
 
 def check_online(config: RunConfig, algorithm: Algorithm) -> None:

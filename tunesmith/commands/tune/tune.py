@@ -32,7 +32,6 @@ from tunesmith.commands.tune.checkpoints import (
     save_error,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
-from tunesmith.commands.tune.load_tasks import CustomComponents
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
 from tunesmith.commands.tune.ranks import (
     Rank,
@@ -61,6 +60,7 @@ from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
+from tunesmith.runs.load_function import CustomComponents
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
@@ -231,7 +231,7 @@ def run_follower(
 ) -> TuneResult:
     """Do this rank's part of every step, rollouts or training or both; returns the result of the first rank."""
     place = find_rank_info()
-    functions = load_own_functions(config.algorithm, custom.functions)
+    functions = load_own_functions(config.algorithm, custom)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()

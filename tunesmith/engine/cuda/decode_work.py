@@ -38,7 +38,7 @@ MIN_CHUNK, MIN_CHUNK_OF_MANY = 128, 512
 MANY_PROGRAMS = 8
 ENOUGH_PROGRAMS = 3
 """Per multiprocessor, for contexts of similar lengths: with as many, none is cut."""
-MAX_PARTS = 32
+MAX_PARTS = 64
 """Most items of a request's own tokens, or of a prefix: merging many partial results takes longer than it saves."""
 MAX_WHOLE = 300
 """Contexts up to this length are not cut, unless there are so few that most multiprocessors would have no program."""

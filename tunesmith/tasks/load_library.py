@@ -1,0 +1,128 @@
+"""Rows of any data set that Hugging Face `datasets` reads: on the hub, in a folder, or in a file.
+
+`tunesmith.tasks.load` imports this module for what it does not read itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
+from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from tunesmith.errors import DataError, MissingDataError
+from tunesmith.hub import describe_hub_failure, offline_if_unreachable
+from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT
+
+SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Marker files that `save_to_disk` writes into the folder of a `Dataset` and of a `DatasetDict`."""
+
+
+def load_library_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+    """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
+    source = Path(path).expanduser()
+    if is_saved(source):
+        return _read_saved(source, name=name, split=split, num_rows=num_rows)
+    if source.is_file():
+        arguments = _describe_file(source, name=name, split=split)
+    else:
+        arguments = {"path": str(source) if source.exists() else path, "name": name}
+    try:
+        with offline_if_unreachable(path):
+            with hidden_progress_bars():
+                loaded = load_dataset(**arguments, streaming=num_rows is not None)
+            rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
+            return list(itertools.islice(rows, num_rows))
+    except DataError:
+        raise
+    except StopIteration as error:
+        raise DataError(f"the data set {path!r} has a file without rows") from error
+    except (OSError, ValueError, TypeError, DatasetsError) as error:
+        raise _explain(path, split, error) from error
+
+
+@contextmanager
+def hidden_progress_bars() -> Iterator[None]:
+    """Within: `datasets` draws no bars into the console of the run."""
+    are_shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if are_shown:
+            enable_progress_bars()
+
+
+def is_saved(source: Path) -> bool:
+    return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
+
+
+def _read_saved(source: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+    """Rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
+
+    The rows are memory-mapped, so a preview reads only what it shows.
+    """
+    if name is not None:
+        raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
+    try:
+        loaded = load_from_disk(str(source))
+        if isinstance(loaded, Dataset):
+            rows = _check_saved_split(loaded, split, source)
+        else:
+            rows = _choose_split(loaded, split, path=str(source), is_file=False)
+        return list(itertools.islice(rows, num_rows))
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
+        raise _explain(str(source), split, error) from error
+
+
+def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:
+    """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
+    known = {None, SINGLE_SPLIT, source.name, None if saved.split is None else str(saved.split)}
+    if split not in known:
+        raise DataError(
+            f"split {split!r}: the folder {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
+            "folder"
+        )
+    return saved
+
+
+def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
+    """Arguments of `load_dataset` for one file, which is a single split."""
+    if source.suffix not in FORMATS:
+        raise DataError(f"{str(source)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
+    if source.stat().st_size == 0:
+        raise DataError(f"the data set {str(source)!r} has no rows")
+    if split not in {None, SINGLE_SPLIT, source.stem}:
+        raise DataError(
+            f"split {split!r}: the file {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
+        )
+    if name is not None:
+        raise DataError(f"name {name!r} has no effect: the file {str(source)!r} has no configurations; remove name")
+    return {"path": FORMATS[source.suffix], "data_files": {SINGLE_SPLIT: str(source)}}
+
+
+def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:
+    if split is None or is_file:
+        if len(loaded) > 1:
+            raise DataError(f"{path!r} has the splits {', '.join(loaded)}; set split to one of them")
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        raise DataError(f"{path!r} has no split {split!r}; it has {', '.join(loaded)}")
+    return loaded[split]
+
+
+def _explain(path: str, split: str | None, error: Exception) -> DataError:
+    if not Path(path).expanduser().exists():
+        return MissingDataError(
+            f"the data set {path!r} is not a local folder or file, and {describe_hub_failure()}; "
+            "or give a folder or a file as its path"
+        )
+    reason = " ".join(str(error.__cause__ or error).split())
+    return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")
