@@ -284,7 +284,7 @@ def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]
     if isinstance(config, RunConfig):
         named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
         named |= {f"callbacks.{name}": spec for name, spec in config.callbacks.model_dump().items()}
-    tools = [each.tool for each in config.environment.tools if each.tool not in BUILT_IN_TOOLS]
+    tools = [each.tool for each in config.environment.tools if each.tool not in (None, *BUILT_IN_TOOLS)]
     named |= {f"environment.tools: {spec}": spec for spec in tools}
     return [(knob, spec) for knob, spec in named.items() if spec is not None]
 

@@ -156,6 +156,8 @@ class TaskEnvironment:
     """The tasks of each split, of a set that has a fixed number; each has a `seed` of its own."""
     num_players: int = 1
     system_prompt: str | None = None
+    run: Callable[[Mapping[str, Any], Any], Awaitable[WorkflowOutput]] | None = None
+    """Plays the episode of a task with a model that is served over HTTP, in place of `play`'s loop."""
     max_turns: int = 30
     step_timeout_s: float = 60.0
     step_reward_key: str | None = None
@@ -310,6 +312,8 @@ async def play(task: Mapping[str, Any], model: Any, environment: TaskEnvironment
     The episode ends with the environment, after `max_turns` replies, or when the context is full. The reward is the sum
     of all steps; the response is the last reply.
     """
+    if environment.run is not None:
+        return await environment.run(task, model)
     return await _play(task, environment, model, model)
 
 

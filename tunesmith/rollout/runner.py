@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tunesmith.errors import ServerLostError
 from tunesmith.rollout.failures import (
     MAX_MESSAGE_CHARS,
     WorkerError,
@@ -69,7 +70,8 @@ class Agent:
     cancel_grace_s: float = 5.0
     """Seconds that cancelled functions may take to clean up before they are abandoned."""
     max_attempts: int = 1
-    """Attempts of a rollout whose worker in another process is lost; each has new sessions and the whole time."""
+    """Attempts of a rollout that lost its worker in another process, or the server of a tool or of its environment;
+    each has new sessions and the whole time. Branches and what they replay have one."""
     parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)
     """Parameter names of the workflow and the judge."""
 
@@ -87,7 +89,7 @@ class _Outcome:
     response_text: str = ""
     failure: Failure | None = None
     is_lost: bool = False
-    """Whether the rollout may be attempted again: its worker in another process is lost."""
+    """Whether the rollout may be attempted again: its worker in another process, or a server, is lost."""
 
 
 class _UserCodeError(Exception):
@@ -154,7 +156,7 @@ async def run_trajectory(
             turns = model.close(bound)
             for name, bound_auxiliary in auxiliary.items():
                 auxiliary_models[name].close(bound_auxiliary)
-        if not outcome.is_lost or attempt == agent.max_attempts:
+        if not outcome.is_lost or attempt == agent.max_attempts or record is not None:
             break
         agent.logger.warning(
             "%s: attempt %d of %d was lost; it is made again", task.task_id, attempt, agent.max_attempts
@@ -238,7 +240,7 @@ async def _run_user_code(run: _Run) -> _Outcome:
         return await _run_workflow_and_judge(run)
     except _UserCodeError as error:
         run.agent.logger.debug("%s rollout failed: %s", run.task.task_id, error, exc_info=error.__cause__)
-        return _Outcome(failure=error.failure, is_lost=isinstance(error.__cause__, WorkerLostError))
+        return _Outcome(failure=error.failure, is_lost=isinstance(error.__cause__, WorkerLostError | ServerLostError))
 
 
 async def _run_workflow_and_judge(run: _Run) -> _Outcome:

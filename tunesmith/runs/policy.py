@@ -48,6 +48,8 @@ from tunesmith.types import Distribution, Engine, JudgeType, Sampling, WorkflowT
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
 """Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
+MAX_ATTEMPTS = 3
+"""Of a rollout whose environment was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +306,7 @@ def load_actors(
             workflow=workflow,
             judge=judge,
             timeout_s=config.rollout.timeout_s,
-            max_attempts=1 if config.serve is None else config.serve.max_attempts,
+            max_attempts=MAX_ATTEMPTS if config.serve is None else config.serve.max_attempts,
         ),
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,

@@ -39,6 +39,8 @@ class Family:
     """Members that are known without the package."""
     is_open: bool = False
     """Whether it has members that `list_names` does not list."""
+    has_interpreter: bool = False
+    """Whether its environments run in an interpreter of their own, `environment.python`, which has the package."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -80,6 +82,15 @@ FAMILIES: Mapping[str, Family] = {
         tested="1.0.3",
         help="Python functions, tested in the sandbox; for evaluation alone",
     ),
+    "verifiers": Family(
+        module="tunesmith.environments.sets.verifiers",
+        package="verifiers",
+        imported="verifiers",
+        tested="0.4.0",
+        help="v1 environments by the name of their package",
+        is_open=True,
+        has_interpreter=True,
+    ),
 }
 
 
@@ -119,7 +130,7 @@ def import_family(family: str) -> ModuleType:
             f"=={entry.tested}"
         ) from error
     try:
-        version = importlib.metadata.version(entry.package)
+        version = entry.tested if entry.has_interpreter else importlib.metadata.version(entry.package)
     except importlib.metadata.PackageNotFoundError:
         return module  # sets of files alone need no package
     if version != entry.tested:
