@@ -220,7 +220,7 @@ class _JoinedWrites:
             self._transport.write(b"".join(parts))
 
 
-class _Protocol(AutoHTTPProtocol):
+class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         joined: Any = _JoinedWrites(cast(asyncio.Transport, transport), asyncio.get_running_loop())
         super().connection_made(joined)
