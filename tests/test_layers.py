@@ -25,6 +25,7 @@ LAYERS = [
         "user_lines",
         "tool_log",
         "http_server",
+        "data_juicer",
     },
     {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
@@ -32,8 +33,8 @@ LAYERS = [
     {"loop"},
     {"runs"},
     {"compat"},
-    {"commands", "viewer"},
-    {"et_agent"},
+    {"commands"},
+    {"et_agent", "viewer"},
     {"api", "cli", "pipeline", "compat.agentscope", "__init__", "__main__"},
 ]
 RAISED = "tunesmith.compat.agentscope"
@@ -46,7 +47,7 @@ INNER_LAYERS = {
         {"settings", "stage"},
         {"eval"},
         {"sft", "export", "doctor", "candidates", "pass_rate", "environments"},
-        {"tune", "prepare", "check", "select_model", "tune_prompt"},
+        {"tune", "prepare", "check", "collect", "select_model", "tune_prompt"},
         {"serve", "demo", "run"},
     ],
     "et_agent": [{"world", "formats", "selection", "radar"}, {"flywheel"}],

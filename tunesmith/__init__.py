@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tunesmith.algorithms.advantages.group import RunOutcome
     from tunesmith.algorithms.scores import TokenLosses, TokenScores
     from tunesmith.api import (
+        collect_conversations,
         evaluate,
         export,
         measure_pass_rates,
@@ -134,6 +135,7 @@ __all__ = [
     "check",
     "check_judge_function",
     "check_workflow_function",
+    "collect_conversations",
     "doctor",
     "evaluate",
     "export",

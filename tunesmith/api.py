@@ -26,7 +26,15 @@ from tunesmith.compat.agentscope_config import (
     collect_own_selectors,
     translate_tune_arguments,
 )
-from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
+from tunesmith.config import (
+    CollectConfig,
+    EvalConfig,
+    ExportSection,
+    PreferenceConfig,
+    PrepareSection,
+    RunConfig,
+    SftConfig,
+)
 from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
@@ -36,6 +44,7 @@ from tunesmith.runs.load_function import CustomComponents, load_functions
 from tunesmith.types import JudgeType, WorkflowType
 
 if TYPE_CHECKING:
+    from tunesmith.commands.collect.run import Collected
     from tunesmith.commands.eval.comparison import EvalResult
     from tunesmith.commands.export.run import ExportResult
     from tunesmith.commands.pass_rate import PassRates
@@ -183,14 +192,14 @@ def serve(
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Fine-tune a model on conversations into the folder `out`; an unfinished training in it is resumed."""
     settings = load_settings(find_command("sft"), config, overrides)
-    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_sft")(settings, out_dir=Path(out))
+    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_offline")(settings, out_dir=Path(out))
     return result
 
 
 def prefer(config: PreferenceConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Train a model on preferences into the folder `out`; an unfinished training in it is resumed."""
     settings = load_settings(find_command("prefer"), config, overrides)
-    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_preference")(settings, out_dir=Path(out))
+    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_offline")(settings, out_dir=Path(out))
     return result
 
 
@@ -249,6 +258,26 @@ def measure_pass_rates(
         num_runs=num_runs,
         out=Path(out),
         tool_keys=tool_keys,
+    )
+    return result
+
+
+def collect_conversations(
+    config: CollectConfig | RunConfig | PathLike,
+    *,
+    out: PathLike,
+    workflow_func: WorkflowType | None = None,
+    judge_func: JudgeType | None = None,
+    overrides: Sequence[str] = (),
+) -> Collected:
+    """Run the workflow on the training tasks and write the conversations that the judge accepts to the JSON lines file
+    `out`, as rows for `sft`: those of the run's own model (rejection sampling), or of `teacher` (distillation)."""
+    if isinstance(config, RunConfig) and not isinstance(config, CollectConfig):
+        config = CollectConfig(**config.model_dump(exclude_unset=True))
+    settings: CollectConfig = load_settings(find_command("collect"), config, overrides)
+    workflow, judge = load_functions(settings, workflow_func, judge_func)
+    result: Collected = run_agents(
+        "tunesmith.commands.collect.run:collect", settings, workflow=workflow, judge=judge, out=Path(out)
     )
     return result
 

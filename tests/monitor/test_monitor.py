@@ -85,7 +85,7 @@ def test_every_tracker_but_the_default_has_an_extra():
     names = get_args(get_args(MonitorSection.model_fields["trackers"].annotation)[0])
     assert set(names) == {"tensorboard", *EXTRAS}
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(EXTRAS.values()) <= declared["optional-dependencies"].keys()
+    assert set(EXTRAS) <= declared["optional-dependencies"].keys()
 
 
 def test_without_a_terminal_each_step_is_a_plain_line(tmp_path):
@@ -168,7 +168,18 @@ def test_progress_can_be_turned_off(tmp_path):
     with Monitor(tmp_path, MonitorSection(has_progress=False), total_steps=4, stream=stream) as monitor:
         monitor.show_status("rollouts 3/8")
         monitor.log(4, "eval", {"eval/test/reward": 0.5, "eval/test/num_tasks": 20.0})
-    assert stream.getvalue() == "eval at step 4  test/reward 0.5  test/num_tasks 20\n"
+    assert stream.getvalue() == "eval at step 4  test 0.500 on 20 tasks\n"
+
+
+def test_an_evaluation_fits_a_line_of_80_columns(tmp_path):
+    stream = Terminal()
+    numbers = {"num_tasks": 200.0, "num_failures": 3.0, "reward": 0.25, "reward_low": 0.125, "reward_high": 0.5}
+    metrics = {f"eval/test/{key}": value for key, value in numbers.items()} | {"perf/evaluation_s": 12.34}
+    with Monitor(tmp_path, MonitorSection(has_progress=False), total_steps=4, stream=stream) as monitor:
+        monitor.log(400, "eval", metrics | {"eval/loss": 0.5})
+    line = "eval at step 400  test 0.250 (0.125 to 0.500) on 200 tasks, 3 failed  loss 0.5  12.3 s"
+    assert stream.getvalue() == f"{line}\n"
+    assert len(line.replace("  loss 0.5", "")) < 80
 
 
 def test_durations_are_readable():

@@ -162,8 +162,12 @@ async def judge_is_infinite(task, response):
     return JudgeOutput(reward=math.inf)
 
 
-async def judge_returns_a_number(task, response):
+async def judge_returns_number(task, response):
     return 1.0
+
+
+async def judge_writes_text(task, response):
+    return JudgeOutput(reward="good")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,15 @@ async def judge_returns_a_number(task, response):
         (judge_raises, "ValueError: no answer"),
         (judge_is_undecided, "the judge returned no reward: JudgeOutput.reward is None"),
         (judge_is_infinite, "the judge returned reward inf; it must be a finite number"),
-        (judge_returns_a_number, "the judge must return a JudgeOutput, got float"),
+        (
+            judge_returns_number,
+            "the judge must return a JudgeOutput, got float: write `return JudgeOutput(reward=...)`",
+        ),
+        (
+            judge_writes_text,
+            "ValidationError: JudgeOutput.reward='good': Input should be a valid number, "  # noqa: ISC004
+            "unable to parse string as a number",
+        ),
     ],
 )
 async def test_an_error_of_the_judge_is_a_failure(judge, message):
@@ -298,8 +310,8 @@ async def test_failures_without_a_user_exception_name_the_function_definition():
 
 async def test_all_errors_of_a_validation_are_reported():
     failure = (await run(return_a_wrong_reward)).failure
-    assert failure.message.startswith("ValidationError: 2 validation errors for WorkflowOutput")
-    assert "reward" in failure.message and "metrics.m" in failure.message
+    assert failure.message.startswith("ValidationError: WorkflowOutput.reward='much': Input should be")
+    assert "; WorkflowOutput.metrics.m='more': Input should be" in failure.message
     assert failure.line.endswith("in return_a_wrong_reward")
 
 

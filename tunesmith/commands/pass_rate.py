@@ -8,7 +8,7 @@ after its last complete batch. With `tool_keys`, rows also get the outcome and t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.operators import compute_outcome, compute_pass_rates, read_metric
 from tunesmith.model.source.fingerprint import describe_weights
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.group import build_requests
 from tunesmith.runs.load_function import load_functions
@@ -89,23 +90,34 @@ def measure_pass_rates(
             )
         policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
-        async def measure() -> None:
-            async with build_evaluator(actors) as dispatcher:
-                for start in range(num_done, len(tasks), batch_size):
-                    part = tasks[start : start + batch_size]
-                    groups = await dispatcher.evaluate(
-                        build_requests(part, size=num_runs, seed=config.seed, step=start),
-                        max_failure_rate=config.rollout.max_failure_rate,
-                    )
-                    records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
-                    # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
-                    journal.append([[start + offset, *each] for offset, each in enumerate(records)])
+        def record(start: int, groups: Sequence[Group]) -> None:
+            records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
+            # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
+            journal.append([[start + offset, *each] for offset, each in enumerate(records)])
 
-        run_lockstep(measure(), config.rollout)
+        run_lockstep(run_batches(config, actors, tasks, num_runs, num_done, record), config.rollout)
         policy.close()
         result = write_result(partial_file, tasks, field=field, out=out)
         workspace.remove(partial_file)
     return result
+
+
+async def run_batches(
+    config: RunConfig,
+    actors: Actors,
+    tasks: Sequence[Task],
+    num_runs: int,
+    num_done: int,
+    record: Callable[[int, Sequence[Group]], None],
+) -> None:
+    """Run the agent `num_runs` times on each task after the first `num_done`; `record` gets the number of tasks before
+    a batch, and the batch's groups."""
+    async with build_evaluator(actors) as dispatcher:
+        for start in range(num_done, len(tasks), config.algorithm.batch_size):
+            part = tasks[start : start + config.algorithm.batch_size]
+            requests = build_requests(part, size=num_runs, seed=config.seed, step=start)
+            groups = await dispatcher.evaluate(requests, max_failure_rate=config.rollout.max_failure_rate)
+            record(start, groups)
 
 
 def describe_inputs(
@@ -126,7 +138,7 @@ def describe_inputs(
 def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[Task]:
     """Tasks of `train_dataset`; raise DataError if a row already has one of the fields."""
     if config.train_dataset is None:
-        raise ConfigError("pass rates are measured on train_dataset; set train_dataset.path")
+        raise ConfigError("the agent runs on the tasks of train_dataset, and there is none: set train_dataset.path")
     tasks = load_run_tasks(config, config.train_dataset, name="train")
     for field in fields:
         if any(field in task.row for task in tasks):

@@ -14,7 +14,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,8 +65,9 @@ def load_settings(
     if isinstance(config, kinds):
         return change_section(config, overrides, values=values)
     path = check_path(config, kinds[-1])
-    load = partial(load_section, kinds[-1]) if command.load is None else import_named(command.load)
-    return load(path, overrides) if values is None else load(path, overrides, values=values)
+    if command.load is not None:
+        return import_named(command.load)(path, overrides)
+    return load_file(kinds[-1], path, overrides, values=values)
 
 
 def read_variable() -> list[str]:
@@ -86,10 +86,10 @@ def load_run_file(
     path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
-    return load_translated(RunConfig, path, overrides, values=values)
+    return load_file(RunConfig, path, overrides, values=values)
 
 
-def load_translated(
+def load_file(
     kind: type[AnySection],
     path: PathLike | None,
     overrides: Sequence[str] = (),
@@ -97,7 +97,7 @@ def load_translated(
     values: Mapping[str, Any] | None = None,
 ) -> AnySection:
     """Read a file of a command, or a Trinity-RFT file for it."""
-    if path is None or not is_trinity_file(load_yaml(Path(path))):
+    if path is None or kind not in TRANSLATED.values() or not is_trinity_file(load_yaml(Path(path))):
         return load_section(kind, path, overrides, values=values)
     translation, own = load_trinity_file(Path(path), overrides)
     if kind is not TRANSLATED[translation.command]:
@@ -109,8 +109,6 @@ def load_translated(
 
 TRANSLATED: dict[str, type[Section]] = {"tune": RunConfig, "sft": SftConfig, "prefer": PreferenceConfig}
 """Command of a translated file -> its config."""
-load_sft_file = partial(load_translated, SftConfig)
-load_preference_file = partial(load_translated, PreferenceConfig)
 
 
 def load_eval_file(path: PathLike, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
@@ -142,9 +140,7 @@ def describe(
         return format_options(find_config_class(stage))
     if algorithms:
         return str(import_named("tunesmith.algorithms.algorithm:describe_algorithms")())
-    kind = find_config_class(stage)
-    load = partial(load_translated if kind in TRANSLATED.values() else load_section, kind)
-    return dump_config(load(config, overrides)).removesuffix("\n")
+    return dump_config(load_file(find_config_class(stage), config, overrides)).removesuffix("\n")
 
 
 def find_config_class(stage: str) -> type[Section]:
@@ -163,11 +159,6 @@ def format_options(kind: type[Section]) -> str:
         f"    {' '.join(each.description.split())}"
         for each in describe_options(kind)
     )
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes the run's console and files: the only one, or the first of several ranks."""
-    return find_rank_info().is_first
 
 
 def is_launcher(cluster: ClusterSection) -> bool:
@@ -203,12 +194,18 @@ def collect_models(given: list[str]) -> dict[str, str]:
     return models
 
 
-def parse_server_url(text: str) -> dict[str, str]:
+def read_teacher(text: str) -> dict[str, str]:
+    """The section of a model on a server."""
+    found = parse_server_url(text, option="--teacher")
+    return {"base_url": found["base_url"], "path": found["model"]}
+
+
+def parse_server_url(text: str, *, option: str = "--paraphrase") -> dict[str, str]:
     """Split `http://localhost:8000/v1/my-model` into base URL and model name."""
     found = SERVER_MODEL.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"--paraphrase {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
+            f"{option} {text!r} is not of the form BASE_URL/MODEL, as in http://localhost:8000/v1/my-model"
         )
     return found.groupdict()
 
@@ -308,5 +305,6 @@ def announce(command: str, config: Section, subject: str) -> None:
 
     Of several ranks only the first prints it, and none if their launcher has.
     """
-    if is_first_rank() and not is_launched() and getattr(getattr(config, "monitor", config), "has_progress", True):
+    is_shown = getattr(getattr(config, "monitor", config), "has_progress", True)
+    if is_shown and find_rank_info().is_first and not is_launched():
         print(f"{command}: {subject}", file=sys.stderr, flush=True)

@@ -16,10 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tunesmith.commands.references import list_strings, read_reference
-from tunesmith.config import DatasetSection, EnvironmentSection, ModelSection, RunConfig, SourceSection
+from tunesmith.config import EnvironmentSection, ModelSection, RunConfig
 from tunesmith.model.load import resolve_device
+from tunesmith.model.memory import MemorySettings
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import has_environment_tasks, load_functions
+from tunesmith.runs.memory import describe_memory
 from tunesmith.runs.policy import BuildModel, check_policy
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.load import load_rows
@@ -55,8 +57,9 @@ def describe_device(device: str, num_cpu_threads: int) -> str:
     return f"{found.type}, {num_cpu_threads} {'thread' if num_cpu_threads == 1 else 'threads'}"
 
 
-def describe_run(model: PreTrainedModel, section: ModelSection, root: Path) -> list[str]:
-    """What is trained, on which device and why, and where to look: the first lines of a run whose model is loaded."""
+def describe_run(model: PreTrainedModel, section: ModelSection, root: Path, memory: MemorySettings) -> list[str]:
+    """What is trained, on which device and why, with how much memory, and where to look: the first lines of a run whose
+    model is loaded."""
     num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     num_own = model.num_parameters() - (0 if section.lora is None else num_trained)
     trained = "all weights" if section.lora is None else f"an adapter of {format_count(num_trained)} parameters"
@@ -64,6 +67,7 @@ def describe_run(model: PreTrainedModel, section: ModelSection, root: Path) -> l
         f"model   {section.path}, {format_count(num_own)} parameters, {str(model.dtype).removeprefix('torch.')}",
         f"trains  {trained}",
         f"device  {explain_device(model.device, section.device)}",
+        *describe_memory(model, memory),
         f"folder  {root}",
         f"watch   tunesmith view {root}",
     ]
@@ -103,7 +107,7 @@ def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
         if has_environment_tasks(config, dataset):
             load_run_tasks(config, dataset, name="check")
         else:
-            check_data([dataset])
+            check_rows(dataset.path, name=dataset.name, split=dataset.split)
 
 
 def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:
@@ -124,20 +128,7 @@ def check_models(section: ModelSection, paths: Iterable[str]) -> None:
             check_policy(section.model_copy(update={"path": path}))
 
 
-def check_data(datasets: Iterable[DatasetSection]) -> None:
-    for dataset in datasets:
-        if read_reference(dataset.path) is None:
-            load_rows(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
-
-
-def check_file(path: str) -> None:
-    """Raise if rows that are not the output of an earlier stage cannot be read."""
+def check_rows(path: str, *, name: str | None = None, split: str | None = "train") -> None:
+    """Raise if the first row of a data set that is not the output of an earlier stage cannot be read."""
     if read_reference(path) is None:
-        load_rows(path, name=None, split="train", num_rows=1)
-
-
-def check_source(source: SourceSection, *, default_split: str) -> None:
-    if read_reference(source.path) is None:
-        is_file = Path(source.path).expanduser().is_file()
-        split = source.split or (None if is_file else default_split)
-        load_rows(source.path, name=source.name, split=split, num_rows=1)
+        load_rows(path, name=name, split=split, num_rows=1)

@@ -77,7 +77,7 @@ class Command:
     takes: tuple[str, ...] = ()
     """Classes of settings that the Python function takes, if not `config` alone."""
     load: str | None = None
-    """Reads the file, given its path and overrides, if not as a plain file of `config`."""
+    """Reads the file, given its path and overrides, if not as a file of `config` or of Trinity-RFT."""
     plan: str | None = None
     """Called with settings and options before the first line, in place of the check of all paths in the settings:
     raises for options that do not fit the settings, and returns the `{plan}` of the first line."""
@@ -174,7 +174,6 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:tune",
         config="tunesmith.config:RunConfig",
-        load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
         has_ranks=True,
         kind="rl",
@@ -200,7 +199,6 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:serve",
         config="tunesmith.config:RunConfig",
-        load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
         has_ranks=True,
     ),
@@ -215,11 +213,10 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:sft",
         config="tunesmith.config:SftConfig",
-        load="tunesmith.commands.settings:load_sft_file",
         first_line=LOADING,
         kind="sft",
         stage_config="tunesmith.config:SftStage",
-        stage="tunesmith.commands.sft.train:run_sft_stage",
+        stage="tunesmith.commands.sft.train:run_stage",
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
@@ -237,11 +234,10 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:prefer",
         config="tunesmith.config:PreferenceConfig",
-        load="tunesmith.commands.settings:load_preference_file",
         first_line=LOADING,
         kind="prefer",
         stage_config="tunesmith.config:PreferStage",
-        stage="tunesmith.commands.sft.train:run_prefer_stage",
+        stage="tunesmith.commands.sft.train:run_stage",
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
@@ -288,6 +284,37 @@ COMMANDS: tuple[Command, ...] = (
         output="folder",
     ),
     Command(
+        name="collect",
+        help="Collect conversations of the workflow that the judge accepts, by the model itself or by a teacher, as "
+        "rows for sft.",
+        options=(
+            RUN_FILE,
+            Option("out", "JSON lines file to write.", default=REQUIRED),
+            Option(
+                "teacher",
+                "Model of a server that the workflow calls in place of model.path.",
+                metavar="BASE_URL/MODEL",
+                key="teacher",
+                read="tunesmith.commands.settings:read_teacher",
+            ),
+            Option("num_runs", "Rollouts per task.", type=int, flag="--runs", minimum=1, key="num_runs"),
+            Option("min_reward", "Least reward of a rollout that is kept; 1 by default.", type=float, key="min_reward"),
+            Option("model", "Model folder or hub id; default: model.path.", key="model.path"),
+            WORKFLOW,
+            JUDGE,
+            ENVIRONMENT,
+            OVERRIDES,
+            DEBUG_ROLLOUTS,
+        ),
+        run="tunesmith.api:collect_conversations",
+        config="tunesmith.config:CollectConfig",
+        first_line=LOADING,
+        kind="collect",
+        stage_config="tunesmith.config:CollectStage",
+        stage="tunesmith.commands.collect.run:run_stage",
+        check="tunesmith.commands.tune.stage:check_stage",
+    ),
+    Command(
         name="pass-rate",
         help="Write the training tasks with the pass rate of the model, the prior of difficulty_based task selectors.",
         options=(
@@ -311,7 +338,6 @@ COMMANDS: tuple[Command, ...] = (
         run="tunesmith.api:measure_pass_rates",
         config="tunesmith.config:PassRateConfig",
         takes=("tunesmith.config:RunConfig",),
-        load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
         kind="pass_rate",
         stage_config="tunesmith.config:PassRateStage",
@@ -413,9 +439,20 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="doctor",
-        help="Say what is wrong with a run and what to change, from the files in its folder.",
+        help="Say what is wrong with a run and what to change, from the files in its folder; or, before it starts, "
+        "whether it fits the GPU.",
         options=(
-            argument("run", "Folder of a run: finished, stopped or running."),
+            Option("run", "Folder of a run: finished, stopped or running.", is_argument=True),
+            Option("plan", "Run file (YAML), or a model: list the memory that its training takes.", metavar="FILE"),
+            Option(
+                "memory_gib",
+                "Memory of the GPU that --plan is for; default: the device of this machine.",
+                type=float,
+                flag="--memory",
+                metavar="GIB",
+                minimum=1,
+            ),
+            replace(OVERRIDES, help="Override a key of the file of --plan. Repeatable."),
             replace(JSON, help="Print the diagnosis as JSON."),
             DEBUG,
         ),

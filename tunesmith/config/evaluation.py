@@ -69,21 +69,13 @@ class EvalConfig(Section):
 
     def to_run_config(self) -> RunConfig:
         """The equivalent run config for the first model."""
-        return RunConfig(
-            model=ModelSection(path=next(iter(self.models.values())), **self.model.model_dump()),
-            workflow=self.workflow,
-            judge=self.judge,
-            environment=self.environment,
-            eval_datasets=self.eval_datasets,
-            auxiliary_models=self.auxiliary_models,
-            evaluation=EvaluationSection(**self.evaluation.model_dump()),
-            experience=ExperienceSection(outcome_key=self.outcome_key),
-            engine=self.engine,
-            rollout=self.rollout,
-            seed=self.seed,
-            num_cpu_threads=self.num_cpu_threads,
-            monitor=MonitorSection(has_progress=self.has_progress),
-        )
+        changed = {
+            "model": ModelSection(path=next(iter(self.models.values())), **self.model.model_dump()),
+            "evaluation": EvaluationSection(**self.evaluation.model_dump()),
+            "experience": ExperienceSection(outcome_key=self.outcome_key),
+            "monitor": MonitorSection(has_progress=self.has_progress),
+        }
+        return RunConfig(**self.list_shared(RunConfig) | changed)
 
 
 class PassRateConfig(RunConfig):
@@ -98,3 +90,19 @@ class PassRateConfig(RunConfig):
     tool_keys: tuple[str, ...] = ()
     """Metrics of the workflow whose sum is a rollout's number of tool calls. If set, `<field>_correctness` and
     `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, for the `pareto` stage."""
+
+
+class CollectConfig(RunConfig):
+    """Conversations of the workflow that the judge accepts, as `tunesmith collect`."""
+
+    teacher: AuxiliaryModelSection | None = None
+    """Model that the workflow calls: on a server (`base_url`), or local; null is the run's own model, so that rows are
+    its own accepted rollouts (rejection sampling)."""
+    num_runs: int = Field(default=4, ge=1)
+    """Rollouts per task; raise it if few tasks get a row."""
+    min_reward: float = 1.0
+    """Least reward of a rollout that is kept."""
+    max_rollouts_per_task: int = Field(default=1, ge=1)
+    """Rollouts that are kept per task, those with the highest reward; more give easy tasks more weight."""
+    max_tasks: int | None = Field(default=None, ge=1)
+    """Maximum number of tasks, the first ones; null runs all."""

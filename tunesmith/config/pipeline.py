@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tunesmith.config.et_agent import FlywheelConfig, ParetoSection, RftFilterSection
-from tunesmith.config.evaluation import EvalConfig, PassRateConfig
+from tunesmith.config.evaluation import CollectConfig, EvalConfig, PassRateConfig
 from tunesmith.config.export import ExportSection
 from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
@@ -62,6 +62,12 @@ class PassRateStage(ManagedRun, PassRateConfig):
     """Rollouts on training tasks without training, as `tunesmith pass-rate`; writes tasks.jsonl."""
 
     kind: Annotated[Literal["pass_rate"], KIND] = "pass_rate"
+
+
+class CollectStage(ManagedRun, CollectConfig):
+    """Conversations of the workflow that the judge accepts, as `tunesmith collect`; writes conversations.jsonl."""
+
+    kind: Annotated[Literal["collect"], KIND] = "collect"
 
 
 class ParetoStage(ParetoSection):

@@ -117,7 +117,11 @@ class ConsoleProgress:
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the metrics of an evaluation."""
-        shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()]
+        rest = dict(metrics)
+        shown = [format_reward(name, rest) for name in metrics if name.startswith("eval/") and name.endswith("/reward")]
+        seconds = rest.pop("perf/evaluation_s", None)
+        shown += [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in rest.items()]
+        shown += [] if seconds is None else [f"{seconds:.1f} s"]
         self.show_line("  ".join([f"eval at step {step}", *shown]))
 
     def close(self) -> None:
@@ -128,6 +132,17 @@ class ConsoleProgress:
         first_step, first_time = self._ends[0]
         s_per_step = (self._ends[-1][1] - first_time) / max(step - first_step, 1)
         return s_per_step * max(self._total_steps - step, 0)
+
+
+def format_reward(name: str, metrics: dict[str, float]) -> str:
+    """The mean reward of a held-out set with its interval and counts, which are removed from `metrics`."""
+    prefix = name.removesuffix("/reward")
+    keys = ("reward", "reward_low", "reward_high", "num_tasks", "num_failures")
+    reward, low, high, num_tasks, num_failures = (metrics.pop(f"{prefix}/{key}", None) for key in keys)
+    text = f"{prefix.removeprefix('eval/')} {reward:.3f}"
+    text += "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    text += "" if num_tasks is None else f" on {num_tasks:.0f} tasks"
+    return text + (f", {num_failures:.0f} failed" if num_failures else "")
 
 
 def format_parts(parts: Sequence[Part], metrics: Mapping[str, float]) -> list[str]:

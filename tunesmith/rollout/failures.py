@@ -7,7 +7,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tunesmith.types import Failure, Group, Task
+from pydantic import ValidationError
+
+from tunesmith.types import Failure, Group, JudgeOutput, Task, WorkflowOutput
 
 PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 NOT_AWAITED = "; a call that returns a coroutine was not awaited: write `await` before it"
@@ -34,7 +36,11 @@ def describe_error(error: BaseException, task: Task) -> str:
     """Type and message of an error; for a missing field of the task, also the fields that exist."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    text = shorten(str(error).strip(), MAX_MESSAGE_CHARS)
+    text = str(error).strip()
+    if isinstance(error, ValidationError) and error.title in (JudgeOutput.__name__, WorkflowOutput.__name__):
+        found = [(".".join(map(str, each["loc"])), each["msg"], each["input"]) for each in error.errors()]
+        text = "; ".join(f"{error.title}.{key}={value!r}: {message}" for key, message, value in found)
+    text = shorten(text, MAX_MESSAGE_CHARS)
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, KeyError) and error.args and error.args[0] not in task.row:
         message += f" (fields of the task: {', '.join(map(str, task.row))})"

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from tunesmith.chat.renderer import Renderer
 from tunesmith.http_server import serve_app
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
-from tunesmith.rollout.openai_server.app import build_app
-from tunesmith.rollout.openai_server.asgi_transport import InProcessClients, InProcessTransport, SharedClient
+from tunesmith.rollout.openai_server.app import EndpointApp
+from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.recording.recorder import Recorder, Session
@@ -92,15 +92,14 @@ class ModelService:
         `build_endpoint`: the endpoint's class."""
         self.recorder = Recorder(engine, renderer)
         self.endpoint = build_endpoint(self.recorder, model_name=model_name)
-        self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """The server's URL while the endpoint is served over HTTP."""
         self._is_served = False
         self._sampling = sampling
         self._build_model = build_model
         self._is_recorded = is_recorded
-        self._http_client = SharedClient(transport=InProcessTransport(self.app), timeout=None)
-        self._clients = InProcessClients(self.app)
+        self._clients = InProcessClients(EndpointApp(self.endpoint))
+        self._http_client = self._clients.get_async_client()
         self._client = InProcessClient(
             endpoint=self.endpoint,
             base_url=self.base_url,
@@ -146,7 +145,7 @@ class ModelService:
         self, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int | None = None
     ) -> AsyncIterator[str]:
         """Also serve the endpoint over HTTP; models opened meanwhile have its URL as `base_url`."""
-        app = build_app(self.endpoint, max_body_bytes=max_body_bytes)
+        app = EndpointApp(self.endpoint, max_body_bytes=max_body_bytes)
         async with serve_app(app, has_key=True, host=host, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"
             self._is_served = True
@@ -155,6 +154,3 @@ class ModelService:
             finally:
                 self.base_url = self._client.base_url = f"{IN_PROCESS_URL}/v1"
                 self._is_served = False
-
-    async def aclose(self) -> None:
-        await self._http_client.shut_down()

@@ -103,8 +103,8 @@ def load_functions(
             has_environment_tasks(config, each)
             for each in (*config.training_sets.values(), *config.eval_datasets.values())
         )
-        and (knob := find_set_knob(config.environment)) is not None
-        and not has_environment(workflow)
+        and not (isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords)
+        and (knob := next(filter(config.environment.is_changed, EnvironmentSection.model_fields), None)) is not None
     ):
         raise ConfigError(
             f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
@@ -117,16 +117,6 @@ def load_functions(
             "has a parameter `auxiliary_models`; add it, or remove the section"
         )
     return workflow, judge
-
-
-def find_set_knob(section: EnvironmentSection) -> str | None:
-    """The first knob whose value is not its default."""
-    return next((name for name in type(section).model_fields if section.is_changed(name)), None)
-
-
-def has_environment(workflow: Callable[..., Any]) -> bool:
-    """Whether a `functools.partial` binds the workflow to an environment of its own."""
-    return isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords
 
 
 def load_environment(section: EnvironmentSection) -> Environment:

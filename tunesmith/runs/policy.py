@@ -7,7 +7,6 @@ the others build it without weights; then each layer is placed and sharded befor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import openai
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.arguments import read_api_key
 from tunesmith.chat.renderer import Renderer
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, RunConfig, TrainerSection
@@ -66,11 +66,11 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuxiliaryModel:
-    """A model that workflow and judge may call and that is never trained; `engine` is None if a server runs it."""
+class LoadedModel:
+    """A model that is called and never trained; `engine` is None if it is outside of this process."""
 
-    source: ModelProvider
-    engine: Engine | None
+    provider: ModelProvider
+    engine: Engine | None = None
 
 
 def check_policy(section: ModelSection) -> None:
@@ -228,19 +228,19 @@ def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
             check_policy(_to_model_section(section))
         except ConfigError as error:
             raise ConfigError(f"auxiliary_models.{name}: {error}") from error
-    elif section.api_key_env is not None and section.api_key_env not in os.environ:
-        raise ConfigError(f"auxiliary_models.{name}.api_key_env: environment variable {section.api_key_env} is not set")
+    else:
+        read_api_key(section.api_key_env, knob=f"auxiliary_models.{name}.api_key_env")
 
 
 def load_auxiliary(
     section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
-) -> AuxiliaryModel:
+) -> LoadedModel:
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
         policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
-        return AuxiliaryModel(source=policy.service, engine=policy.engine)
-    api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
+        return LoadedModel(provider=policy.service, engine=policy.engine)
+    api_key = read_api_key(section.api_key_env, knob="api_key_env") or "EMPTY"
     endpoint = Endpoint(
         base_url=section.base_url,
         api_key=api_key,
@@ -254,20 +254,11 @@ def load_auxiliary(
     }
     if section.enable_thinking is not None:
         options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
-    return AuxiliaryModel(source=ExternalModel(build_model(endpoint, options)), engine=None)
+    return LoadedModel(provider=ExternalModel(build_model(endpoint, options)))
 
 
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
-    return ModelSection(
-        path=section.path,
-        max_model_len=section.max_model_len,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        max_tokens=section.max_tokens,
-        enable_thinking=section.enable_thinking,
-        tool_call_parser=section.tool_call_parser,
-        reasoning_parser=section.reasoning_parser,
-    )
+    return ModelSection(**section.model_dump(exclude={"base_url", "api_key_env"}))
 
 
 def load_actors(
@@ -301,7 +292,7 @@ def load_actors(
         engine=policy.engine,
         model=policy.service,
         service=policy.service,
-        auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
+        auxiliary_models={name: auxiliary.provider for name, auxiliary in auxiliaries.items()},
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
         agent=Agent(
             workflow=workflow,

@@ -44,8 +44,20 @@ def test_the_demo_returns_accuracies_and_seconds(demo):
 
 def test_the_demo_writes_models_data_and_the_run_folder(demo):
     _, root = demo
-    assert {path.name for path in root.iterdir()} == {"base", "data", "demonstrations.jsonl", "sft", "pocket"}
+    assert {path.name for path in root.iterdir()} == {
+        "base", "data", "demonstrations.jsonl", "sft", "pocket", "result.json",
+    }  # fmt: skip
     assert (root / "pocket" / "rl" / "global_step_2" / "model.safetensors").is_file()
+
+
+def test_an_interrupted_demo_is_finished_by_the_same_command(demo):
+    result, root = demo
+    (root / "result.json").unlink()
+    steps = (root / "pocket" / "rl" / "metrics.jsonl").read_text()
+    again = run_demo(seed=0, out=root.parent, build_model=build_agentscope_model, settings=TINY)
+    assert list(root.parent.iterdir()) == [root]
+    assert (root / "pocket" / "rl" / "metrics.jsonl").read_text() == steps
+    assert {**again, "seconds": 0} == {**result, "seconds": 0}
 
 
 def test_demonstrations_start_with_the_agents_prompt(demo):

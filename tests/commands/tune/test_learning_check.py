@@ -56,7 +56,7 @@ def test_identical_rollouts_are_reported(run, capsys):
         return WorkflowOutput(response=completion.choices[0].message.content)
 
     run(workflow_func=greedy)
-    assert "sampled the same tokens; raise model.temperature" in read_warnings(capsys)[0]
+    assert "sampled the same tokens; if the reward is not the highest one, raise" in read_warnings(capsys)[0]
 
 
 @pytest.mark.parametrize("knob", ["model.temperature=0", "model.top_k=1"])

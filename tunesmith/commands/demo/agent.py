@@ -70,35 +70,22 @@ def build_demonstrations(
     """Rows for fine-tuning; the easier a problem, the more often it is answered without the tool."""
     rng = random.Random(f"demonstrations-{seed}")
     return [
-        _build_direct_answer(problem)
-        if rng.random() < share_without_tool[problem.num_operations]
-        else _build_tool_answer(problem)
+        build_demonstration(problem, calls_tool=rng.random() >= share_without_tool[problem.num_operations])
         for problem in problems
     ]
 
 
-def _build_direct_answer(problem: Problem) -> dict[str, Any]:
-    return _build_row(problem, [])
-
-
-def _build_tool_answer(problem: Problem) -> dict[str, Any]:
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": calculate.__name__, "arguments": {"expression": problem.expression}},
-    }
-    tool_messages: list[dict[str, Any]] = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
-    ]
-    return _build_row(problem, tool_messages)
-
-
-def _build_row(problem: Problem, tool_messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    messages = [
+def build_demonstration(problem: Problem, *, calls_tool: bool) -> dict[str, Any]:
+    """One conversation, with a call of the calculator or without."""
+    arguments = {"expression": problem.expression}
+    call = {"id": "call_1", "type": "function", "function": {"name": calculate.__name__, "arguments": arguments}}
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": problem.question},
-        *tool_messages,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
         {"role": "assistant", "content": f"The answer is {problem.answer}."},
     ]
+    if not calls_tool:
+        del messages[2:4]
     return {"messages": messages, "tools": build_toolkit().get_json_schemas()}

@@ -29,7 +29,7 @@ from tunesmith.commands.eval.compare import run_comparison
 from tunesmith.commands.eval.comparison import Estimate
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.settings import OVERRIDES_VARIABLE, read_variable
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.config import (
@@ -48,14 +48,14 @@ from tunesmith.errors import ConfigError
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.policy import BuildModel
-from tunesmith.storage import save_text, storage_errors
+from tunesmith.storage import save_json, save_text, storage_errors
 from tunesmith.tasks.arithmetic import build_problems, save_problems
 
 AGENT_MODULE = "tunesmith.commands.demo.agent"
 TEST_SET = "test"
-DEMONSTRATIONS = "demonstrations.jsonl"
+DEMONSTRATIONS, RESULT = "demonstrations.jsonl", "result.json"
 FINETUNE_SAVE_INTERVAL = 1000
-"""Larger than the number of fine-tuning steps: it takes a minute and is not resumed, so it needs no checkpoint."""
+"""Larger than the number of fine-tuning steps: it takes a minute and is saved if it is interrupted."""
 MODES: Mapping[str, float] = {"sampled": 1.0, "greedy": 0.0}
 """Evaluation mode -> temperature."""
 REPORTED = "sampled"
@@ -85,14 +85,17 @@ Demonstrate = Callable[..., list[dict[str, Any]]]
 
 
 def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSettings = DEFAULTS) -> dict[str, float]:
-    """Run the demo in a new folder below `out`; return accuracies on held-out problems and the elapsed seconds."""
+    """Run the demo in a new folder below `out`, or finish the newest one of this seed that was interrupted; return
+    accuracies on held-out problems and the elapsed seconds of this call."""
     started = time.monotonic()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     agent = load_agent()
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
-    root = out.expanduser().absolute() / f"{datetime.now():%Y%m%d%H%M%S}-seed{seed}"
+    parent = out.expanduser().absolute()
+    unfinished = [each for each in sorted(parent.glob(f"*-seed{seed}")) if not (each / RESULT).exists()]
+    root = unfinished[-1] if unfinished else parent / f"{datetime.now():%Y%m%d%H%M%S}-seed{seed}"
     screen.print(f"1/4  writing a pocket model and {settings.num_train_tasks} word problems to {root}")
     base = save_base(root, seed=seed, settings=settings)
     screen.print(f"2/4  fine-tuning on {settings.num_demonstrations} demonstrations")
@@ -107,7 +110,9 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     print_table(results)
     print(f"run folder: {trained.folder}")
     accuracies = {name: round(row[REPORTED].mean, 4) for name, row in results.items()}
-    return accuracies | {"seconds": round(time.monotonic() - started, 1)}
+    result = accuracies | {"seconds": round(time.monotonic() - started, 1)}
+    save_json(root / RESULT, result)
+    return result
 
 
 def load_agent() -> ModuleType:
@@ -118,10 +123,10 @@ def load_agent() -> ModuleType:
 
 
 def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
-    """Write the untrained model and the problems."""
+    """Write the untrained model and the problems, which are the same each time."""
     folder = root / "base"
     with storage_errors(root, "write"):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         tokenizer = build_pocket_tokenizer()
         save_model_files(folder, build_pocket_model(tokenizer, seed=seed), tokenizer)
         save_problems(root / "data", num_train=settings.num_train_tasks, num_test=settings.num_test_tasks, seed=seed)
@@ -149,7 +154,7 @@ def finetune(base: Path, demonstrate: Demonstrate, root: Path, *, seed: int, set
         ),
         monitor=MonitorSection(log_interval_steps=50),
     )
-    return run_sft(config, out_dir=root / "sft").folder
+    return run_offline(config, out_dir=root / "sft").folder
 
 
 def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettings) -> RunConfig:
@@ -159,6 +164,7 @@ def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettin
         checkpoint_root_dir=str(root),
         project="pocket",
         name="rl",
+        continue_from_checkpoint=True,
         seed=seed,
         total_steps=settings.num_steps,
         save_interval_steps=settings.num_steps,

@@ -116,7 +116,7 @@ def explain_rounding(trainer: TrainerSection, learning_rate: float | None = None
     """Why updates leave the weights as they are; AdamW divides a gradient below its epsilon by that."""
     if trainer.max_grad_norm < trainer.epsilon:
         return f"the update rounds to zero at trainer.max_grad_norm={trainer.max_grad_norm:g}: raise it"
-    rate = trainer.learning_rate if learning_rate is None else learning_rate
+    rate = trainer.peak_learning_rate if learning_rate is None else learning_rate
     return f"the update rounds to zero at learning rate {rate:g}: raise trainer.learning_rate"
 
 
@@ -135,7 +135,10 @@ def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> 
     else:
         cause = "the rewards within each group are equal"
     if all(is_uniform(group) for group in groups):
-        return f"{cause}: all rollouts of a group sampled the same tokens; raise model.temperature"
+        return (
+            f"{cause}: all rollouts of a group sampled the same tokens; if the reward is not the highest one, raise "
+            "model.temperature, else take harder tasks"
+        )
     return f"{cause}, so all advantages are zero: check the judge and the difficulty of the tasks"
 
 

@@ -30,6 +30,7 @@ from tunesmith.commands.tune.checkpoints import (
     restore,
     restore_models,
     save_error,
+    save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
@@ -61,10 +62,11 @@ from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.runs.load_function import CustomComponents
+from tunesmith.runs.memory import fit_run
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.run_folder import RunFolder, describe_interruption, keep_learning_rate, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -142,7 +144,7 @@ def run_tuning(
     """
     if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
-    config = keep_learning_rate(config)
+    config = set_learning_rate(config)
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
@@ -203,13 +205,15 @@ def run_leader(
         max_model_len=config.model.max_model_len,
         kv_cache_tokens=config.engine.kv_cache_tokens,
     )
+    config, memory = fit_run(config, plan.algorithm, policy.model)
     links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
-    for line in describe_run(policy.model, config.model, folder.paths.root):
+    for line in describe_run(policy.model, config.model, folder.paths.root, memory):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
+    save_tokenizer(policy, folder.paths)
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
     training = Training(rank=rank, plan=plan, parts=parts, folder=folder, monitor=monitor, control=control)
@@ -219,7 +223,7 @@ def run_leader(
         result: TuneResult = run_lockstep(serving, config.rollout).take_result()
         return result
     except (KeyboardInterrupt, SystemExit):
-        monitor.show_line(describe_interruption(config, folder.paths.root))
+        monitor.show_line(describe_interruption(config, folder.paths.root, total_steps=plan.total_steps))
         raise
     finally:
         policy.close()
@@ -235,6 +239,7 @@ def run_follower(
     algorithm = resolve_algorithm(config.algorithm, own=functions)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
+    config, _ = fit_run(config, algorithm, policy.model)
     links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
     rank = build_rank(config, roles, policy, bind_actors(actors, server), links)

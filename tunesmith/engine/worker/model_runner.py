@@ -49,6 +49,7 @@ from tunesmith.model.forward.attention import (
 )
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
+from tunesmith.model.memory import GIB, MIN_CACHE_GIB, compute_cache_bytes, count_blocks
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle, DecodeGraphs
@@ -56,17 +57,6 @@ if TYPE_CHECKING:
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
 """`engine.max_batched_tokens` where it is not set: on a CPU, on other devices."""
-MIN_CACHE_GIB = 2.0
-"""KV cache where `engine.kv_cache_gib` is not set: exactly this on a CPU, at least this on a GPU."""
-TRAINER_BYTES_PER_PARAMETER = 16
-"""Bytes that the trainer needs per trained parameter: float32 weight and moments, a gradient, scratch."""
-SHARDED_BYTES_PER_PARAMETER = 12
-"""Bytes of these that several ranks share: float32 weight and moments."""
-ACTIVATION_FRACTION = 0.3
-"""Fraction of the device's memory that is left for activations and logits."""
-CACHE_FRACTION = 0.5
-"""Fraction of the remaining memory for this cache; the rest is for the caches of other models."""
-
 FP8_CAPABILITY = (8, 9)
 """Lowest compute capability that multiplies FP8 matrices."""
 
@@ -92,7 +82,9 @@ class ModelRunner:
         self.model = model
         shapes = probe_layers(model)
         fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
-        self.num_blocks = count_blocks(shapes, settings, model, max_model_len=max_model_len, has_trainer=has_trainer)
+        token_bytes = sum(2 * shape.num_kv_heads * shape.head_size for shape in shapes) * model.dtype.itemsize
+        available = measure_cache_bytes(model, has_trainer=has_trainer)
+        self.num_blocks = count_blocks(settings, token_bytes, max_model_len=max_model_len, available=available)
         self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
         self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
         self.cache = KVCache(
@@ -291,42 +283,10 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     return [plan.shape_of_layer[layer] for layer in sorted(plan.shape_of_layer)]
 
 
-def count_blocks(
-    shapes: Sequence[LayerShape],
-    settings: EngineSection,
-    model: PreTrainedModel,
-    *,
-    max_model_len: int,
-    has_trainer: bool = True,
-) -> int:
-    """Blocks of the KV cache: as many as the settings allow, or as fit on the device."""
-    if settings.kv_cache_tokens is not None:
-        return -(-settings.kv_cache_tokens // settings.page_size)
-    num_values = sum(2 * shape.num_kv_heads * shape.head_size for shape in shapes)
-    block_bytes = num_values * model.dtype.itemsize * settings.page_size
-    if settings.kv_cache_gib is not None:
-        num_bytes = int(settings.kv_cache_gib * 2**30)
-    elif model.device.type == "cpu":
-        num_bytes = int(MIN_CACHE_GIB * 2**30)
-    else:
-        num_bytes = measure_cache_bytes(model, has_trainer=has_trainer)
-    max_tokens = settings.max_num_seqs * (max_model_len + 4 * settings.page_size)
-    num_blocks = num_bytes // block_bytes
-    if settings.kv_cache_gib is None:
-        num_blocks = min(num_blocks, -(-max_tokens // settings.page_size))
-    if num_blocks == 0:
-        raise ConfigError(
-            f"the KV cache has no room for one block ({block_bytes} bytes): engine.kv_cache_gib="
-            f"{settings.kv_cache_gib}; raise it, or free memory of the device"
-        )
-    return num_blocks
-
-
 def measure_cache_bytes(model: PreTrainedModel, *, has_trainer: bool) -> int:
-    """Bytes for the KV cache: free memory less activations and the states of a trainer on the same device, times
-    `CACHE_FRACTION`."""
+    """Bytes for the KV cache on the model's device."""
+    if model.device.type == "cpu":
+        return int(MIN_CACHE_GIB * GIB)
     free, total = torch.cuda.mem_get_info(model.device)
     num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad) if has_trainer else 0
-    sharded_bytes = SHARDED_BYTES_PER_PARAMETER * (1 - 1 / count_ranks())
-    remaining = free - (TRAINER_BYTES_PER_PARAMETER - sharded_bytes) * num_trained - ACTIVATION_FRACTION * total
-    return max(int(CACHE_FRACTION * remaining), int(MIN_CACHE_GIB * 2**30))
+    return compute_cache_bytes(free=free, total=total, num_trained=num_trained, num_ranks=count_ranks())

@@ -1,0 +1,28 @@
+"""The memory in a run's first lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import RunConfig
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.runs.memory import collect_run_settings, describe_memory, fit_run
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_pocket_model(build_pocket_tokenizer(), seed=0)
+
+
+def test_the_first_lines_name_the_sum_and_its_parts_in_80_columns(model):
+    config = RunConfig(model={"path": "pocket"}, algorithm={"batch_size": 2, "group_size": 3, "kl_coef": 0.1})
+    algorithm = resolve_algorithm(config.algorithm)
+    settings = collect_run_settings(config, algorithm, model)
+    assert settings.num_tokens == 2 * 3 * 4096
+    assert settings.extra_bytes == {"reference": 4 * model.num_parameters()}
+    lines = describe_memory(model, settings)
+    assert lines[0].startswith("memory  at most ") and "GiB:" in lines[0]
+    assert "activations of 16,384 tokens" in " ".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert fit_run(config, algorithm, model)[0].trainer == config.trainer  # rows on a CPU stay as they are
