@@ -583,6 +583,19 @@ COMMANDS: tuple[Command, ...] = (
         run="tunesmith.commands.environments:show_environment",
     ),
     Command(
+        name="environments play",
+        help="Play an episode with a model, whose tokens and reward are shown, or without one by replies of your own.",
+        options=(
+            argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
+            Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
+            Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
+            Option("model", "Model: folder or hub id. Without one, each line that you type is a reply."),
+            replace(OVERRIDES, help="Override a key of the run of --model, e.g. model.max_tokens=256. Repeatable."),
+            DEBUG,
+        ),
+        run="tunesmith.commands.environments:play_environment",
+    ),
+    Command(
         name="model convert",
         help="Convert a GGUF file to a Hugging Face model folder, which can be trained, and verify it.",
         options=(

@@ -11,7 +11,12 @@ from tunesmith.types import WorkflowOutput
 
 
 async def tool_agent(task: Mapping[str, Any], model: Any, environment: Environment) -> WorkflowOutput:
-    """Answer `task["question"]`. The response is the transcript; the reward is the judge's."""
+    """Answer `task["question"]`, with those tools of the environment that `task["tools"]` names, or all of them.
+
+    The response is the transcript; the reward is the judge's.
+    """
+    if task.get("tools") is not None:
+        environment = environment.select(task["tools"])
     transcript = await environment.run(str(task["question"]), model)
     return WorkflowOutput(response=transcript, metrics=collect_metrics(transcript, environment))
 

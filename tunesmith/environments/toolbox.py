@@ -28,6 +28,8 @@ class Toolbox:
     tools: Mapping[str, Tool]
     max_calls: int
     max_result_chars: int
+    has_state: bool = False
+    """Whether calls change something that all tools share: they run in order, and a branch repeats them."""
     num_calls: Counter[str] = field(default_factory=Counter)
     """Calls that were run, by tool."""
     _sessions: dict[str, Run] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Toolbox:
     async def run(self, calls: Sequence[Segment]) -> list[Segment]:
         """The results of calls, in order; calls of stateless tools run at the same time."""
         refusals = [self._count(call) for call in calls]
-        if any(call.tool in self.tools and self.tools[call.tool].is_stateful for call in calls):
+        if self.has_state or any(call.tool in self.tools and self.tools[call.tool].is_stateful for call in calls):
             return [await self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True)]
         runs = (self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True))
         results = await asyncio.gather(*runs, return_exceptions=True)
@@ -114,7 +116,7 @@ class Toolbox:
 
     async def _open(self, tool: Tool) -> Run | None:
         if tool.open_session is None:
-            return None
+            return tool.run if self.has_state else None
         if tool.name not in self._sessions:
             self._sessions[tool.name] = await self._stack.enter_async_context(tool.open_session())
         return self._sessions[tool.name]

@@ -74,6 +74,19 @@ class ExternalModel:
         return ()
 
 
+class UnrecordedModel:
+    """The model of a service for calls that are not trained: the policy as its own opponent."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        return self._service.open(seed=seed, order=order, sampling=sampling, is_recorded=False)
+
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        return self._service.close(bound)
+
+
 class ModelService:
     """The endpoint of one engine, and the models bound to its sessions."""
 
@@ -118,11 +131,21 @@ class ModelService:
         """Whether the endpoint is served over HTTP now."""
         return self._is_served
 
-    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> BoundModel:
-        """A model bound to a new session; `sampling` overrides the service's defaults."""
+    def open(
+        self,
+        *,
+        seed: int,
+        order: tuple[int, ...] = (),
+        sampling: Sampling | None = None,
+        is_recorded: bool | None = None,
+    ) -> BoundModel:
+        """A model bound to a new session; `sampling` and `is_recorded` override the service's own."""
         self._clients.note_loop()
         session = self.recorder.open_session(
-            seed=seed, order=order, sampling=sampling or self._sampling, is_recorded=self._is_recorded
+            seed=seed,
+            order=order,
+            sampling=sampling or self._sampling,
+            is_recorded=self._is_recorded if is_recorded is None else is_recorded,
         )
         endpoint = Endpoint(
             base_url=self.base_url if self._is_served else None,

@@ -33,6 +33,9 @@ LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 """Imported files with their modification time (ns) and size (bytes) at import."""
 
 TOOL_AGENT = "tunesmith.environments.tool_agent:tool_agent"
+TOOL_AGENTS = (TOOL_AGENT, "tunesmith.environments:tool_agent")
+"""How files name it."""
+PLAY_FUNCTION = "tunesmith.environments.episode:play"
 
 FORMER_NAMES = {
     "tunesmith.pipeline.prepare.world_expert": "tunesmith.et_agent.world.conversations",
@@ -98,6 +101,11 @@ def load_functions(
                 f"environment={named.name!r} is no tool agent: leave out workflow, or give environment its tools"
             )
         workflow = functools.partial(function, environment=named or load_environment(config.environment))
+        if named is not None and named.num_players > 1 and name_function(function) == PLAY_FUNCTION:
+            from tunesmith.environments.episode import play_seat  # deferred as in load_environment
+
+            workflow = functools.partial(play_seat, environment=named)
+
     elif (
         not any(
             has_environment_tasks(config, each)
@@ -156,7 +164,11 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
             inspect.signature(own).bind(**args)
         except TypeError as error:
             raise ConfigError(f"environment.args of {section.name}: {error}") from error
-        environment = TaskEnvironment(name=section.name, create=functools.partial(own, **args))
+        environment = TaskEnvironment(
+            name=section.name,
+            create=functools.partial(own, **args),
+            num_players=getattr(own, "num_players", 1),
+        )
     return replace(
         environment,
         system_prompt=environment.system_prompt if section.system_prompt is None else section.system_prompt,

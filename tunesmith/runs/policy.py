@@ -24,6 +24,7 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
 from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
+from tunesmith.environments.episode import OPPONENT
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
@@ -40,7 +41,8 @@ from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent
-from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
+from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService, UnrecordedModel
+from tunesmith.rollout.signature import ENVIRONMENT
 from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
 from tunesmith.types import Distribution, Engine, JudgeType, Sampling, WorkflowType
 
@@ -288,11 +290,15 @@ def load_actors(
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
         for name, section in (config.auxiliary_models if has_rollouts else {}).items()
     }
+    sources: dict[str, ModelProvider] = {name: auxiliary.provider for name, auxiliary in auxiliaries.items()}
+    bound = workflow.keywords.get(ENVIRONMENT) if isinstance(workflow, partial) else None
+    if getattr(bound, "num_players", 1) > 1:
+        sources.setdefault(OPPONENT, UnrecordedModel(policy.service))
     actors = Actors(
         engine=policy.engine,
         model=policy.service,
         service=policy.service,
-        auxiliary_models={name: auxiliary.provider for name, auxiliary in auxiliaries.items()},
+        auxiliary_models=sources,
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
         agent=Agent(
             workflow=workflow,
