@@ -38,6 +38,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "eval": {"models": {"a": "model"}, "eval_datasets": {"test": {"path": "data"}}},
     "export": {"path": "model"},
     "run": {},
+    "collect": {"model": {"path": "model"}},
     "pass_rate": {"model": {"path": "model"}},
 }
 """Required keys of each file, which an excerpt may leave out."""

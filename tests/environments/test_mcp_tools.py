@@ -87,13 +87,13 @@ def load(server, **options):
 @pytest.fixture(scope="module")
 def shared():
     """Tools over stdio; the server is started again after the tests that end it."""
-    return load([*PROGRAM, "stdio"], timeout_s=0.5)
+    return load([*PROGRAM, "stdio"], timeout_s=2)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 async def test_tools_of_a_real_server_are_called(transport, shared, url):
-    tools = shared if transport == "stdio" else load(url, timeout_s=0.5)
+    tools = shared if transport == "stdio" else load(url, timeout_s=2)
     assert tools["add"].schema["function"] == {
         "name": "add",
         "description": "Add two numbers.",
@@ -109,7 +109,7 @@ async def test_tools_of_a_real_server_are_called(transport, shared, url):
     failed = await tools["fail"].call({"reason": "no"})
     assert (failed.ok, failed.failure) == (False, "error") and failed.text.startswith("Error executing tool fail")
     slow = await tools["wait"].call({"seconds": 60})
-    assert (slow.failure, slow.text) == ("timeout", "Error: wait took longer than 0.5 s and was stopped.")
+    assert (slow.failure, slow.text) == ("timeout", "Error: wait took longer than 2 s and was stopped.")
     with pytest.raises(ToolUnavailableError, match="the tool look of .* returned a part of type image; only text is"):
         await tools["look"].call({})
     assert (await tools["echo"].call({"text": "still here"})).text == "still here"
@@ -148,7 +148,7 @@ async def test_a_server_that_ended_is_a_failure_and_the_next_call_starts_it_agai
 async def test_a_server_that_hangs_is_a_failure(shared, monkeypatch):
     monkeypatch.setattr("tunesmith.tools.mcp.PING_TIMEOUT_S", 0.1)
     monkeypatch.setattr("tunesmith.tools.json_rpc.END_TIMEOUT_S", 0.1)
-    with pytest.raises(ServerLostError, match=r"answered neither a call of hang in 0\.5 s nor a ping after it"):
+    with pytest.raises(ServerLostError, match=r"answered neither a call of hang in 2 s nor a ping after it"):
         await shared["hang"].call({})
     assert (await shared["echo"].call({"text": "a"})).text == "a"
 

@@ -65,8 +65,8 @@ class Workers:
             while self._pids:
                 for connection in wait(list(self._pids)):
                     self._receive(connection, left)
-                if self._session.shouldfail:
-                    raise self._session.Failed(self._session.shouldfail)
+                    if self._session.shouldfail:
+                        raise self._session.Failed(self._session.shouldfail)
         finally:
             for pid in self._pids.values():
                 os.kill(pid, signal.SIGKILL)

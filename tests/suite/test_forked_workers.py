@@ -118,9 +118,9 @@ def test_a_worker_that_dies_fails_its_file_and_the_others_continue(run):
 
 
 def test_the_run_stops_at_the_first_failure_if_told_to(run, pytester):
-    result = run("import time\ndef test_one():\n    assert 0\ndef test_two():\n    time.sleep(30)", "-x")
-    assert result.parseoutcomes()["failed"] == 1
-    assert result.ret == pytest.ExitCode.TESTS_FAILED and result.duration < 20
+    result = run("import time\ndef test_one():\n    assert 0\ndef test_two():\n    time.sleep(1000)", "-x")
+    assert result.parseoutcomes() == {"failed": 1}
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
 def test_an_error_of_collection_runs_no_test(run, pytester):

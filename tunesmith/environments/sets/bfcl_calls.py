@@ -61,7 +61,7 @@ def find_mistake_in_call(
 
 
 def find_mistake_in_value(schema: Mapping[str, Any], value: Any, accepted: Sequence[Any]) -> Mistake | None:
-    expected = TYPES[schema["type"]]
+    expected: Any = TYPES[schema["type"]]  # Any: mypy would narrow the value to object
     inner = TYPES[schema["items"]["type"]] if expected is list else None
     if expected is float and type(value) is int:
         value = float(value)
