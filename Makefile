@@ -33,8 +33,7 @@ demo: $(VENV)/.installed-demo
 test: lint docs pytest
 
 pytest: $(VENV)/.installed-test | docs
-	$(BIN)/python -c "import tunesmith.api"  # compiles modules once instead of in each process that runs tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -57,6 +56,7 @@ clean:
 $(VENV)/.installed-torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip  # the one that Python brings takes three times as long to resolve
 	$(BIN)/python -m pip install $(TORCH)
 	touch $@
 

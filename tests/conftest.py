@@ -15,9 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import pytest
+import torch
 
 from conditions import SkippableTime
 from file_order import put_long_files_first
+from forked_programs import start_forked_programs
+from forked_workers import pytest_addoption as pytest_addoption
+from forked_workers import pytest_runtestloop as pytest_runtestloop
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
 hypothesis.settings.register_profile(
@@ -38,8 +42,6 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch  # not at the top: the process that only hands out tests to others does not need it
-
     torch.set_num_threads(1)
     put_long_files_first(items)
     if torch.cuda.is_available():
@@ -50,11 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt what is imported by now from garbage collection: runs collect all garbage between stages and models, and
     the objects of the libraries would take most of that time."""
     gc.collect()
     gc.freeze()
+    if session.config.option.workers:
+        start_forked_programs()  # the workers share it; by now all modules are compiled
 
 
 @pytest.fixture
@@ -66,6 +70,6 @@ def passing_time(monkeypatch: pytest.MonkeyPatch) -> SkippableTime:
 @pytest.fixture(scope="session")
 def pocket_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small pocket model with random weights."""
-    from small_pocket import write_small_pocket  # imports torch
+    from small_pocket import write_small_pocket  # imports transformers, which runs of few tests need not
 
     return str(write_small_pocket(tmp_path_factory.mktemp("models") / "pocket"))

@@ -192,14 +192,14 @@ def serve(
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Fine-tune a model on conversations into the folder `out`; an unfinished training in it is resumed."""
     settings = load_settings(find_command("sft"), config, overrides)
-    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_sft")(settings, out_dir=Path(out))
+    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_offline")(settings, out_dir=Path(out))
     return result
 
 
 def prefer(config: PreferenceConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Train a model on preferences into the folder `out`; an unfinished training in it is resumed."""
     settings = load_settings(find_command("prefer"), config, overrides)
-    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_preference")(settings, out_dir=Path(out))
+    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_offline")(settings, out_dir=Path(out))
     return result
 
 

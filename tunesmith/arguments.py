@@ -1,4 +1,4 @@
-"""Look up functions by the name in a config, and validate their arguments.
+"""Look up what a config names: functions, whose arguments are validated, and API keys.
 
 A table maps names to functions. The arguments that a user may set are a function's keyword-only parameters, with their
 types, ranges and defaults. Unknown names, missing arguments and values of another type raise ConfigError; for unknown
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_type_hints
@@ -20,6 +21,16 @@ from tunesmith.errors import ConfigError
 
 LoadFunction = Callable[[str], Callable[..., Any]]
 """Imports the function that a user named as `module:function` or `file.py:function`."""
+
+
+def read_api_key(variable: str | None, *, knob: str) -> str | None:
+    """The API key in the environment variable that a knob names; None if it names none."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"{knob}: the environment variable {variable} is not set")
+    return key
 
 
 def find_function(

@@ -67,6 +67,10 @@ class ToolUnavailableError(TunesmithError, RuntimeError):
     """A tool cannot answer for reasons of ours, such as a dead server; it ends the rollout as a failure."""
 
 
+class ServerLostError(ToolUnavailableError):
+    """A server that a rollout used has ended; it is started again, and the rollout is made again."""
+
+
 class SandboxError(ToolUnavailableError):
     """The sandbox of a tool cannot run code; nothing is known about the code."""
 

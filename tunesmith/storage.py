@@ -62,6 +62,16 @@ class RunPaths:
         return self.root / "error.json"
 
     @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the policy, from before the first step on."""
+        return self.root / "tokenizer"
+
+    @property
+    def notes(self) -> Path:
+        """What a user wrote about the run."""
+        return self.root / "notes.json"
+
+    @property
     def monitor(self) -> Path:
         return self.root / "monitor"
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.shared.report import publish
 from benchmarks.training.sft import write_rows
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import SftConfig
 from tunesmith.runs.load_config import build_section
 from tunesmith.storage import load_json_lines
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, *, dtype: str) -> list[float]:
                 "max_tokens_per_row": 4096,
             },
         }  # fmt: skip
-        run_sft(build_section(SftConfig, settings), out_dir=Path(place) / "run")
+        run_offline(build_section(SftConfig, settings), out_dir=Path(place) / "run")
         return [row["train/loss"] for row in load_json_lines(Path(place) / "run" / "metrics.jsonl")]
 
 

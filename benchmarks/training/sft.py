@@ -1,8 +1,8 @@
 """Tokens per second of supervised fine-tuning with Tunesmith and TRL, and the difference of their loss curves.
 
 Both train the same model, or the same new adapter on it, on the same tokens in the same batches and order, with the
-same learning rate and AdamW. Tunesmith runs as users run it: a file of conversations and `run_sft`. Tokens are those of
-the rows, prompts included and padding excluded, over the seconds of all steps after the warm-up.
+same learning rate and AdamW. Tunesmith runs as users run it: a file of conversations and `run_offline`. Tokens are
+those of the rows, prompts included and padding excluded, over the seconds of all steps after the warm-up.
 
     python -m benchmarks.training.sft --device cpu --mode lora --model models/smollm2-135m-instruct \\
         --questions gsm8k/train.jsonl
@@ -25,7 +25,7 @@ import torch
 from benchmarks.shared.report import publish
 from benchmarks.training.peer_trl_sft import PeerRun, run_trl_sft
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import SftConfig
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.load import load_section_model, load_section_tokenizer
@@ -101,7 +101,7 @@ def save_start(config: SftConfig, folder: Path) -> str | None:
 
 
 def run_ours(arguments: argparse.Namespace, config: SftConfig, plan: OfflinePlan, folder: Path) -> Timing:
-    run_sft(config, out_dir=folder / "ours")
+    run_offline(config, out_dir=folder / "ours")
     rows = load_json_lines(folder / "ours" / "metrics.jsonl")
     return measure(arguments, plan, [row["perf/train_s"] for row in rows], [row["train/loss"] for row in rows])
 

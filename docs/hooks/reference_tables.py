@@ -116,8 +116,8 @@ def render_api(module: str) -> str:
 
 
 def render_trinity(section: str) -> str:
-    """Key and effect of each rule of `compat/trinity_yaml.py` for a section; `.`: those outside of sections."""
-    from tunesmith.compat.trinity_yaml import RULES, SECTIONS
+    """Key and effect of each rule of `compat/trinity_rules.py` for a section; `.`: those outside of sections."""
+    from tunesmith.compat.trinity_rules import RULES, SECTIONS
 
     def is_listed(key: str) -> bool:
         owner = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default=".")

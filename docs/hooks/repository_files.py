@@ -2,11 +2,13 @@
 
 Pages link to `../tunesmith/loop.py` or `../results/x.png`, as GitHub needs it. Such files are outside of the docs
 folder and would be broken links on the site. Images are copied, Markdown is rendered, other text files become a page
-with their content, a folder its README or a list of its files. Links are rewritten to these pages.
+with their content, a notebook its cells, a folder its README or a list of its files. Links are rewritten to these
+pages.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -111,11 +113,19 @@ def build_file(path: Path, config: MkDocsConfig) -> File:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return File.generated(config, name, content=text)
+    if path.suffix == ".ipynb":
+        return File.generated(config, name, content=render_notebook(text))
     relative = path.relative_to(find_root()).as_posix()
     fence = "`" * 4
     return File.generated(
         config, name, content=f"# {relative}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}\n{fence}\n"
     )
+
+
+def render_notebook(text: str) -> str:
+    """The cells as Markdown."""
+    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"])
+    return "\n\n".join(source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells)
 
 
 def render_folder(path: Path) -> str:

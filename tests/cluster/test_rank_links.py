@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import threading
@@ -10,7 +11,8 @@ import time
 import pytest
 
 from tunesmith.cluster import links
-from tunesmith.cluster.links import HEADER, accept_links
+from tunesmith.cluster.links import HEADER, Link, accept_links
+from tunesmith.errors import RankError
 
 
 class FirstRank:
@@ -67,3 +69,28 @@ def test_greeting_in_two_packets_is_that_of_a_rank():
         thread.join(10)
     assert [list(each.by_rank) for each in found] == [[1]]
     found[0].by_rank[1]._socket.close()
+
+
+def test_questions_are_answered_in_order_and_fail_with_the_link():
+    async def run() -> None:
+        near, far = (Link(end, timeout_s=30) for end in socket.socketpair())
+        await near.open()
+        await far.open()
+        reading = asyncio.create_task(near.receive())
+        questions = [near.ask(number) for number in range(3)]
+        assert [await far.receive() for _ in questions] == [0, 1, 2]
+        questions[1].cancel()
+        for number in range(2):
+            far.answer(number + 10)
+        far.send("hello")
+        assert await reading == "hello"
+        assert questions[0].result() == 10
+        await far.close()
+        with pytest.raises(RankError, match="another rank has ended"):
+            await near.receive()
+        for lost in (questions[2], near.ask(3)):
+            with pytest.raises(RankError, match="another rank has ended"):
+                await lost
+        await near.close()
+
+    asyncio.run(run())

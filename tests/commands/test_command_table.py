@@ -13,6 +13,8 @@ import pytest
 from tunesmith.cli import collect_changes
 from tunesmith.commands.settings import load_settings
 from tunesmith.commands.table import COMMANDS, STAGES, Command, find_command, import_named
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import describe_options
 
 REFERENCES = (
@@ -181,3 +183,13 @@ def test_a_new_command_and_stage_are_an_entry_and_a_module(tmp_path):
 def test_entries_have_distinct_names_and_kinds():
     assert len({command.name for command in COMMANDS}) == len(COMMANDS)
     assert len(STAGES) == sum(command.kind is not None for command in COMMANDS)
+
+
+def test_a_variable_overrides_files_and_programs_below_explicit_overrides(monkeypatch):
+    config = RunConfig(model={"path": "model"}, train_dataset={"path": "data"}, total_steps=20)
+    monkeypatch.setenv("TUNESMITH_SET", "total_steps=1  trainer.learning_rate=1e-4 'name=two words'")
+    settings = load_settings(find_command("tune"), config, ["total_steps=3"])
+    assert (settings.total_steps, settings.trainer.learning_rate, settings.name) == (3, 1e-4, "two words")
+    monkeypatch.setenv("TUNESMITH_SET", "total_step=1")
+    with pytest.raises(ConfigError, match="total_step is not a known key: did you mean 'total_steps'"):
+        load_settings(find_command("tune"), config)

@@ -48,7 +48,7 @@ def test_defaults_are_those_of_agentscope_and_of_our_sections():
     )  # set only if the caller sets AgentScope's
     section = AlgorithmSection()
     assert (section.algorithm_type, section.group_size, section.batch_size) == ("multi_step_grpo", 8, 32)
-    assert TrainerSection().learning_rate == algorithm.learning_rate == 1e-6
+    assert TrainerSection().peak_learning_rate == algorithm.learning_rate == 1e-6
     assert EvaluationSection().interval_steps == algorithm.eval_interval_steps == 100
     assert DatasetSection(path="d").split == DatasetConfig(path="d").split == "train"
     assert RunConfig(model={"path": "m"}).save_interval_steps == algorithm.save_interval_steps

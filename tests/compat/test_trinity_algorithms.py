@@ -94,6 +94,6 @@ def test_a_kl_of_weight_zero_needs_no_estimator():
 
 
 def test_an_unknown_argument_is_refused_when_the_algorithm_is_resolved():
-    section = read(algorithm_type="multi_step_grpo", advantage_fn_args={"step_norm": True})
+    section = read(algorithm_type="multi_step_grpo", advantage_fn_args={"enable_stepnorm": True})
     with pytest.raises(ConfigError, match="did you mean 'enable_step_norm'"):
         resolve_algorithm(section)

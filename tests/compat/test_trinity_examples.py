@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tunesmith.commands.settings import load_preference_file, load_run_file, load_sft_file
+from tunesmith.commands.settings import load_file, load_run_file
 from tunesmith.compat.trinity_yaml import translate_trinity_file
+from tunesmith.config import PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_functions
 
@@ -23,11 +24,9 @@ REFUSED = {
     "entropy/clipb.yaml": ["algorithm.algorithm_type='grpo_verl'", "algorithm.advantage_fn='clipb'"],
     "entropy/clipv.yaml": ["algorithm.algorithm_type='grpo_verl'", "algorithm.advantage_fn='clipv'"],
     "grpo_gsm8k_experience_pipeline/dj_scoring_exp.yaml": ["project_name"],
-    "grpo_gsm8k_experience_pipeline/gsm8k.yaml": ["data_processor.experience_pipeline.operators[0]"],
-    "grpo_gsm8k_task_pipeline/gsm8k.yaml": ["operators[0].name='llm_difficulty_score_filter'", "pass-rate"],
 }
-"""What has no counterpart: Data-Juicer's service and recipes, clip_b and clip_v, the evaluation of a remote model."""
-LOADERS = {"sft_mot/sft.yaml": load_sft_file, "dpo_humanlike/dpo.yaml": load_preference_file}
+"""What has no counterpart: annotation by people, clip_b and clip_v, a remote model; and a file of Data-Juicer."""
+KINDS = {"sft_mot/sft.yaml": SftConfig, "dpo_humanlike/dpo.yaml": PreferenceConfig}
 FUNCTIONS = ["workflow=agent.py:workflow", "judge=agent.py:judge"]
 
 
@@ -53,19 +52,18 @@ def write(folder, name):
 
 
 def test_most_examples_are_accepted():
-    assert (len(SUMMARIES), len(SUMMARIES) - len(REFUSED)) == (55, 48)
+    assert (len(SUMMARIES), len(SUMMARIES) - len(REFUSED)) == (55, 50)
 
 
 @pytest.mark.parametrize("name", [each["file"] for each in SUMMARIES])
 def test_an_example_is_read_or_all_that_is_missing_is_named(tmp_path, name):
     file = write(tmp_path, name)
-    load = LOADERS.get(name, load_run_file)
-    overrides = [] if name in LOADERS else FUNCTIONS
+    kind, overrides = KINDS.get(name, RunConfig), [] if name in KINDS else FUNCTIONS
     if name not in REFUSED:
-        load(file, overrides)
+        load_file(kind, file, overrides)
         return
     with pytest.raises(ConfigError) as refused:
-        load(file, overrides)
+        load_file(kind, file, overrides)
     for key in REFUSED[name]:
         assert key in str(refused.value)
 
@@ -75,7 +73,7 @@ def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
     file.write_text(
         "mode: serve\nmodel:\n  model_path: m\n  temprature: 1\n  repetition_penalty: 1.2\n"
         "buffer:\n  explorer_input:\n    taskset:\n      path: ${oc.env:NO_SUCH_VARIABLE}\n      storage_type: sql\n"
-        "explorer:\n  over_rollout: {ratio: 0.5}\n"
+        "explorer:\n  concurent_mode: x\n"
     )
     with pytest.raises(ConfigError) as refused:
         load_run_file(file)
@@ -90,11 +88,11 @@ def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
         ("line 4", "model.temprature"),
         ("line 5", "model.repetition_penalty"),
         ("line 10", "buffer.explorer_input.taskset.storage_type"),
-        ("line 12", "explorer.over_rollout.ratio"),
+        ("line 12", "explorer.concurent_mode"),
     ]
     answers = [
         "buffer.explorer_input.taskset.path=my_data", "mode=both", "model.temprature=null",
-        "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file", "explorer.over_rollout=null",
+        "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file", "explorer.concurent_mode=null",
         "trainer.learning_rate=1e-5", "buffer.batch_size=5", "explorer.max_retry_times=null", "algorithm.group_size=3",
     ]  # fmt: skip
     config = load_run_file(file, answers)
@@ -146,8 +144,51 @@ def test_operators_of_data_juicer_that_have_a_counterpart_are_mapped():
         {"name": "deduplicate", "args": {"fields": ["question"]}},
     ]
     operators[1]["args"] = {"lowercase": True}
-    with pytest.raises(ConfigError, match=r"operators\[1\].name='document_deduplicator' with lowercase is not"):
-        translate_trinity_file(values)
+    translated = translate_trinity_file(values)
+    assert translated.values["train_dataset"]["operators"][1] == {
+        "name": "data_juicer",
+        "args": {"process": [{"document_deduplicator": {"lowercase": True}}], "field": "question"},
+    }
+    assert any("document_deduplicator' runs in Data-Juicer's own package (pip install" in n for n in translated.notes)
+
+
+def test_other_operators_of_data_juicer_run_in_its_package():
+    tasks = translate_trinity_file(find("grpo_gsm8k_task_pipeline/gsm8k.yaml"))
+    [operator] = tasks.values["train_dataset"]["operators"]
+    assert (operator["name"], operator["args"]["num_proc"]) == ("data_juicer", 32)
+    assert list(operator["args"]["process"][0]) == ["llm_difficulty_score_filter"]
+    assert tasks.values["train_dataset"]["path"] == "the taskset_path", "the input, not the pipeline's output"
+    assert any("without it: `tunesmith pass-rate`" in note for note in tasks.notes)
+    rollouts = translate_trinity_file(find("grpo_gsm8k_experience_pipeline/gsm8k.yaml"))
+    first, second = rollouts.values["experience"]["operators"]
+    assert (first["name"], first["args"]["prompt_key"], second["name"]) == (
+        "data_juicer",
+        "question",
+        "reward_shaping_mapper",
+    )
+
+
+def test_what_a_run_without_it_trains_on_too_is_a_note():
+    values = {
+        "algorithm": {"algorithm_type": "multi_step_grpo", "advantage_fn_args": {"step_norm": True}},
+        "buffer": {"explorer_input": {"taskset": {"path": "d"}}},
+        "explorer": {"over_rollout": {"ratio": 0.2}, "dynamic_timeout": {"enable": True, "ratio": 4}},
+    }
+    notes = " ".join(translate_trinity_file(values).notes)
+    assert "over_rollout.ratio=0.2 has no effect: a step waits for all its tasks" in notes
+    assert "dynamic_timeout.enable=True has no effect" in notes
+    assert "step_norm=True has no effect: Trinity-RFT ignores it too" in notes
+
+
+def test_operators_before_the_task_set_in_a_file_are_kept():
+    values = {
+        "data_processor": {
+            "task_pipeline": {"operators": [{"name": "document_deduplicator"}], "target_fields": ["question"]}
+        },
+        "buffer": {"explorer_input": {"taskset": {"path": "d"}}},
+    }
+    section = translate_trinity_file(values).values["train_dataset"]
+    assert (section["path"], [each["name"] for each in section["operators"]]) == ("d", ["deduplicate"])
 
 
 def test_parts_of_algorithms_and_models_without_names_are_resolved():
@@ -164,10 +205,10 @@ def test_parts_of_algorithms_and_models_without_names_are_resolved():
 
 
 def test_offline_training_is_a_file_of_its_command(tmp_path):
-    pairs = load_preference_file(write(tmp_path, "dpo_humanlike/dpo.yaml"))
+    pairs = load_file(PreferenceConfig, write(tmp_path, "dpo_humanlike/dpo.yaml"))
     assert (pairs.algorithm_type, pairs.num_epochs, pairs.max_steps, pairs.max_rows_per_batch) == ("dpo", 2, 200, 64)
     assert (pairs.trainer.learning_rate, pairs.trainer.schedule, pairs.model.max_model_len) == (5e-7, "cosine", 1536)
-    conversations = load_sft_file(write(tmp_path, "sft_mot/sft.yaml"))
+    conversations = load_file(SftConfig, write(tmp_path, "sft_mot/sft.yaml"))
     assert (conversations.train_dataset.name, conversations.trainer.learning_rate) == ("math", 1e-5)
     with pytest.raises(ConfigError, match="is a file for `tunesmith sft`"):
         load_run_file(tmp_path / "run.yaml")

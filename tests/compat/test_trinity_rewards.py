@@ -31,6 +31,13 @@ def test_a_boxed_answer_is_compared_with_the_truth(response, truth, accuracy):
     assert MathBoxedRewardFn()(response=response, truth=truth) == {"accuracy": accuracy, "format_score": 0.0}
 
 
+def test_a_formula_in_answer_tags_is_compared_whole():
+    pair = "\\left( 3, \\frac{\\pi}{2} \\right)"
+    for text, accuracy in [(pair, 1.0), ("3", 0.0), ("x = 72", 0.0)]:
+        assert MathRewardFn()(f"<think>a</think><answer>{text}</answer>", truth=pair)["accuracy"] == accuracy
+    assert MathRewardFn()("<think>a</think><answer>It is 72.</answer>", truth="72")["accuracy"] == 1.0
+
+
 def test_a_missing_think_tag_costs_the_format_score():
     score = MathBoxedRewardFn(any_argument=1)
     assert score("\\boxed{1}", "1", with_think=True) == {"accuracy": 1.0, "format_score": -0.1}

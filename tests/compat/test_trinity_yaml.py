@@ -8,7 +8,8 @@ import pytest
 from trinity_files import read_notes, translate
 
 from tunesmith.commands.settings import load_run_file
-from tunesmith.compat.trinity_yaml import RULES, is_trinity_file
+from tunesmith.compat.trinity_rules import RULES
+from tunesmith.compat.trinity_yaml import is_trinity_file
 from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection
 from tunesmith.errors import ConfigError
 

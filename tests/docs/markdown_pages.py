@@ -5,6 +5,7 @@ A directive is an HTML comment on the lines above a fence, invisible on GitHub a
     <!-- file: agent.py -->                  written under this name to the page's folder, for the snippets below it
     <!-- run -->                             executed in the page's folder
     <!-- run with: "A" -> "B"; 'C' -> 'D' -->  the same, with these replacements, so that it takes seconds
+    <!-- run set: KEY=VALUE KEY=VALUE -->   executed as it is, with these in the environment variable TUNESMITH_SET
     <!-- config: sft -->                     the command whose file it is, where the keys do not say
     <!-- not run: REASON -->                 only checked for syntax
 """
@@ -25,7 +26,7 @@ PAGES = [
 ]
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>```+)(?P<language>[\w+-]*)\s*$")
-DIRECTIVE = re.compile(r"^<!-- (?P<name>file|run|run with|config|not run)(?:: (?P<value>.*?))? -->$")
+DIRECTIVE = re.compile(r"^<!-- (?P<name>file|run|run with|run set|config|not run)(?:: (?P<value>.*?))? -->$")
 REPLACEMENT = re.compile(r"""(["'])(?P<old>.*?)\1 -> (["'])(?P<new>.*?)\3""")
 HEADING = re.compile(r"^(#{1,6}) (.*)$")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -50,7 +51,7 @@ class Snippet:
 
     @property
     def is_run(self) -> bool:
-        return "run" in self.directives or "run with" in self.directives
+        return bool({"run", "run with", "run set"} & self.directives.keys())
 
     @property
     def replaced_text(self) -> str:

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from tunesmith.cli import app
 from tunesmith.commands.table import list_config_classes
-from tunesmith.compat.trinity_yaml import RULES
+from tunesmith.compat.trinity_rules import RULES
 from tunesmith.config import RunConfig
 from tunesmith.experience.store import SCHEMA
 from tunesmith.runs.load_config import describe_options

@@ -15,6 +15,7 @@ import pytest
 from markdown_pages import ROOT
 
 from chromium import Chromium, find_chromium
+from conditions import skip_without
 
 SITE = ROOT / "site"
 NUM_HITS = 2
@@ -68,11 +69,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     if find_chromium() is None:
         pytest.skip("needs Chromium")
     if not (SITE / "search" / "search_index.json").exists():
-        pytest.skip("needs the built site: run `make docs`")
+        skip_without("site", "needs the built site: run `make docs`")
     handler = partial(QuietHandler, directory=str(SITE))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with Chromium(tmp_path_factory.mktemp("profile")) as page:
+        with Chromium(tmp_path_factory.mktemp("profile"), width=400, height=300) as page:  # drawn sooner
             page.open(f"http://127.0.0.1:{server.server_address[1]}/index.html")
             page.wait("document.querySelector('[data-md-component=search-query]')")
             page.evaluate("document.querySelector('#__search').click()")

@@ -44,6 +44,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 """Required keys of each file, which an excerpt may leave out."""
 
 RUN_BY_OTHERS = {
+    "README.md": "tests/docs/test_readme.py",
     "docs/algorithms.md": "tests/recipes/test_own_algorithm_recipe.py",
     "docs/pipeline.md": "tests/recipes/test_own_algorithm_recipe.py",
     "docs/python.md": "tests/api/test_python_guide.py",
@@ -172,7 +173,7 @@ def drop_own_functions(section: AlgorithmSection) -> AlgorithmSection:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if any(each.is_run for each in find_snippets(page))],
+    [page for page in PAGES if page.name != "README.md" and any(each.is_run for each in find_snippets(page))],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_programs_of_a_page_run_in_order(page: Path, tmp_path: Path, pocket_folder: str) -> None:

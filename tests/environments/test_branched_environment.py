@@ -14,7 +14,7 @@ from sandboxes import build_tool
 from tunesmith import JudgeOutput
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import BranchingSection, EnvironmentSection
-from tunesmith.environments import Environment, tool_agent
+from tunesmith.environments import Environment, TaskEnvironment, play, tool_agent
 from tunesmith.environments.built_in import build_python_tool
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.branching.tree import Branching
@@ -45,7 +45,9 @@ def write_native(word: str, num_results: int, tool: str) -> str:
     return call if num_results < NUM_CALLS else f"It is \\boxed{{{word}}}"
 
 
-async def run_group(tools, *, protocol="tags", write=write_tags, mark="<result>", tool="search", words=WORDS):
+async def run_group(
+    tools, *, protocol="tags", write=write_tags, mark="<result>", tool="search", words=WORDS, workflow=None
+):
     """A group of 8, of which at most 6 branch at their first opportunity."""
 
     def script(prompt, sampling, order):
@@ -58,7 +60,11 @@ async def run_group(tools, *, protocol="tags", write=write_tags, mark="<result>"
     engine = FakeEngine(TOKENIZER, script)
     branching = Branching(section=BranchingSection(base_probability=0.8, initial_rollouts=2), vocab_size=400)
     runner = GroupRunner(
-        agent=Agent(workflow=partial(tool_agent, environment=environment), judge=judge, timeout_s=30),
+        agent=Agent(
+            workflow=workflow or partial(tool_agent, environment=environment),
+            judge=None if workflow else judge,
+            timeout_s=30,
+        ),
         model=ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=1000)),
         max_concurrency=8,
         branching=branching,
@@ -89,6 +95,32 @@ async def test_a_branch_repeats_no_search_and_shares_its_parents_tokens(protocol
         assert sample.token_ids[: run.branch_at] == parent.token_ids[: run.branch_at]
         assert sample.is_sampled[: run.branch_at] == parent.is_sampled[: run.branch_at]
         assert sample.is_sampled[run.branch_at]
+
+
+class Counting:
+    """Searches are counted, and the last reply is paid their number."""
+
+    async def reset(self, task):
+        self.number, self.tools = 0, [Tool.from_function(self.search)]
+        return task["question"]
+
+    async def search(self, query: str) -> str:
+        """Search."""
+        self.number += 1
+        return f"All about {query}."
+
+    async def step(self, action):
+        return "", float(self.number), True
+
+    async def close(self):
+        pass
+
+
+async def test_a_branch_repeats_the_calls_of_an_environments_own_tools():
+    workflow = partial(play, environment=TaskEnvironment(name="counting", create=Counting))
+    group, _, _ = await run_group([], write=write_native, mark="All about", workflow=workflow)
+    assert sum(run.parent is not None for run in group.trajectories) > 3
+    assert [(run.failure, run.reward) for run in group.trajectories] == [(None, float(NUM_CALLS))] * 8
 
 
 def build_counter(results) -> Tool:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import json
 import random
 import re
 import subprocess
 import sys
+import threading
 from collections import deque
 
 import numpy as np
 import pytest
 
+from sandboxes import require_isolation
+from tunesmith.environments import TaskEnvironment
 from tunesmith.environments.episode import count_open_sessions
 from tunesmith.environments.sets import load_set
+from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
+from tunesmith.errors import DataError
 
 
 def needs(module, package):
@@ -291,3 +297,85 @@ def test_many_episodes_leave_no_session(name):
     asyncio.run(run())
     gc.collect()
     assert count_open_sessions() == before
+
+
+PROBLEM = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def double(n):\n    """Twice n."""\n',
+    "entry_point": "double",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n",
+}
+
+
+def test_functions_are_tested_in_the_sandbox(tmp_path):
+    require_isolation("bubblewrap")
+    (tmp_path / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
+    environment = load_set("human_eval", {"path": str(tmp_path / "problems.jsonl")})
+    with pytest.raises(DataError, match="'human_eval' has no task of the split train"):
+        environment.list_rows("train", number=1, seed=0)
+    (row,) = environment.list_rows("test", number=9, seed=0)
+
+    async def score(*replies):
+        rewards = []
+        for reply in replies:
+            async with environment.open(row) as session:
+                await environment.step(session, reply)
+                rewards.append(session.rewards[0])
+        return rewards
+
+    right = ["So:\n```python\ndef double(n):\n    return 2 * n\n```", "    return n + n", "```\n    return n * 2\n```"]
+    wrong = [
+        "",
+        "```python\ndef double(n):\n    return 4\n```",
+        "    import sys\n    sys.exit(0)",
+    ]
+    assert asyncio.run(score(*right)) == [1.0] * 3
+    assert asyncio.run(score(*wrong)) == [0.0] * 3
+
+
+def test_calls_with_a_random_state_of_their_own_run_in_one_thread_and_silence_only_themselves(capsys):
+    names, started, told = set(), threading.Event(), threading.Event()
+
+    class Noisy:
+        def reset(self, task):
+            return ""
+
+        def step(self, action):
+            with OwnRandomState(1).installed():
+                names.add(threading.current_thread().name)
+                print("of the game")
+                started.set()
+                told.wait(5)
+                return "", random.random(), True
+
+        def close(self):
+            pass
+
+    async def run():
+        environment = TaskEnvironment(name="noisy", create=Noisy, executor=ONE_THREAD)
+        async with environment.open({}) as one, environment.open({}) as other:
+            steps = [asyncio.ensure_future(environment.step(each, "")) for each in (one, other)]
+            await asyncio.to_thread(started.wait, 5)
+            print("of the run")
+            told.set()
+            await asyncio.gather(*steps)
+            return one.rewards + other.rewards
+
+    first, second = asyncio.run(run())
+    assert first == second == random.Random(1).random()
+    assert len(names) == 1 and capsys.readouterr().out == "of the run\n"
+
+
+@textarena
+def test_a_game_for_two_ends_as_it_should():
+    environment = load_set("textarena:TicTacToe-v0", {})
+
+    async def run(player):
+        async with environment.open({"seed": 1, "player": player}) as session:
+            for move, turn in zip("40127", [0, 1, 0, 1, 0], strict=True):
+                assert session.player == turn
+                await environment.step(session, f"[{move}]")
+            return sum(session.rewards), session.observation, session.is_done
+
+    assert asyncio.run(run(0)) == (1.0, "Player 0 has won!", True)
+    assert asyncio.run(run(1))[0] == -1.0

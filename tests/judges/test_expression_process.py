@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from conditions import HANG_S
 from tunesmith.errors import RolloutError
 from tunesmith.judges import numeric
 from tunesmith.judges.expressions import is_too_large
@@ -28,7 +29,7 @@ def thread():
 
 
 def call(thread, function, *arguments):
-    return thread.submit(function, *arguments).result(timeout=60)
+    return thread.submit(function, *arguments).result(timeout=HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ def test_process_that_does_not_answer_is_killed_and_replaced(monkeypatch):
     try:
         with pytest.raises(RolloutError, match="in time"):
             process.compare("(9^{9})^{9^{9}}", "x^2+1")
+        monkeypatch.undo()  # the process that replaces it may take longer to start on a busy machine
         assert process.compare(None, "x^2+1") is False
     finally:
         process.close()
@@ -108,7 +110,9 @@ def test_process_that_does_not_answer_is_killed_and_replaced(monkeypatch):
 def test_program_answers_that_it_is_late_and_serves_the_next_request():
     program = "from tunesmith.judges import expressions; expressions.TIMEOUT_S = 1e-4; expressions.main()"
     requests = "".join(json.dumps(each) + "\n" for each in (["x^2+1", "1+x^2"], [None, ""]))
-    ended = subprocess.run([sys.executable, "-c", program], input=requests, text=True, timeout=60, capture_output=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], input=requests, text=True, timeout=HANG_S, capture_output=True
+    )
     assert json.loads(ended.stdout.splitlines()[0]) == "late"
     assert len(ended.stdout.splitlines()) == 2
 
@@ -134,5 +138,5 @@ def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
 def test_program_without_an_owner_ends_inside_of_one_multiplication():
     program = "from tunesmith.judges import expressions; expressions.MAX_CPU_S = 1; expressions.main()"
     request = json.dumps(["(9^{9})^{9^{9}}", "x+1"])
-    ended = subprocess.run([sys.executable, "-c", program], input=f"{request}\n", text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], input=f"{request}\n", text=True, timeout=HANG_S)
     assert ended.returncode == -signal.SIGPROF

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.judges import numeric
-from tunesmith.judges.numeric import extract_answer, judge_number, read_text, score_numeric
+from tunesmith.judges.numeric import extract_answer, judge_number, read_text, score_numeric, score_symbolic
 
 GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
 
@@ -122,3 +122,17 @@ def test_judge_without_reference_gives_no_reward():
 def test_response_without_text_is_an_error():
     with pytest.raises(TypeError, match="has no text"):
         read_text(5)
+
+
+ANAGRAMS = [
+    ("east", "seat", 0.0), ("east", "\\text{east}", 1.0), ("\\text{east}", "East", 1.0), ("no", "on", 0.0),
+    ("no", "No.", 1.0), ("\\text{west}", "east", 0.0), ("5 apples", "5 papels", 0.0), ("5 apples", "5 apples", 1.0),
+    ("2xy", "2yx", 1.0), ("a + b", "b + a", 1.0), ("B", "(B)", 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reference", "candidate", "expected"), ANAGRAMS)
+def test_words_are_compared_as_written_and_not_as_products_of_letters(reference, candidate, expected):
+    """math-verify reads a word as a product of letters."""
+    assert score_numeric(f"\\boxed{{{candidate}}}", reference) == expected
+    assert score_symbolic(f"\\boxed{{{candidate}}}", reference) == expected

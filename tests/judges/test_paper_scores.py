@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from transcripts import replies
 
-from tunesmith.judges.tir import compute_paper_scores, is_equal_text, tir_paper_judge
+from tunesmith.judges.tir import compute_paper_scores, is_equal_text, read_paper_prediction, tir_paper_judge
 from tunesmith.judges.transcript import Reply
 
 QUESTIONS = [
@@ -72,3 +72,24 @@ def test_the_suite_has_both_scores_and_rewards_those_of_the_paper():
     reward, metrics = judge("yes sir", "yes", "qa")
     assert reward == pytest.approx(2 / 3)
     assert (metrics["f1"], metrics["paper_f1"], metrics["paper_math_equal"]) == (0.0, pytest.approx(2 / 3), 0.0)
+
+
+PREDICTIONS = [
+    ("<answer>a</answer> <answer>so \\boxed{4}</answer>", "4"), ("<answer>so 4</answer> \\boxed{5}", "so 4"),
+    ("\\boxed{3} then \\boxed{\\text{no}}", "no"), ("\\fbox{3}", "\\fbox{3}"), ("<answer></answer>\\boxed{1}", "1"),
+    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("\\boxed{\\frac{1}{2", "\\boxed{\\frac{1}{2"),
+    ("\\boxed 7", "\\boxed 7"),
+    ("the answer is 43, as\ncalculated", ""), ("#### 3\nmore", ""), ("</answer> 3 <answer>", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "prediction"), PREDICTIONS)
+def test_the_prediction_is_in_the_last_tags_or_the_last_box(text, prediction):
+    assert read_paper_prediction(text) == prediction
+
+
+def test_without_tags_and_box_a_stated_answer_is_no_prediction():
+    task = {"question": "?", "answer": "43", "ability": "qa"}
+    output = asyncio.run(tir_paper_judge(task, replies(Reply(content="it is so\nThe answer is 43"))))
+    assert output.metrics["f1"] == 1.0
+    assert output.metrics["paper_f1"] == pytest.approx(2 / 7)

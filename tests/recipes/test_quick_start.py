@@ -12,7 +12,7 @@ import openai
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import (
     ConversationDataSection,
     ModelSection,
@@ -55,7 +55,7 @@ def brief_model(tmp_path_factory):
         trainer=SftTrainerSection(learning_rate=5e-3, schedule="constant", warmup_ratio=0),
         monitor=MonitorSection(trackers=(), has_progress=False),
     )
-    return run_sft(config, out_dir=place / "sft").folder
+    return run_offline(config, out_dir=place / "sft").folder
 
 
 @pytest.fixture

@@ -40,11 +40,11 @@ def test_keys_missing_from_a_file_keep_their_defaults(tmp_path):
 def test_the_default_learning_rate_depends_on_what_is_trained(tmp_path):
     whole = load_config(write(tmp_path, "model: {path: m}\ntrainer: {learning_rate: null}\n"))
     adapter = change_section(whole, ["model.lora={}"])
-    assert (whole.trainer.learning_rate, adapter.trainer.learning_rate) == (1e-6, 2e-5)
+    assert (whole.learning_rate, adapter.learning_rate) == (1e-6, 2e-5)
     assert "learning_rate: 2.0e-05" in dump_config(adapter)
-    assert change_section(adapter, ["model.lora=null", "trainer.warmup_steps=3"]).trainer.learning_rate == 1e-6
-    assert change_section(adapter, ["trainer.learning_rate=1e-6"]).trainer.learning_rate == 1e-6
-    assert change_section(adapter, ["trainer.learning_rate=null"]).trainer.learning_rate == 2e-5
+    assert change_section(adapter, ["model.lora=null", "trainer.warmup_steps=3"]).learning_rate == 1e-6
+    assert change_section(adapter, ["trainer.learning_rate=1e-6"]).learning_rate == 1e-6
+    assert change_section(adapter, ["trainer.learning_rate=null"]).learning_rate == 2e-5
 
 
 def test_overrides_win_over_the_file_and_need_no_file(tmp_path):

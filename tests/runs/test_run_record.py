@@ -58,6 +58,14 @@ def test_the_run_of_the_module_docstring(root):
     assert run.error is None and run.rollouts.list_steps() == []
 
 
+def test_settings_are_those_of_the_file_now(root):
+    run = write_run(root, TUNE, num_steps=1)
+    assert run.total_steps == 8
+    (root / "config.yaml").write_text(json.dumps(TUNE | {"total_steps": 12}))
+    os.utime(root / "config.yaml", ns=(0, 1))
+    assert run.total_steps == 12, "a resumed run may be longer"
+
+
 def test_viewer_and_doctor_call_a_run_that_ended_early_early_stopped(root):
     write_run(root, TUNE, num_steps=3, saved=[3])
     save_json(root / "stopped.json", {"step": 3, "reason": "reward is 1"})

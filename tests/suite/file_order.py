@@ -5,21 +5,31 @@ from __future__ import annotations
 import pytest
 
 STARTED_FIRST = (
-    "docs/test_snippets.py",
-    "engine/cuda/test_fx_passes.py",
-    "commands/doctor/test_failing_runs.py",
-    "commands/tune/algorithms/test_algorithm_runs.py",
-    "commands/tune/test_early_stopping.py",
-    "commands/tune/ranks/test_killed_ranks.py",
-    "commands/tune/ranks/test_ranks.py",
-    "commands/tune/test_resume.py",
+    "recipes/test_et_agent_recipe.py",
+    "engine/test_random_load.py",
     "trainer/losses/test_combinations.py",
-    "trainer/layers/test_compiled_layers.py",
+    "commands/tune/ranks/test_killed_ranks.py",
     "trainer/sharding/test_rank_updates.py",
+    "commands/tune/ranks/test_ranks.py",
+    "commands/tune/algorithms/test_algorithm_runs.py",
+    "recipes/test_tool_agent_recipe.py",
+    "docs/test_readme.py",
+    "trainer/test_scoring_pass.py",
+    "commands/tune/test_resume.py",
+    "et_agent/flywheel/test_flywheel_runs.py",
+    "tools/python/test_escapes.py",
+    "tools/python/test_siblings.py",
+    "tools/python/test_python_session.py",
 )
-"""Files that take longest. If one of them were the last, one of two workers would wait for the other."""
+"""Files that take longest. If one of them were the last, one worker would run it while the others have ended."""
 
 
 def put_long_files_first(items: list[pytest.Item]) -> None:
     """Sort tests in place."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(STARTED_FIRST))
+    items.sort(key=lambda item: find_place(item.path.as_posix()))
+
+
+def find_place(path: str) -> int:
+    """The place of a file among those that are started first; of all others, the place after them."""
+    places = (place for place, name in enumerate(STARTED_FIRST) if path.endswith(name))
+    return next(places, len(STARTED_FIRST))

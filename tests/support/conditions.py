@@ -1,4 +1,4 @@
-"""Waiting for a condition instead of for a time, and letting time pass without waiting.
+"""Waiting for a condition instead of for a time, letting time pass without waiting, and skipping for want of a program.
 
 A test that sleeps for as long as something usually takes fails on a machine that is busy. It waits for the thing itself
 here; the limit only ends a test that hangs.
@@ -7,6 +7,7 @@ here; the limit only ends a test that hangs.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ import pytest
 
 HANG_S = 120.0
 """Far longer than anything that tests wait for takes on a busy machine."""
+
+REQUIRED = "TUNESMITH_REQUIRED"
+"""Names what must work on this machine: its tests fail where they would be skipped."""
 
 _monotonic, _perf_counter = time.monotonic, time.perf_counter
 
@@ -49,3 +53,10 @@ class SkippableTime:
     def skip_soon(self, seconds: float) -> None:
         """Let time pass between two callbacks of the running event loop, as if every coroutine had waited."""
         asyncio.get_running_loop().call_soon(self.skip, seconds)
+
+
+def skip_without(name: str, reason: str) -> None:
+    """Skip the test, or fail it if this machine was said to have what it needs."""
+    if name in os.environ.get(REQUIRED, "").split():
+        pytest.fail(f"{REQUIRED} names {name}: {reason}")
+    pytest.skip(reason)

@@ -1,11 +1,11 @@
 """Runs `tunesmith` commands, the ranks that they start, and Python programs as forks of a process that has imported
 everything.
 
-Importing torch and transformers takes longer than the short programs of tests; the process does it once for all tests
-of a pytest worker. A test asks the process for a fork. Where a program would start Python, as the launcher of ranks
-does, it starts this file in its place: it passes its arguments, environment and output to the process, waits for the
-fork, passes signals on to it, and ends as the fork has ended. So the launcher sees processes that start, fail and are
-killed as ranks do.
+Importing torch and transformers takes longer than the short programs of tests; the process does it once for a run of
+pytest, whose workers share it. A test asks the process for a fork, and waits if it is still importing. Where a program
+would start Python, as the launcher of ranks does, it starts this file in its place: it passes its arguments,
+environment and output to the process, waits for the fork, passes signals on to it, and ends as the fork has ended. So
+the launcher sees processes that start, fail and are killed as ranks do.
 """
 
 from __future__ import annotations
@@ -70,38 +70,49 @@ def start_fork(path: str, words: list[str], folder: Path, environment: Mapping[s
 
 
 class ForkedPrograms:
-    """The process, from the side of the tests."""
+    """The process, from the side of the tests. It runs the interpreter with these additions to the environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
         self._socket, self._pids = self._folder / "socket", self._folder / "pids"
         self._interpreter = self._folder / "forked-python"
         words = [sys.executable, "-S", "-E", str(Path(__file__)), "fork", str(self._socket)]
         self._interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         self._interpreter.chmod(0o755)
-        self._environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            INTERPRETER: str(self._interpreter),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(self._socket), str(self._pids)],
-            env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._process.stdout.readline().strip() == "ready"
+        self._environment = (
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                INTERPRETER: str(self._interpreter),
+            }
+            | dict(environment or {})
+        )
+        self._pids.touch()
+        with socket.socket(socket.AF_UNIX) as listener:  # requests wait in it until the process has imported everything
+            listener.bind(str(self._socket))
+            listener.listen()
+            self._process = subprocess.Popen(
+                [python, __file__, "serve", str(listener.fileno()), str(self._pids)],
+                env=self._environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()],
+            )  # fmt: skip
+        atexit.register(self.close)
 
-    def run(self, words: list[str], *, folder: Path) -> int:
-        """Run `tunesmith ARGUMENTS` or `python FILE` in the folder; returns the exit status."""
-        return self.fork(words, folder=folder).wait()
+    def run(self, words: list[str], *, folder: Path, environment: Mapping[str, str] | None = None) -> int:
+        """Run `tunesmith ARGUMENTS`, `pip ARGUMENTS` or `python FILE` in the folder; returns the exit status."""
+        return self.fork(words, folder=folder, environment=environment).wait()
 
-    def fork(self, words: list[str], *, folder: Path, log: str = LOG) -> Fork:
+    def fork(
+        self, words: list[str], *, folder: Path, log: str = LOG, environment: Mapping[str, str] | None = None
+    ) -> Fork:
         """Start such a program; its output is appended to the log in the folder."""
-        assert words[0] in ("tunesmith", "python"), f"only tunesmith and python are run, not {words[0]!r}"
-        words = ["-m", *words] if words[0] == "tunesmith" else words[1:]
+        assert words[0] in ("tunesmith", "python", "pip"), f"only tunesmith, python and pip are run, not {words[0]!r}"
+        words = words[1:] if words[0] == "python" else ["-m", *words]
         with (folder / log).open("ab") as file:
-            return start_fork(str(self._socket), words, folder, self._environment, [file.fileno()] * 2)
+            variables = self._environment | dict(environment or {})
+            return start_fork(str(self._socket), words, folder, variables, [file.fileno()] * 2)
 
     def start(
         self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, log: IO[str] | None = None
@@ -126,18 +137,16 @@ class ForkedPrograms:
         return [pids[int(pid)] for pid in started if int(pid) in pids]
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
+        """End the process and whatever it still runs."""
+        atexit.unregister(self.close)
+        self._process.communicate(b"end", timeout=30)
         shutil.rmtree(self._folder)
 
 
 @functools.cache
 def start_forked_programs() -> ForkedPrograms:
-    """The process of this pytest worker, started when it is first needed."""
-    process = ForkedPrograms()
-    atexit.register(process.close)
-    return process
+    """The process of this run of pytest, started when it is first needed."""
+    return ForkedPrograms()
 
 
 def wait_for_fork(path: str, words: list[str]) -> None:
@@ -153,9 +162,9 @@ def wait_for_fork(path: str, words: list[str]) -> None:
 
 
 class ForkServer:
-    """The process that has imported everything; it ends with its standard input."""
+    """The process that has imported everything; it ends when its standard input does, or has data."""
 
-    def __init__(self, path: str, pids: str) -> None:
+    def __init__(self, listener: int, pids: str) -> None:
         import torch
 
         import tunesmith
@@ -169,10 +178,7 @@ class ForkServer:
         torch.set_num_threads(1)
         sys.path.remove(str(Path(__file__).parent))
         self._pids = Path(pids)
-        self._pids.touch()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen()
+        self._listener = socket.socket(fileno=listener)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
@@ -180,7 +186,6 @@ class ForkServer:
         gc.freeze()  # collections of the programs skip what is imported here
         with frozen_objects():  # counts them, so that the programs need not
             pass
-        print("ready", flush=True)
 
     def run(self) -> None:
         while True:
@@ -264,6 +269,9 @@ def run_words(words: list[str]) -> None:
 
         sys.argv = words[1:]
         main()
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
@@ -273,4 +281,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "fork":
         wait_for_fork(sys.argv[2], sys.argv[3:])
     else:
-        ForkServer(sys.argv[2], sys.argv[3]).run()
+        ForkServer(int(sys.argv[2]), sys.argv[3]).run()

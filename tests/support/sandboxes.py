@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from conditions import skip_without
 from tunesmith.config import PythonToolSection
 from tunesmith.errors import SandboxError
 from tunesmith.tools.python.call import PythonResult
@@ -46,7 +47,7 @@ def require_isolation(kind: str) -> None:
             _reasons[kind] = f"no {kind} sandbox on this machine: {str(error).splitlines()[-1].strip()}"
         tool.close()
     if (reason := _reasons[kind]) is not None:
-        pytest.skip(reason)
+        skip_without(kind, reason)
 
 
 def build_tool(kind: str, **settings: Any) -> PythonTool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,10 +17,25 @@ from tunesmith.types import Completion, Distribution, Sample
 
 
 def build_trainable(
-    name: str = "llama", *, is_tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> PreTrainedModel:
+    name: str = "llama", *, is_tied: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0,
+    num_layers: int = 3,
+) -> PreTrainedModel:  # fmt: skip
     """Equal arguments give equal models."""
+    prototype = _build_prototype(name, is_tied, dtype, seed, num_layers)
+    return copy.deepcopy(prototype)  # in half the time of another initialization
+
+
+@functools.cache
+def build_frozen(seed: int) -> PreTrainedModel:
+    """The model of `build_trainable`, one for all tests: a reference or a teacher, which no test trains."""
+    return build_trainable(seed=seed)
+
+
+@functools.cache
+def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int, num_layers: int) -> PreTrainedModel:
     config = CONFIGS[name]
+    if num_layers != config.num_hidden_layers:
+        config.num_hidden_layers = num_layers
     config.tie_word_embeddings = is_tied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -10,7 +10,7 @@ import torch
 from test_adapter_training import build_adapted
 from test_gradients import DISTRIBUTIONS, NORM_LENGTH, assert_same, build_samples, take_gradient
 
-from trainable_models import build_trainable
+from trainable_models import build_frozen, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
@@ -43,9 +43,7 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=S
     """Loss and gradient of one update, and the prepared update."""
     algorithm = resolve_algorithm(section)
     rows = pack_samples(samples, hidden_size=32, **packing)
-    scoring_models = ScoringModels(
-        reference=build_trainable(seed=1), teacher=build_trainable(seed=2), score_values=score_values
-    )
+    scoring_models = ScoringModels(reference=build_frozen(1), teacher=build_frozen(2), score_values=score_values)
     prepared = prepare_update(
         PassSetup(model=model, norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models),
         algorithm,

@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from viewer_runs import GROUP_SIZE, HOSTILE, NUM_STEPS, build_tool_turns, build_turn, encode, write_comparison
+from viewer_runs import (
+    GROUP_SIZE,
+    HOSTILE,
+    NUM_STEPS,
+    build_tool_turns,
+    build_turn,
+    encode,
+    write_comparison,
+    write_run,
+)
 
 import call_templates as families
 from chat_templates import LLAMA3, QWEN25
+from tunesmith.storage import RunPaths, save_json, save_text
 from tunesmith.types import Task, Trajectory
 from tunesmith.viewer.answers.conversation import build_conversations
 from tunesmith.viewer.answers.steps import build_tokens, build_trie
@@ -165,7 +175,12 @@ def test_a_task_is_followed_over_steps(answers):
     assert [group["step"] for group in task["groups"]] == [1, 2, 3, 4]
     assert [each["reward"] for each in task["groups"][0]["rollouts"]] == [0.0, 1.0, 1.0]
     tasks = answers.get("tasks/0", {})["tasks"]
-    assert tasks[1] == {"task_id": "train/1", "steps": [1, 2, 3, 4], "means": [pytest.approx(2 / 3)] * 4}
+    assert tasks[1] == {
+        "task_id": "train/1",
+        "title": "1 + 4",
+        "steps": [1, 2, 3, 4],
+        "means": [pytest.approx(2 / 3)] * 4,
+    }
     difference = answers.get("diff", {"before": "0/1/1/1", "after": "0/4/1/1"})
     changed = [part["text"] for part in difference["parts"] if part["kind"] == "+"]
     assert "4" in changed and difference["after"]["step"] == 4
@@ -193,6 +208,7 @@ def test_evaluations_are_put_next_to_each_other(run_folder, tmp_path):
     answers = Answers(open_runs([run_folder, write_comparison(tmp_path / "eval")]))
     columns = answers.get("evaluations", {})["sets"]["test"]
     assert [(each["key"], each["mean"]) for each in columns] == [("0:0", 0.0), ("0:4", 1.0), ("1:=sft", 1.0)]
+    assert [each["is_first_shown"] for each in columns] == [True, True, False], "first and last of one run"
     query = {"set": "test", "columns": "0:0,0:4,1:=sft"}
     rows = answers.get("answers", query)["rows"]
     assert [row["task_id"] for row in rows] == ["test/0", "test/1", "test/2"]
@@ -202,6 +218,37 @@ def test_evaluations_are_put_next_to_each_other(run_folder, tmp_path):
     assert [row["task_id"] for row in differ["rows"]] == ["test/1", "test/2"]
     wrong = answers.get("answers", {"set": "test", "columns": "0:0,0:4", "show": "wrong"})
     assert [row["task_id"] for row in wrong["rows"]] == ["test/0"]
+
+
+def test_evaluations_are_matched_by_the_content_of_tasks(tmp_path):
+    """The second run holds out the same questions in another order, one of them twice."""
+    orders = {"a": ["1 + 1?", "2 + 2?", "3 + 3?"], "b": ["3 + 3?", "1 + 1?", "3 + 3?"]}
+    for name, questions in orders.items():
+        tasks = [
+            {"task_id": f"test/{index}", "row": {"question": question}, "rewards": [float(index)], "responses": [name]}
+            for index, question in enumerate(questions)
+        ]
+        save_json(RunPaths(tmp_path / name).evaluation(0), {"test": {"mean": 0.5, "tasks": tasks}})
+        save_text(tmp_path / name / "metrics.jsonl", "")
+    rows = Answers(open_runs([tmp_path])).get("answers", {"set": "test", "columns": "0:0,1:0"})["rows"]
+    means = [(row["row"]["question"], *(cell and cell["mean"] for cell in row["cells"])) for row in rows]
+    assert means == [("1 + 1?", 0.0, 1.0), ("2 + 2?", 1.0, None), ("3 + 3?", 2.0, 0.0), ("3 + 3?", None, 2.0)]
+
+
+def test_a_metric_has_steps_and_the_seconds_until_their_end(answers):
+    (reward,) = answers.get("metric", {"name": "rollout/reward_mean"})["series"]
+    # 2 s a step, and 1.5 s for the evaluation after step 4
+    assert (reward["steps"], reward["times"]) == ([1, 2, 3, 4], [2.0, 4.0, 6.0, 9.5])
+
+
+def test_the_doctors_findings_follow_the_run(tmp_path):
+    root = write_run(tmp_path / "run")
+    save_json(root / "error.json", {"step": 5, "error": "JudgeError", "message": "the judge broke"})
+    answers = Answers(open_runs([root]))
+    (stopped,) = [each for each in answers.get("diagnosis/0", {})["findings"] if each["check"] == "stopped"]
+    assert stopped["severity"] == "error" and stopped["evidence"][0]["observed"] == "the judge broke"
+    (root / "error.json").unlink()
+    assert "stopped" not in [each["check"] for each in answers.get("diagnosis/0", {})["findings"]]
 
 
 def test_answers_without_a_tokenizer_show_ids(tmp_path, run_folder):
@@ -239,7 +286,7 @@ def test_numbers_that_json_does_not_have_are_null(answers):
     ],
 )  # fmt: skip
 def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, template, reply):
-    from tunesmith.viewer.answers.conversation import drop_controls, iter_tool_names, parse_reply
+    from tunesmith.viewer.answers.conversation import drop_controls, list_tool_names, parse_reply
     from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -247,7 +294,7 @@ def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, templat
     message = parse_reply(drop_controls(reply, reply_format), reply_format)
     assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == [("f", {"a": 3})]
     assert message["content"] == ""
-    assert list(iter_tool_names([reply.replace("\x02", "").replace("\x03", "")], reply_format)) == ["f"]
+    assert list_tool_names([reply.replace("\x02", "").replace("\x03", "")], reply_format) == ["f"]
 
 
 def test_the_configs_parser_is_preferred_to_the_templates(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -9,14 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
+from viewer_runs import GROUP_SIZE, NUM_STEPS, TOKENIZER, encode, write_comparison, write_run, write_step
 
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, RolloutFiles
-from tunesmith.storage import RunPaths
+from tunesmith.storage import RunPaths, save_text
+from tunesmith.viewer.answers.overview import describe_runs
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
-from tunesmith.viewer.reading.run import open_runs
+from tunesmith.viewer.reading.run import find_new_runs, open_runs
 
 
 def test_rows_come_from_merged_and_single_files(run_folder):
@@ -96,6 +98,27 @@ def test_folders_of_runs_are_found(run_folder, tmp_path):
         open_runs([tmp_path / "empty"])
 
 
+def test_runs_that_start_later_are_appended(tmp_path):
+    runs, paths = [], [str(tmp_path / "project")]
+    find_new_runs(runs, paths)
+    assert runs == [], "the folder may not exist yet"
+    for folder, names in (("b/x", ["x"]), ("a/y", ["x", "y"]), ("a/x", ["b/x", "a/y", "a/x"])):
+        save_text(tmp_path / "project" / folder / "metrics.jsonl", "")
+        find_new_runs(runs, paths)
+        assert [run.name for run in runs] == names, "numbers of runs stay, names tell them apart"
+    shutil.rmtree(runs[0].root)  # as a run does that fails before its first step
+    find_new_runs(runs, paths)
+    assert [each["state"] for each in describe_runs(runs)["runs"]] == ["removed", "interrupted", "interrupted"]
+
+
+def test_rollouts_are_decoded_before_the_first_checkpoint(run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "run", ignore=shutil.ignore_patterns("global_step_*"))
+    (run,) = open_runs([tmp_path])
+    assert run.text is None
+    TOKENIZER.save_pretrained(run.paths.tokenizer)
+    assert run.text.decode_batch([encode("The answer")]) == ["The answer"]
+
+
 def test_token_text_keeps_characters_of_several_tokens_whole(run):
     ids = encode("héllo 世界 🙂 done")
     pieces = run.text.split(ids)
@@ -122,7 +145,8 @@ import sys
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.reading.run import open_runs
 answers = Answers(open_runs([sys.argv[1]]))
-for path in ("runs", "step/0/3", "rollout/0/3/0/0", "search/0", "failures/0", "trie/0/3/0", "evaluations"):
+paths = ("runs", "step/0/3", "rollout/0/3/0/0", "search/0", "failures/0", "trie/0/3/0", "evaluations", "diagnosis/0")
+for path in paths:
     answers.get(path, {})
 print(sorted({"torch", "transformers", "pandas", "datasets"} & sys.modules.keys()))
 """

@@ -15,7 +15,8 @@ from viewer_runs import HOSTILE, write_run
 
 from tunesmith.cli import app
 from tunesmith.errors import StorageError
-from tunesmith.viewer.command import Wanted, clean, print_step
+from tunesmith.viewer.answers.search import Filters
+from tunesmith.viewer.command import clean, print_step
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
 
@@ -68,9 +69,9 @@ def test_a_report_keeps_to_its_size(tmp_path):
         export_report([run], tmp_path / "small.html", max_bytes=1000)
 
 
-def show(run, step=None, **wanted):
+def show(run, step=None, *, limit=10, **wanted):
     out = io.StringIO()
-    print_step(run, step, Wanted(**wanted), console=Console(file=out, width=200, highlight=False))
+    print_step(run, step, Filters(**wanted), limit=limit, console=Console(file=out, width=200, highlight=False))
     return out.getvalue()
 
 
@@ -84,7 +85,7 @@ def test_show_prints_conversations_rewards_and_tracebacks(run):
 
 def test_show_filters(run):
     assert "step 4" in show(run)
-    assert show(run, failed := 1, is_failed=True).count("╭") == failed
+    assert show(run, failed := 1, status="failed").count("╭") == failed
     assert show(run, 1, min_reward=1.0).count("reward 1 ") == 3
     assert show(run, 1, task="train/1", max_reward=0.0).count("╭") == 1
     assert "no rollout of this step matches" in show(run, 1, task="none")
@@ -107,5 +108,5 @@ def test_the_commands_read_a_run_folder(run_folder, tmp_path):
     (tmp_path / "pipeline" / "rl").symlink_to(run_folder)
     above = CliRunner().invoke(app, ["show", str(tmp_path / "pipeline"), "--step", "3", "--limit", "1"])
     assert above.exit_code == 0 and "5 more match" in above.output
-    missing = CliRunner().invoke(app, ["view", str(tmp_path / "none")])
+    missing = CliRunner().invoke(app, ["view", str(tmp_path / "none"), "--export", str(tmp_path / "none.html")])
     assert missing.exit_code == 1 and "there is no such folder" in missing.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -10,11 +11,12 @@ import sys
 import httpx
 import pytest
 from starlette.testclient import TestClient
-from viewer_runs import HOSTILE
+from viewer_runs import HOSTILE, write_run
 
-from tunesmith.errors import StorageError
+from tunesmith.errors import ConfigError, StorageError
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.bundle import STATIC
+from tunesmith.viewer.command import view
 from tunesmith.viewer.reading.run import open_runs
 from tunesmith.viewer.server import build_app
 
@@ -23,7 +25,7 @@ MODULES = sorted(STATIC.glob("*.js"))
 
 @pytest.fixture
 def client(run):
-    return TestClient(build_app([run]), base_url="http://127.0.0.1:7860")
+    return TestClient(build_app(Answers([run])), base_url="http://127.0.0.1:7860")
 
 
 def test_the_page_and_its_files_are_served(client):
@@ -63,9 +65,22 @@ def test_files_outside_of_the_page_are_not_served(client, path):
     assert answer.status_code == 404 and "import" not in answer.text
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
-def test_nothing_can_be_written(client, method):
-    assert client.request(method, "/api/runs").status_code == 405
+def test_notes_are_all_that_can_be_written(client, run):
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert client.request(method, "/api/runs").status_code == 405
+    notes = {"note": f"a longer run\n{HOSTILE}", "tags": ["baseline", "seed 1"]}
+    assert client.put("/api/notes/0", json=notes).json() == notes
+    try:
+        (described,) = client.get("/api/runs").json()["runs"]
+        assert described == described | notes and json.loads(run.paths.notes.read_text()) == notes
+        for wrong in ({"note": 1, "tags": []}, {"note": "", "tags": "x"}, {"note": ""}):
+            refused = client.put("/api/notes/0", json=wrong)
+            assert refused.status_code == 400 and "`tags`, a list of texts" in refused.text
+        too_long = client.put("/api/notes/0", json={"note": "x" * 2**17, "tags": []})
+        assert too_long.status_code == 400 and "at most 65536 bytes" in too_long.text
+        assert client.put("/api/notes/1", json=notes).status_code == 404
+    finally:
+        run.paths.notes.unlink()
 
 
 def test_wrong_requests_are_one_sentence(client):
@@ -76,20 +91,27 @@ def test_wrong_requests_are_one_sentence(client):
     assert client.get("/api/metric").status_code == 404
 
 
-def test_the_server_answers_this_machine_only(run):
-    command = [sys.executable, "-m", "tunesmith", "view", str(run.root), "--port", "0", "--no-browser"]
+def test_the_server_answers_this_machine_only_and_shows_runs_that_start_later(tmp_path):
+    folder = str(tmp_path / "later")
+    command = [sys.executable, "-m", "tunesmith", "view", folder, "--port", "0", "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())[0]
-        assert httpx.get(f"{url}/api/runs").status_code == 200
-        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-            refused = httpx.get(f"{url}/api/runs", headers=headers)
-            assert refused.status_code == 403 and "sums" not in refused.text
-        port = url.rpartition(":")[2]
-        failed = subprocess.run(
-            [*command[:5], "--port", port, "--no-browser"], capture_output=True, text=True, check=False
-        )
-        assert failed.returncode == 1 and "set --port to a free port" in failed.stderr
+        announced = server.stdout.readline()
+        assert announced.startswith(f"no run yet in {folder}, shown as soon as one starts: ")
+        url = re.search(r"http://127\.0\.0\.1:\d+", announced)[0]
+        with httpx.Client(base_url=f"{url}/api/") as client:
+            assert client.get("versions").json() == {"versions": [], "is_running": True}
+            write_run(tmp_path / "later" / "sums", num_groups=1)
+            assert len(client.get("versions").json()["versions"]) == 1
+            assert client.get("runs").json()["runs"][0]["name"] == "sums"
+            foreign = {"Host": "evil.example", "Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+            for headers in ({name: value} for name, value in foreign.items()):
+                refused = client.get("runs", headers=headers)
+                assert refused.status_code == 403 and "sums" not in refused.text
+                written = client.put("notes/0", headers=headers, json={"note": "evil", "tags": []})
+                assert written.status_code == 403 and not (tmp_path / "later/sums/notes.json").exists()
+        with pytest.raises(ConfigError, match="set --port to a free port"):
+            view(runs=[folder], port=int(url.rpartition(":")[2]), no_browser=True, max_mb=20.0)
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(30) in (0, 130, -signal.SIGINT)
@@ -102,6 +124,30 @@ def test_the_page_never_turns_data_into_markup():
             r"innerHTML|outerHTML|insertAdjacentHTML|dangerouslySetInnerHTML|document\.write|\beval\(", text
         )
         assert not forbidden, f"{path.name}: {forbidden}"
+
+
+def parse_themes():
+    """Theme -> name of a color -> its red, green and blue from 0 to 1."""
+    blocks = re.findall(r":root[^{]*\{([^}]*)\}", (STATIC / "style.css").read_text())
+    colors = [dict(re.findall(r"--([\w-]+): #([0-9a-f]{6});", block)) for block in blocks]
+    return [{name: [part / 255 for part in bytes.fromhex(text)] for name, text in block.items()} for block in colors]
+
+
+def compute_luminance(color):
+    """Relative luminance as WCAG 2 defines it."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_stands_out_from_its_background(theme):
+    colors = parse_themes()[theme]
+    pairs = [(text, ground) for text in ("text", "dim") for ground in ("bg", "panel", "sampled", "hover")]
+    pairs += [("text", "ins"), ("text", "del")]
+    pairs += [(text, ground) for text in ("accent", "error", "good") for ground in ("bg", "panel", "hover")]
+    for text, ground in [*pairs, ("on-accent", "accent")]:
+        low, high = sorted(compute_luminance(colors[name]) for name in (text, ground))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, f"{text} on {ground}"
 
 
 def test_modules_are_small_and_import_files_that_exist():

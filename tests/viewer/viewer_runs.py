@@ -77,14 +77,17 @@ def write_run(root: Path, *, num_groups: int = 2, has_merged: bool = True) -> Pa
     """A finished run of `NUM_STEPS` steps, of which the first two are merged into one file."""
     paths = RunPaths(root)
     root.mkdir(parents=True)
-    save_text(paths.config, f"name: {root.name}\ntotal_steps: {NUM_STEPS}\nalgorithm: {{algorithm_type: grpo}}\n")
+    config = f"name: {root.name}\ntotal_steps: {NUM_STEPS}\nmodel: {{path: pocket}}\n"
+    save_text(paths.config, f"{config}algorithm: {{algorithm_type: grpo}}\n")
     metrics = MetricsFile(paths.metrics, committed_step=None)
     for step in range(1, NUM_STEPS + 1):
         write_step(paths, step, num_groups=num_groups)
         metrics.append(
-            step, "train", {"rollout/reward_mean": step / 10, "train/loss": float("nan") if step == 2 else 1.0}
+            step,
+            "train",
+            {"rollout/reward_mean": step / 10, "train/loss": float("nan") if step == 2 else 1.0, "perf/step_s": 2.0},
         )
-    metrics.append(NUM_STEPS, "eval", {"eval/test/reward": 0.5})
+    metrics.append(NUM_STEPS, "eval", {"eval/test/reward": 0.5, "perf/evaluation_s": 1.5})
     metrics.close()
     if has_merged:
         StepFiles(paths.rollouts(0).parent, ROLLOUT_STEPS).merge(committed_step=2, steps_per_file=2)

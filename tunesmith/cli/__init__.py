@@ -20,6 +20,7 @@ import typer
 
 from tunesmith.cli.usage import name_corrections
 from tunesmith.cluster.rank_errors import watch_launcher
+from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.table import COMMANDS, GROUPS, REQUIRED, Command, Option, import_named
 from tunesmith.runs.process import exit_despite_threads, run_guarded
 
@@ -117,7 +118,7 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
         )
         return
     result = import_named(str(command.run))(settings, **arguments)
-    if not command.has_ranks or files.is_first_rank():
+    if not command.has_ranks or find_rank_info().is_first:
         show_result(result)
 
 

@@ -2,8 +2,8 @@
 
 Messages are frozen dataclasses. They are received by coroutines, so agents and engines of the receiving rank go on.
 Each end sends `Alive` at intervals while its event loop runs: a rank whose rollouts take hours is alive, one whose loop
-hangs is not. A rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process
-group.
+hangs is not. A question (`ask`) gets the other rank's next answer, so a rank answers in the order of the questions. A
+rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pickle
 import secrets
 import socket
 import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,13 @@ class Alive:
     """The event loop of the sender runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answers the oldest question that has no answer."""
+
+    value: Any
+
+
 class Link:
     """One end of a connection between two ranks, used in one event loop."""
 
@@ -46,6 +54,9 @@ class Link:
         self._timeout_s = timeout_s
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._beating: asyncio.Task[None] | None = None
+        self._questions: deque[asyncio.Future[Any]] = deque()
+        """The answers that are awaited, in order."""
+        self._error: Exception | None = None
 
     async def open(self) -> None:
         """Use the connection in the running event loop, once."""
@@ -62,6 +73,29 @@ class Link:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._streams[1].write(HEADER.pack(len(data)) + data)
 
+    def ask(self, question: object) -> asyncio.Future[Any]:
+        """Send a message that the other rank answers, after others; the answer arrives while someone waits in
+        `receive`."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be awaited by nobody
+        if self._error is None:
+            self.send(question)
+            self._questions.append(answer)
+        else:
+            answer.set_exception(self._error)
+        return answer
+
+    def answer(self, value: object) -> None:
+        """Answer the oldest question of the other rank."""
+        self.send(Answer(value))
+
+    def fail(self, error: Exception) -> None:
+        """Nothing is received any more: questions raise the error, unless there was another before."""
+        self._error = self._error or error
+        for question in self._questions:
+            if not question.done():
+                question.set_exception(self._error)
+
     async def drain(self) -> None:
         """Wait until all messages have left this process: the loop may then be blocked by a collective."""
         assert self._streams is not None, "open() was called"
@@ -72,8 +106,15 @@ class Link:
 
     async def receive(self) -> Any:
         """Wait for the next message; raises RankError when the other rank has ended, or was silent for too long."""
-        while isinstance(message := await self._receive(), Alive):
-            pass
+        try:
+            while isinstance(message := await self._receive(), Alive | Answer):
+                if isinstance(message, Answer):
+                    question = self._questions.popleft()
+                    if not question.done():  # whoever asked is gone
+                        question.set_result(message.value)
+        except RankError as error:
+            self.fail(error)
+            raise
         return message
 
     async def _receive(self) -> Any:

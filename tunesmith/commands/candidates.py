@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.arguments import read_api_key
 from tunesmith.commands.eval.compare import find_model
 from tunesmith.compat.agentscope_config import (
     DatasetConfig,
@@ -39,7 +39,7 @@ from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import BoundModel, ExternalModel, ModelProvider
 from tunesmith.rollout.statistics import describe_failures
-from tunesmith.runs.policy import BuildModel, check_policy, load_auxiliary, load_policy
+from tunesmith.runs.policy import BuildModel, LoadedModel, check_policy, load_auxiliary, load_policy
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Engine, Group, Sampling, Task, Trajectory, Turn
 
@@ -55,40 +55,13 @@ class Candidate:
     """Settings of local weights, of a model on a server, or a chat model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model that workflows can call; `engine` is None if it is outside of this process."""
-
-    provider: ModelProvider
-    engine: Engine | None = None
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Within: the engine samples, from an empty prefix cache. Rollouts see to that themselves."""
-        if self.engine is None:
-            yield
-            return
-        self.engine.resume(0)
-        try:
-            yield
-        finally:
-            self.engine.pause()
-
-    def find_chat_model(self) -> Any:
-        """The chat model that all rollouts share; None if each has its own."""
-        return None if self.engine is not None else self.provider.open(seed=0, order=()).model
-
-
 def check_candidate(candidate: Candidate) -> None:
     """Raise ConfigError or ModelError for a model that cannot be loaded, before any weights are read."""
     source = candidate.source
     if isinstance(source, ModelSection):
         check_policy(source)
     elif isinstance(source, AuxiliaryModelSection):
-        if source.api_key_env is not None and source.api_key_env not in os.environ:
-            raise ConfigError(
-                f"{candidate.label}: api_key_env: the environment variable {source.api_key_env} is not set"
-            )
+        read_api_key(source.api_key_env, knob=f"{candidate.label}: api_key_env")
     elif not callable(source):
         raise ConfigError(
             f"{candidate.label} must be a chat model, a TunerModelConfig, or the path of a model, got {source!r}"
@@ -102,8 +75,7 @@ def load_candidate(candidate: Candidate, *, build_model: BuildModel) -> LoadedMo
         policy = load_policy(source, EngineSection(), build_model=build_model)
         return LoadedModel(provider=policy.service, engine=policy.engine)
     if isinstance(source, AuxiliaryModelSection):
-        loaded = load_auxiliary(source, EngineSection(), device="auto", build_model=build_model)
-        return LoadedModel(provider=loaded.source, engine=loaded.engine)
+        return load_auxiliary(source, EngineSection(), device="auto", build_model=build_model)
     return LoadedModel(provider=ExternalModel(source))
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -49,21 +50,29 @@ from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
 PathLike = str | Path
+OVERRIDES_VARIABLE = "TUNESMITH_SET"
 SERVER_MODEL = re.compile(r"(?P<base_url>https?://.+?/v\d+)/(?P<model>.+)")
 
 
 def load_settings(
     command: Command, config: object = None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> Any:
-    """The settings of a command from its file, its config object, or nothing; with nested `values` and then the
-    overrides applied."""
+    """The settings of a command from its file, its config object, or nothing; with nested `values`, the overrides of
+    the environment variable and then these overrides applied."""
     assert command.config is not None
+    overrides = [*read_variable(), *overrides]
     kinds = tuple(import_named(each) for each in command.takes or (command.config,))
     if isinstance(config, kinds):
         return change_section(config, overrides, values=values)
     path = check_path(config, kinds[-1])
-    load = partial(load_section, kinds[-1]) if command.load is None else import_named(command.load)
-    return load(path, overrides) if values is None else load(path, overrides, values=values)
+    if command.load is not None:
+        return import_named(command.load)(path, overrides)
+    return load_file(kinds[-1], path, overrides, values=values)
+
+
+def read_variable() -> list[str]:
+    """The overrides in TUNESMITH_SET, separated by spaces: a program or file as it is, with other numbers."""
+    return shlex.split(os.environ.get(OVERRIDES_VARIABLE, ""))
 
 
 def check_path(config: object, kind: type[Section]) -> PathLike | None:
@@ -77,10 +86,10 @@ def load_run_file(
     path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
-    return load_translated(RunConfig, path, overrides, values=values)
+    return load_file(RunConfig, path, overrides, values=values)
 
 
-def load_translated(
+def load_file(
     kind: type[AnySection],
     path: PathLike | None,
     overrides: Sequence[str] = (),
@@ -88,7 +97,7 @@ def load_translated(
     values: Mapping[str, Any] | None = None,
 ) -> AnySection:
     """Read a file of a command, or a Trinity-RFT file for it."""
-    if path is None or not is_trinity_file(load_yaml(Path(path))):
+    if path is None or kind not in TRANSLATED.values() or not is_trinity_file(load_yaml(Path(path))):
         return load_section(kind, path, overrides, values=values)
     translation, own = load_trinity_file(Path(path), overrides)
     if kind is not TRANSLATED[translation.command]:
@@ -100,8 +109,6 @@ def load_translated(
 
 TRANSLATED: dict[str, type[Section]] = {"tune": RunConfig, "sft": SftConfig, "prefer": PreferenceConfig}
 """Command of a translated file -> its config."""
-load_sft_file = partial(load_translated, SftConfig)
-load_preference_file = partial(load_translated, PreferenceConfig)
 
 
 def load_eval_file(path: PathLike, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
@@ -133,9 +140,7 @@ def describe(
         return format_options(find_config_class(stage))
     if algorithms:
         return str(import_named("tunesmith.algorithms.algorithm:describe_algorithms")())
-    kind = find_config_class(stage)
-    load = partial(load_translated if kind in TRANSLATED.values() else load_section, kind)
-    return dump_config(load(config, overrides)).removesuffix("\n")
+    return dump_config(load_file(find_config_class(stage), config, overrides)).removesuffix("\n")
 
 
 def find_config_class(stage: str) -> type[Section]:
@@ -154,11 +159,6 @@ def format_options(kind: type[Section]) -> str:
         f"    {' '.join(each.description.split())}"
         for each in describe_options(kind)
     )
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes the run's console and files: the only one, or the first of several ranks."""
-    return find_rank_info().is_first
 
 
 def is_launcher(cluster: ClusterSection) -> bool:
@@ -284,7 +284,7 @@ def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]
     if isinstance(config, RunConfig):
         named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
         named |= {f"callbacks.{name}": spec for name, spec in config.callbacks.model_dump().items()}
-    tools = [each.tool for each in config.environment.tools if each.tool not in BUILT_IN_TOOLS]
+    tools = [each.tool for each in config.environment.tools if each.tool not in (None, *BUILT_IN_TOOLS)]
     named |= {f"environment.tools: {spec}": spec for spec in tools}
     return [(knob, spec) for knob, spec in named.items() if spec is not None]
 
@@ -305,5 +305,6 @@ def announce(command: str, config: Section, subject: str) -> None:
 
     Of several ranks only the first prints it, and none if their launcher has.
     """
-    if is_first_rank() and not is_launched() and getattr(getattr(config, "monitor", config), "has_progress", True):
+    is_shown = getattr(getattr(config, "monitor", config), "has_progress", True)
+    if is_shown and find_rank_info().is_first and not is_launched():
         print(f"{command}: {subject}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tunesmith.commands.references import list_strings, read_reference
-from tunesmith.config import DatasetSection, EnvironmentSection, ModelSection, RunConfig, SourceSection
+from tunesmith.config import EnvironmentSection, ModelSection, RunConfig
 from tunesmith.model.load import resolve_device
 from tunesmith.model.memory import MemorySettings
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
@@ -107,7 +107,7 @@ def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
         if has_environment_tasks(config, dataset):
             load_run_tasks(config, dataset, name="check")
         else:
-            check_data([dataset])
+            check_rows(dataset.path, name=dataset.name, split=dataset.split)
 
 
 def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:
@@ -128,20 +128,7 @@ def check_models(section: ModelSection, paths: Iterable[str]) -> None:
             check_policy(section.model_copy(update={"path": path}))
 
 
-def check_data(datasets: Iterable[DatasetSection]) -> None:
-    for dataset in datasets:
-        if read_reference(dataset.path) is None:
-            load_rows(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
-
-
-def check_file(path: str) -> None:
-    """Raise if rows that are not the output of an earlier stage cannot be read."""
+def check_rows(path: str, *, name: str | None = None, split: str | None = "train") -> None:
+    """Raise if the first row of a data set that is not the output of an earlier stage cannot be read."""
     if read_reference(path) is None:
-        load_rows(path, name=None, split="train", num_rows=1)
-
-
-def check_source(source: SourceSection, *, default_split: str) -> None:
-    if read_reference(source.path) is None:
-        is_file = Path(source.path).expanduser().is_file()
-        split = source.split or (None if is_file else default_split)
-        load_rows(source.path, name=source.name, split=split, num_rows=1)
+        load_rows(path, name=name, split=split, num_rows=1)

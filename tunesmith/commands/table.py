@@ -77,7 +77,7 @@ class Command:
     takes: tuple[str, ...] = ()
     """Classes of settings that the Python function takes, if not `config` alone."""
     load: str | None = None
-    """Reads the file, given its path and overrides, if not as a plain file of `config`."""
+    """Reads the file, given its path and overrides, if not as a file of `config` or of Trinity-RFT."""
     plan: str | None = None
     """Called with settings and options before the first line, in place of the check of all paths in the settings:
     raises for options that do not fit the settings, and returns the `{plan}` of the first line."""
@@ -174,7 +174,6 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:tune",
         config="tunesmith.config:RunConfig",
-        load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
         has_ranks=True,
         kind="rl",
@@ -200,7 +199,6 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:serve",
         config="tunesmith.config:RunConfig",
-        load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
         has_ranks=True,
     ),
@@ -215,11 +213,10 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:sft",
         config="tunesmith.config:SftConfig",
-        load="tunesmith.commands.settings:load_sft_file",
         first_line=LOADING,
         kind="sft",
         stage_config="tunesmith.config:SftStage",
-        stage="tunesmith.commands.sft.train:run_sft_stage",
+        stage="tunesmith.commands.sft.train:run_stage",
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
@@ -237,11 +234,10 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:prefer",
         config="tunesmith.config:PreferenceConfig",
-        load="tunesmith.commands.settings:load_preference_file",
         first_line=LOADING,
         kind="prefer",
         stage_config="tunesmith.config:PreferStage",
-        stage="tunesmith.commands.sft.train:run_prefer_stage",
+        stage="tunesmith.commands.sft.train:run_stage",
         check="tunesmith.commands.sft.train:check_stage",
         has_model=True,
         output="model",
@@ -342,7 +338,6 @@ COMMANDS: tuple[Command, ...] = (
         run="tunesmith.api:measure_pass_rates",
         config="tunesmith.config:PassRateConfig",
         takes=("tunesmith.config:RunConfig",),
-        load="tunesmith.commands.settings:load_run_file",
         first_line=LOADING,
         kind="pass_rate",
         stage_config="tunesmith.config:PassRateStage",
@@ -586,6 +581,19 @@ COMMANDS: tuple[Command, ...] = (
             DEBUG,
         ),
         run="tunesmith.commands.environments:show_environment",
+    ),
+    Command(
+        name="environments play",
+        help="Play an episode with a model, whose tokens and reward are shown, or without one by replies of your own.",
+        options=(
+            argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
+            Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
+            Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
+            Option("model", "Model: folder or hub id. Without one, each line that you type is a reply."),
+            replace(OVERRIDES, help="Override a key of the run of --model, e.g. model.max_tokens=256. Repeatable."),
+            DEBUG,
+        ),
+        run="tunesmith.commands.environments:play_environment",
     ),
     Command(
         name="model convert",

@@ -131,6 +131,9 @@ def read_advantage_args(draft: Draft, key: str, value: Any) -> None:
     allow(False, reason="groups are not duplicated to fill a batch; nearest is experience.refill_budget")(
         draft, f"{key}.duplicate_experiences", args.pop("duplicate_experiences", None)
     )
+    accept("Trinity-RFT ignores it too: its argument is enable_step_norm")(
+        draft, f"{key}.step_norm", args.pop("step_norm", None)
+    )
     if args.get("drop") == "":
         del args["drop"]
     _set_args(draft, key, "advantage_args", args)

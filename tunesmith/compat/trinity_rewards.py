@@ -78,8 +78,10 @@ class MathRewardFn:
 
     def __call__(self, response: str, prompt: str | None = None, truth: str | None = None) -> dict[str, float]:
         found = ANSWER.search(response)
-        accuracy = 0.0 if truth is None else score_numeric(found[1] if found else response, truth)
-        return {"accuracy": accuracy or 0.0, **self.format_reward(response)}
+        accuracy = 0.0
+        if truth is not None:
+            accuracy = score_math(found[0], [truth]) if found else score_numeric(response, truth) or 0.0
+        return {"accuracy": accuracy, **self.format_reward(response)}
 
 
 class CountDownRewardFn:

@@ -34,6 +34,7 @@ WORKFLOWS = {
     "on_policy_distill_math_workflow": "math_boxed_workflow",
 }
 REWARDS = ("math_reward", "math_boxed_reward", "format_reward", "countdown_reward")
+DATA_JUICER = "Data-Juicer's own package (pip install 'tunesmith[data-juicer]')"
 DISTILLATION = ("on_policy_distill", "jsd")
 """Algorithms whose first auxiliary model is the teacher."""
 Types = tuple[str, str]
@@ -232,20 +233,23 @@ def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:
 def read_operators(draft: Draft, key: str, value: Any) -> None:
     """The chain of experience operators; names and arguments are checked when the chain is built."""
     operators = []
+    format_key = "buffer.explorer_input.taskset.format"
+    taskset_format = read_mapping(draft.find(format_key), format_key)
     for number, each in enumerate(read_list(value, key)):
         given = read_mapping(each, f"{key}[{number}]")
         unknown = [name for name in given if name not in ("name", "args")]
         if unknown or "name" not in given:
             raise ConfigError(f"{key}[{number}] must have a name and may have args, got {dict(given)}")
+        args = dict(given.get("args") or {})
         if given["name"] == "data_juicer":
-            raise ConfigError(
-                f"{key}[{number}].name='data_juicer' is not supported: Tunesmith has no Data-Juicer service; nearest "
-                "are train_dataset.operators (deduplicate, length_filter, quality_score, priority_order)"
-            )
-        operators.append({"name": given["name"], "args": dict(given.get("args") or {})})
+            draft.notes.append(f"{key}[{number}].name='data_juicer' runs in {DATA_JUICER}")
+            if "prompt_key" in taskset_format:
+                args.setdefault("prompt_key", taskset_format["prompt_key"])
+        operators.append({"name": given["name"], "args": args})
     draft.set("experience.operators", operators, source=key)
 
 
+PIPELINE = "data_processor.task_pipeline"
 TASK_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
     "text_length_filter": ("length_filter", {"min_len": "min_chars", "max_len": "max_chars"}),
     "document_deduplicator": ("deduplicate", {}),
@@ -254,36 +258,47 @@ TASK_OPERATORS: dict[str, tuple[str, dict[str, str]]] = {
 COUNTERPARTS = {
     "llm_difficulty_score_filter": "`tunesmith pass-rate`, then difficulty_score and priority_order",
     "llm_quality_score_filter": "quality_score, or an auxiliary model as judge",
-    "human_preference_annotation_mapper": "annotate the pairs first, then `tunesmith prefer`",
 }
+"""What needs no Data-Juicer."""
 
 
-def read_task_pipeline(draft: Draft, key: str, value: Any) -> None:
-    """Operators on the tasks before training: those of Data-Juicer that have a counterpart here."""
-    given = read_mapping(value, key)
-    fields = list(read_list(given.get("target_fields"), f"{key}.target_fields"))
-    operators = []
-    for number, each in enumerate(read_list(given.get("operators"), f"{key}.operators")):
-        item = read_mapping(each, f"{key}.operators[{number}]")
-        name, args = str(item.get("name")), dict(read_mapping(item.get("args"), f"{key}.operators[{number}].args"))
-        target, names = TASK_OPERATORS.get(name, ("", {}))
-        unknown = sorted(set(args) - set(names))
-        if not target or unknown or not fields:
-            nearest = COUNTERPARTS.get(name, "train_dataset.operators (deduplicate, length_filter, quality_score)")
-            which = f" with {', '.join(unknown)}" if target and unknown else ""
+def resolve_task_pipeline(draft: Draft) -> None:
+    """Operators on the tasks before training: those with a counterpart here, else by Data-Juicer's package."""
+    given = read_mapping(draft.find(PIPELINE), PIPELINE)
+    fields = list(read_list(given.get("target_fields"), f"{PIPELINE}.target_fields"))
+    operators: list[dict[str, Any]] = []
+    for number, each in enumerate(read_list(given.get("operators"), f"{PIPELINE}.operators")):
+        key = f"{PIPELINE}.operators[{number}]"
+        item = read_mapping(each, key)
+        name, args = str(item.get("name")), dict(read_mapping(item.get("args"), f"{key}.args"))
+        if name == "human_preference_annotation_mapper":
             draft.problems.append(
-                f"{key}.operators[{number}].name={name!r}{which} is not supported: nearest is {nearest}"
+                f"{key}.name={name!r} is not supported: annotate the pairs first, then `tunesmith prefer`"
             )
             continue
-        own = {names[arg]: number for arg, number in args.items()}
-        operators += (
-            [{"name": target, "args": {"fields": fields}}]
-            if target == "deduplicate"
-            else [{"name": target, "args": {"field": field, **own}} for field in fields]
-        )
+        target, names = TASK_OPERATORS.get(name, ("", {}))
+        if not target or not fields or set(args) - set(names):
+            own = {"field": fields[0]} if fields else {}
+            own |= {"num_proc": given["num_process"]} if given.get("num_process") else {}
+            operators.append({"name": "data_juicer", "args": {"process": [{name: args}], **own}})
+            instead = COUNTERPARTS.get(name, "train_dataset.operators (deduplicate, length_filter, quality_score)")
+            draft.notes.append(f"{key}.name={name!r} runs in {DATA_JUICER}; without it: {instead}")
+        elif target == "deduplicate":
+            operators.append({"name": target, "args": {"fields": fields}})
+        else:
+            own = {names[arg]: value for arg, value in args.items()}
+            operators += [{"name": target, "args": {"field": field, **own}} for field in fields]
     if operators:
-        draft.values.setdefault("train_dataset", {})["operators"] = operators
-        draft.notes.append(f"{key} is applied by train_dataset.operators when the run starts; tasks keep their order")
+        dataset = draft.values.setdefault("train_dataset", {})
+        dataset["operators"] = operators
+        draft.notes.append(
+            f"{PIPELINE} is applied by train_dataset.operators when the run starts; tasks keep their order"
+        )
+        if inputs := read_list(given.get("inputs"), f"{PIPELINE}.inputs"):
+            if len(inputs) > 1:
+                raise ConfigError(f"{PIPELINE}.inputs: one data set has operators, got {len(inputs)}")
+            dataset["path"] = inputs[0]
+            draft.notes.append(f"{PIPELINE}.inputs[0] is the training set, instead of the pipeline's output")
 
 
 def read_replay(draft: Draft, key: str, value: Any) -> None:

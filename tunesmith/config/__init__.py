@@ -3,137 +3,71 @@ commands."""
 
 from __future__ import annotations
 
-from tunesmith.config.algorithm import (
-    AdaptiveKlSection,
-    AlgorithmSection,
-    CorrectionSection,
-    CriticSection,
-    ExpertSection,
-    MaskSection,
-    TeacherSection,
-)
-from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
-from tunesmith.config.cluster import ClusterSection
-from tunesmith.config.engine import EngineSection, VllmSection
-from tunesmith.config.environment import EnvironmentSection, ToolSection
-from tunesmith.config.et_agent import FlywheelConfig, ParetoSection, RftFilterSection
-from tunesmith.config.evaluation import CollectConfig, EvalConfig, PassRateConfig
-from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
-from tunesmith.config.export import ExportSection
-from tunesmith.config.model import AuxiliaryModelSection, LoraSection, ModelSection, ServedModelSection
-from tunesmith.config.pipeline import (
-    CollectStage,
-    EvalStage,
-    ExportStage,
-    FlywheelStage,
-    FunctionStage,
-    ParetoStage,
-    PassRateStage,
-    PreferStage,
-    PrepareStage,
-    RftFilterStage,
-    RlStage,
-    SftStage,
-)
-from tunesmith.config.prepare import (
-    ContaminationSection,
-    ParaphraseSection,
-    PassRateModelSection,
-    PassRateSection,
-    PrepareSection,
-    SourceSection,
-    TokensSection,
-)
-from tunesmith.config.rollout import BranchingSection, RolloutSection
-from tunesmith.config.run import (
-    BehaviorSection,
-    DatasetSection,
-    EvaluationSection,
-    HeldOutSection,
-    MonitorSection,
-    RunConfig,
-    SelectorSection,
-    TrainerSection,
-)
-from tunesmith.config.section import Section
-from tunesmith.config.serve import ServeSection
-from tunesmith.config.sft import (
-    ConversationDataSection,
-    OfflineConfig,
-    PreferenceConfig,
-    PreferenceTrainerSection,
-    SftConfig,
-    SftTrainerSection,
-)
-from tunesmith.config.tools import PythonToolSection
-
-__all__ = [
-    "AdaptiveKlSection",
-    "AlgorithmSection",
-    "AuxiliaryModelSection",
-    "BehaviorSection",
-    "BranchingSection",
-    "CallbacksSection",
-    "ClusterSection",
-    "CollectConfig",
-    "CollectStage",
-    "ContaminationSection",
-    "ConversationDataSection",
-    "CorrectionSection",
-    "CriticSection",
-    "DatasetSection",
-    "EarlyStoppingSection",
-    "EngineSection",
-    "EnvironmentSection",
-    "EvalConfig",
-    "EvalStage",
-    "EvaluationSection",
-    "ExperienceSection",
-    "ExpertSection",
-    "ExportSection",
-    "ExportStage",
-    "FlywheelConfig",
-    "FlywheelStage",
-    "FunctionStage",
-    "HeldOutSection",
-    "KeepBestSection",
-    "LoraSection",
-    "MaskSection",
-    "ModelSection",
-    "MonitorSection",
-    "OfflineConfig",
-    "OperatorSection",
-    "ParaphraseSection",
-    "ParetoSection",
-    "ParetoStage",
-    "PassRateConfig",
-    "PassRateModelSection",
-    "PassRateSection",
-    "PassRateStage",
-    "PatienceSection",
-    "PreferStage",
-    "PreferenceConfig",
-    "PreferenceTrainerSection",
-    "PrepareSection",
-    "PrepareStage",
-    "PythonToolSection",
-    "ReplaySection",
-    "RftFilterSection",
-    "RftFilterStage",
-    "RlStage",
-    "RolloutSection",
-    "RunConfig",
-    "Section",
-    "SelectorSection",
-    "ServeSection",
-    "ServedModelSection",
-    "SftConfig",
-    "SftStage",
-    "SftTrainerSection",
-    "SourceSection",
-    "TeacherSection",
-    "TokensSection",
-    "ToolSection",
-    "TrainerSection",
-    "VllmSection",
-]
+from tunesmith.config.algorithm import AdaptiveKlSection as AdaptiveKlSection
+from tunesmith.config.algorithm import AlgorithmSection as AlgorithmSection
+from tunesmith.config.algorithm import CorrectionSection as CorrectionSection
+from tunesmith.config.algorithm import CriticSection as CriticSection
+from tunesmith.config.algorithm import ExpertSection as ExpertSection
+from tunesmith.config.algorithm import MaskSection as MaskSection
+from tunesmith.config.algorithm import TeacherSection as TeacherSection
+from tunesmith.config.callbacks import CallbacksSection as CallbacksSection
+from tunesmith.config.callbacks import EarlyStoppingSection as EarlyStoppingSection
+from tunesmith.config.callbacks import KeepBestSection as KeepBestSection
+from tunesmith.config.callbacks import PatienceSection as PatienceSection
+from tunesmith.config.cluster import ClusterSection as ClusterSection
+from tunesmith.config.engine import EngineSection as EngineSection
+from tunesmith.config.engine import VllmSection as VllmSection
+from tunesmith.config.environment import EnvironmentSection as EnvironmentSection
+from tunesmith.config.environment import ToolSection as ToolSection
+from tunesmith.config.et_agent import FlywheelConfig as FlywheelConfig
+from tunesmith.config.et_agent import ParetoSection as ParetoSection
+from tunesmith.config.et_agent import RftFilterSection as RftFilterSection
+from tunesmith.config.evaluation import CollectConfig as CollectConfig
+from tunesmith.config.evaluation import EvalConfig as EvalConfig
+from tunesmith.config.evaluation import PassRateConfig as PassRateConfig
+from tunesmith.config.experience import ExperienceSection as ExperienceSection
+from tunesmith.config.experience import OperatorSection as OperatorSection
+from tunesmith.config.experience import ReplaySection as ReplaySection
+from tunesmith.config.export import ExportSection as ExportSection
+from tunesmith.config.model import AuxiliaryModelSection as AuxiliaryModelSection
+from tunesmith.config.model import LoraSection as LoraSection
+from tunesmith.config.model import ModelSection as ModelSection
+from tunesmith.config.model import ServedModelSection as ServedModelSection
+from tunesmith.config.pipeline import CollectStage as CollectStage
+from tunesmith.config.pipeline import EvalStage as EvalStage
+from tunesmith.config.pipeline import ExportStage as ExportStage
+from tunesmith.config.pipeline import FlywheelStage as FlywheelStage
+from tunesmith.config.pipeline import FunctionStage as FunctionStage
+from tunesmith.config.pipeline import ParetoStage as ParetoStage
+from tunesmith.config.pipeline import PassRateStage as PassRateStage
+from tunesmith.config.pipeline import PreferStage as PreferStage
+from tunesmith.config.pipeline import PrepareStage as PrepareStage
+from tunesmith.config.pipeline import RftFilterStage as RftFilterStage
+from tunesmith.config.pipeline import RlStage as RlStage
+from tunesmith.config.pipeline import SftStage as SftStage
+from tunesmith.config.prepare import ContaminationSection as ContaminationSection
+from tunesmith.config.prepare import ParaphraseSection as ParaphraseSection
+from tunesmith.config.prepare import PassRateModelSection as PassRateModelSection
+from tunesmith.config.prepare import PassRateSection as PassRateSection
+from tunesmith.config.prepare import PrepareSection as PrepareSection
+from tunesmith.config.prepare import SourceSection as SourceSection
+from tunesmith.config.prepare import TokensSection as TokensSection
+from tunesmith.config.rollout import BranchingSection as BranchingSection
+from tunesmith.config.rollout import RolloutSection as RolloutSection
+from tunesmith.config.run import BehaviorSection as BehaviorSection
+from tunesmith.config.run import DatasetSection as DatasetSection
+from tunesmith.config.run import EvaluationSection as EvaluationSection
+from tunesmith.config.run import HeldOutSection as HeldOutSection
+from tunesmith.config.run import MonitorSection as MonitorSection
+from tunesmith.config.run import RunConfig as RunConfig
+from tunesmith.config.run import SelectorSection as SelectorSection
+from tunesmith.config.run import TrainerSection as TrainerSection
+from tunesmith.config.section import Section as Section
+from tunesmith.config.serve import ServeSection as ServeSection
+from tunesmith.config.sft import ConversationDataSection as ConversationDataSection
+from tunesmith.config.sft import OfflineConfig as OfflineConfig
+from tunesmith.config.sft import PreferenceConfig as PreferenceConfig
+from tunesmith.config.sft import PreferenceTrainerSection as PreferenceTrainerSection
+from tunesmith.config.sft import SftConfig as SftConfig
+from tunesmith.config.sft import SftTrainerSection as SftTrainerSection
+from tunesmith.config.tools import PythonToolSection as PythonToolSection

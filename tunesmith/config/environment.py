@@ -16,23 +16,30 @@ BUILT_IN_TOOLS = ("python", "calculator", "search")
 class ToolSection(Section):
     """One tool of an environment."""
 
-    tool: str
+    tool: str | None = None
     """A built-in tool (python, calculator, search), or `module:name` or `file.py:name` of a tool or an async
     function."""
+    mcp: str | tuple[str, ...] | None = None
+    """MCP server whose tools the agent has, in place of `tool`: its URL (streamable HTTP), or the command that starts
+    it (stdio). The other knobs hold for each of its tools."""
     name: str | None = None
-    """Name under which the model calls it; by default the tool's own."""
+    """Name under which the model calls it; by default the tool's own. Of an MCP server, the tools are
+    `<name>__<tool>`."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of a built-in tool, as in its section; keyword arguments of a function that builds a tool."""
+    """Settings of a built-in tool or an MCP server, as in its section; keyword arguments of a function that builds a
+    tool."""
     max_calls: int | None = Field(default=None, ge=0)
     """Calls of this tool per rollout; null sets no limit besides `max_calls` of the environment."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds after which a call is cancelled; by default the tool's own. The model reads that its call took too long;
-    for search, which may wait for a server, the rollout becomes a failure instead."""
+    for search, which may wait for a server, and an MCP server that answers no ping either, the rollout becomes a
+    failure instead."""
     max_result_chars: int | None = Field(default=None, ge=200)
     """Characters of a result; by default the environment's. python and search have defaults of their own: 4000, and
     room for all passages."""
-    is_session: Annotated[bool, Needs("tool", "python")] = False
-    """For python: keep variables from call to call, as in a notebook."""
+    is_session: Annotated[bool, Needs("tool", "python") | Needs("mcp")] = False
+    """For python: keep variables from call to call, as in a notebook. For an MCP server that keeps state: each rollout
+    has a connection of its own, over stdio a process."""
 
     @model_validator(mode="before")
     @classmethod
@@ -41,9 +48,23 @@ class ToolSection(Section):
 
     @model_validator(mode="after")
     def _check_tool(self) -> Self:
-        if ":" not in self.tool and self.tool not in BUILT_IN_TOOLS:
+        if (self.tool is None) == (self.mcp is None):
+            raise ValueError("a tool has either `tool` or `mcp`")
+        if self.tool is not None and ":" not in self.tool and self.tool not in BUILT_IN_TOOLS:
             raise ValueError(f"{self.tool!r} is neither a built-in tool ({', '.join(BUILT_IN_TOOLS)}) nor module:name")
         return self
+
+    @property
+    def source(self) -> str:
+        """The tool or the MCP server, as the file names it."""
+        return self.tool or (self.mcp if isinstance(self.mcp, str) else " ".join(self.mcp or ()))
+
+    @model_serializer(mode="wrap")
+    def _write_source(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With either `tool` or `mcp`: digests of files that earlier versions wrote stay the same."""
+        written: dict[str, Any] = write(self)
+        written.pop("mcp" if self.mcp is None else "tool", None)
+        return written
 
 
 ENVIRONMENT_TASKS = "environment"
@@ -52,7 +73,7 @@ PLAY = "tunesmith.environments:play"
 NAMED = Needs("name")
 AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
 """Knobs of tool agents alone."""
-TASK_KNOBS = ("name", "args", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
+TASK_KNOBS = ("name", "args", "python", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
 """Knobs of environments with tasks."""
 
 
@@ -64,6 +85,9 @@ class EnvironmentSection(Section):
     of your own; a text in place of the section is its name. Null is a tool agent."""
     args: Annotated[dict[str, Any], NAMED] = Field(default_factory=dict)
     """Arguments of the generator, the game or the class."""
+    python: Annotated[str | None, NAMED] = None
+    """Interpreter of an environment that has one of its own (verifiers), such as `/opt/verifiers/bin/python`; null is
+    that of this program."""
     num_train: Annotated[int, NAMED] = Field(default=1000, ge=1)
     """Tasks of the split train."""
     num_test: Annotated[int, NAMED] = Field(default=100, ge=0)
@@ -112,12 +136,13 @@ class EnvironmentSection(Section):
     def _write_own_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
         others = TASK_KNOBS if self.name is None else AGENT_KNOBS
-        return {key: value for key, value in write(self).items() if key not in others}
+        unset = () if self.python else ("python",)
+        return {key: value for key, value in write(self).items() if key not in (*others, *unset)}
 
     @field_validator("tools")
     @classmethod
     def _check_names(cls, tools: tuple[ToolSection, ...]) -> tuple[ToolSection, ...]:
-        names = [each.name or each.tool for each in tools]
+        names = [each.name or each.source for each in tools]
         if len(set(names)) < len(names):
             raise ValueError(f"two tools have the same name: {', '.join(sorted(names))}; give one of them a name")
         return tools

@@ -110,19 +110,8 @@ class FlywheelConfig(Section):
 
     def to_run_config(self) -> RunConfig:
         """The equivalent run config, with which models are loaded and checked."""
-        return RunConfig(
-            model=self.model,
-            auxiliary_models=self.auxiliary_models,
-            environment=self.environment,
-            workflow="tunesmith.environments:tool_agent",
-            judge=self.judge,
-            train_dataset=self.train_dataset,
-            engine=self.engine,
-            rollout=self.rollout,
-            seed=self.seed,
-            num_cpu_threads=self.num_cpu_threads,
-            monitor=MonitorSection(has_progress=self.has_progress),
-        )
+        workflow, monitor = "tunesmith.environments:tool_agent", MonitorSection(has_progress=self.has_progress)
+        return RunConfig(**self.list_shared(RunConfig), workflow=workflow, monitor=monitor)
 
 
 class ParetoSection(Section):

@@ -69,21 +69,13 @@ class EvalConfig(Section):
 
     def to_run_config(self) -> RunConfig:
         """The equivalent run config for the first model."""
-        return RunConfig(
-            model=ModelSection(path=next(iter(self.models.values())), **self.model.model_dump()),
-            workflow=self.workflow,
-            judge=self.judge,
-            environment=self.environment,
-            eval_datasets=self.eval_datasets,
-            auxiliary_models=self.auxiliary_models,
-            evaluation=EvaluationSection(**self.evaluation.model_dump()),
-            experience=ExperienceSection(outcome_key=self.outcome_key),
-            engine=self.engine,
-            rollout=self.rollout,
-            seed=self.seed,
-            num_cpu_threads=self.num_cpu_threads,
-            monitor=MonitorSection(has_progress=self.has_progress),
-        )
+        changed = {
+            "model": ModelSection(path=next(iter(self.models.values())), **self.model.model_dump()),
+            "evaluation": EvaluationSection(**self.evaluation.model_dump()),
+            "experience": ExperienceSection(outcome_key=self.outcome_key),
+            "monitor": MonitorSection(has_progress=self.has_progress),
+        }
+        return RunConfig(**self.list_shared(RunConfig) | changed)
 
 
 class PassRateConfig(RunConfig):

@@ -7,10 +7,16 @@ config.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
@@ -80,8 +86,8 @@ class DatasetSection(DataSection):
 class TrainerSection(Section):
     """Optimizer, memory and speed of training."""
 
-    learning_rate: LearningRate = 1e-6
-    """Peak learning rate of AdamW. null, as if it were left out, is 1e-6 for all weights and 2e-5 with `model.lora`."""
+    learning_rate: LearningRate | None = None
+    """Peak learning rate of AdamW. null is 1e-6 for all weights, and in a run file 2e-5 with `model.lora`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -121,6 +127,11 @@ class TrainerSection(Section):
     """Mean KL between sampler and trainer, in nats per token, above which a warning is printed."""
     mismatch_stop: float = Field(default=1.0, gt=0)
     """Mean KL between sampler and trainer, in nats per token, above which the run stops."""
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """`learning_rate`, or its default for all weights."""
+        return 1e-6 if self.learning_rate is None else self.learning_rate
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -278,21 +289,13 @@ class RunConfig(Section):
     cluster: ClusterSection = ClusterSection()
     """Ranks that run and train the tasks of a step together."""
 
-    @field_validator("trainer", mode="before")
-    @classmethod
-    def _drop_null_learning_rate(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("learning_rate", 0) is None:
-            return {key: each for key, each in value.items() if key != "learning_rate"}
-        return value
-
-    @model_validator(mode="after")
-    def _choose_learning_rate(self) -> Self:
-        if self.model.lora is not None and "learning_rate" not in self.trainer.model_fields_set:
-            # not through `update`: a key that was not set stays unset, so that overrides of model.lora still decide
-            trainer = self.trainer.model_copy()
-            trainer.__dict__["learning_rate"] = ADAPTER_LEARNING_RATE
-            self.__dict__["trainer"] = trainer
-        return self
+    @model_serializer(mode="wrap")
+    def _write_learning_rate(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Run folders and digests hold the learning rate itself, which later defaults do not change."""
+        values: dict[str, Any] = dump(self)
+        if "trainer" in values and not info.exclude_unset:
+            values["trainer"]["learning_rate"] = self.learning_rate
+        return values
 
     @model_validator(mode="before")
     @classmethod
@@ -315,6 +318,12 @@ class RunConfig(Section):
         for conflict in list_conflicts(self):
             raise ValueError(conflict)
         return self
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate: `trainer.learning_rate`, or the default of what is trained."""
+        is_default = self.trainer.learning_rate is None and self.model.lora is not None
+        return ADAPTER_LEARNING_RATE if is_default else self.trainer.peak_learning_rate
 
     @property
     def is_online(self) -> bool:

@@ -168,6 +168,10 @@ class Section(BaseModel):
                         section.refuse_knobs(condition.knobs, condition.explain(self), where=where)
         return self
 
+    def list_shared(self, kind: type[Section]) -> dict[str, Any]:
+        """The knobs that another kind of section has too, with their values here."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in kind.model_fields}
+
     def is_changed(self, name: str) -> bool:
         """Whether a knob is neither at its default nor null."""
         value = getattr(self, name)

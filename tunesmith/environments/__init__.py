@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from tunesmith.environments.environment import Environment
-from tunesmith.environments.episode import TaskEnvironment, TextEnvironment, play
+from tunesmith.environments.episode import Reply, TaskEnvironment, TextEnvironment, play
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.environments.transcript import Segment, Transcript
 
-__all__ = ["Environment", "Segment", "TaskEnvironment", "TextEnvironment", "Transcript", "play", "tool_agent"]
+__all__ = ["Environment", "Reply", "Segment", "TaskEnvironment", "TextEnvironment", "Transcript", "play", "tool_agent"]

@@ -48,6 +48,16 @@ class Environment:
         )
         self.system_prompt = build_system_prompt(self.config, tools)
 
+    def select(self, names: Sequence[str]) -> Environment:
+        """The environment with those of its tools that a task names."""
+        if isinstance(names, str) or (unknown := [each for each in names if each not in self.tools]):
+            wrong = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
+            raise ValueError(
+                f"tools of a task must be a list of names of environment.tools ({', '.join(self.tools) or 'none'}), "
+                f"got {wrong}"
+            )
+        return Environment(self.config, [self.tools[each] for each in names])
+
     def begin(self, question: str) -> Transcript:
         """The transcript of a rollout before its first model call."""
         return self.protocol.begin(question)

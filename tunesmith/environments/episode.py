@@ -4,6 +4,10 @@ An environment is a class of your own or one that a file names (`environment: re
 `sets` only translate; `play` sends the observations to the model and its replies to the environment, counts rewards,
 and ends the episode.
 
+An environment may have `tools`: calls of a `Tool` are run and answered before the next `step`; calls of tools that are
+only described, by a schema, reach `step` as `action.calls`. One with several players says in `player` whose turn it is.
+A task is then a seat in a game: rollouts of a group play the same seat, so that advantages compare a seat with itself.
+
 Invariants: each rollout has an object of its own. What the model did wrong is an observation: text that `step` returns,
 or the message of a `ToolInputError` that it raises. Every other exception, and a call that takes longer than
 `step_timeout_s`, is a failure of the environment: the rollout has no reward. `close` is called exactly once for every
@@ -13,42 +17,74 @@ environment that was created, also after errors, time limits and cancellation; a
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import inspect
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, Self
 
 import openai
 
 from tunesmith.chat.client import create_chat_completion
 from tunesmith.environments.environment import is_context_full
+from tunesmith.environments.protocols import read_calls, write_calls
+from tunesmith.environments.toolbox import Toolbox
+from tunesmith.environments.transcript import Segment
 from tunesmith.errors import DataError, ToolUnavailableError
-from tunesmith.tools.tool import ToolInputError
+from tunesmith.tools.tool import Tool, ToolInputError
 from tunesmith.types import WorkflowOutput
 
 logger = logging.getLogger(__name__)
 
-Step = tuple[str, float, bool]
-"""Observation, reward, and whether the episode has ended."""
+Observation = str | Sequence[Mapping[str, Any]]
+"""Text that the user says, or chat messages with texts: results of calls, or the beginning of a conversation."""
+Step = tuple[Observation, float | Sequence[float], bool]
+"""Observation, reward (of each player, if there are several), and whether the episode has ended."""
 MAX_SEEDS_PER_TASK = 20
 """Seeds that are tried for each task before a set counts as too small."""
+MAX_GAMES = 5
+"""Games that are begun for a rollout whose opponent ends each before the rollout's first turn."""
+OPPONENT = "opponent"
+"""The auxiliary model that plays the other seats; without it, they are played by the policy."""
 _numbers = itertools.count()
 _open: dict[int, str] = {}
 """Names of the environments whose `close` has not returned, by session."""
 
 
-class TextEnvironment(Protocol):
-    """One episode of an environment. Methods are `async def`, or plain functions, which run in a thread."""
+class Reply(str):
+    """A reply of the model: its text, and its tool calls.
 
-    def reset(self, task: Mapping[str, Any]) -> str | Awaitable[str]:
+    >>> Reply("I look.", [Segment(kind="call", text="{}", tool="look", arguments={})]).calls[0].tool
+    'look'
+    """
+
+    calls: tuple[Segment, ...]
+
+    def __new__(cls, text: str, calls: Sequence[Segment] = ()) -> Self:
+        reply = super().__new__(cls, text)
+        reply.calls = tuple(calls)
+        return reply
+
+
+class TextEnvironment(Protocol):
+    """One episode of an environment. Methods are `async def`, or plain functions, which run in a thread.
+
+    Optional attributes: `tools`, a sequence of `Tool` or of schemas as in chat requests, read before each reply;
+    `player`, the number of the player who reads the observation; `metrics`, read at the end.
+    """
+
+    def reset(self, task: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Begin the episode of a task, a row of the data set; returns the first observation."""
         ...
 
-    def step(self, action: str) -> Step | Awaitable[Step]:
+    def step(self, action: Reply) -> Step | Awaitable[Step]:
         """Apply the model's reply. The reward of an episode is the sum over its steps."""
         ...
 
@@ -62,13 +98,43 @@ class Session:
     """An open environment, and what has happened in it."""
 
     environment: TextEnvironment
-    observation: str = ""
+    seat: int = 0
+    """The player whose rewards count."""
+    has_players: bool = False
+    observation: Observation = ""
     """The last one."""
     rewards: list[float] = field(default_factory=list)
-    """One of each step."""
+    """One of each reply of the seat; the first also has what was paid before it."""
     is_done: bool = False
     num_invalid: int = 0
-    """Actions that the environment refused."""
+    """Actions of the seat that the environment refused, and calls that failed."""
+    early_reward: float = 0.0
+    """Paid before the first reply of the seat."""
+    toolbox: Toolbox = field(
+        default_factory=lambda: Toolbox(tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True)
+    )
+
+    @property
+    def player(self) -> int:
+        """Who reads the observation."""
+        return int(self.environment.player) if self.has_players else self.seat  # type: ignore[attr-defined]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The last observation as messages of a chat."""
+        if isinstance(self.observation, str):
+            return [{"role": "user", "content": self.observation}]
+        return [dict(each) for each in self.observation]
+
+    @property
+    def tools(self) -> Sequence[Tool | Mapping[str, Any]]:
+        """The tools of the next reply."""
+        return getattr(self.environment, "tools", ())
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """The tools of the next reply as a chat request has them."""
+        return [each.schema if isinstance(each, Tool) else each for each in self.tools]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -86,31 +152,57 @@ class TaskEnvironment:
     """Makes the object of one rollout; returns at once."""
     describe: Callable[[int], Mapping[str, Any]] | None = None
     """Further fields of the task with a seed. Tasks with equal ones are the same; without, each seed is a task."""
+    rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+    """The tasks of each split, of a set that has a fixed number; each has a `seed` of its own."""
+    num_players: int = 1
     system_prompt: str | None = None
+    run: Callable[[Mapping[str, Any], Any], Awaitable[WorkflowOutput]] | None = None
+    """Plays the episode of a task with a model that is served over HTTP, in place of `play`'s loop."""
     max_turns: int = 30
     step_timeout_s: float = 60.0
     step_reward_key: str | None = None
-    """Metrics `<key>/<t>` report the reward of each step, for algorithms that read it (GiGPO)."""
+    """Metrics `<key>/<t>` report the reward of each reply, for algorithms that read it (GiGPO)."""
+    executor: Executor | None = None
+    """Runs plain methods; by default that of the event loop."""
 
     def list_rows(self, split: str, *, number: int, seed: int) -> list[dict[str, Any]]:
         """The first tasks of a split (`train` or `test`) from a seed on; DataError if there are fewer.
 
-        The digest of a task decides its split, so the splits share no task whatever numbers and seeds are chosen.
+        The digest of a task decides its split, so the splits share no task whatever numbers and seeds are chosen. A set
+        with a fixed number of tasks has its own splits, and gives at most all of one. Each seat of a game is a task.
         """
-        rows: dict[str, dict[str, Any]] = {}
+        if self.rows is not None:
+            rows = self.rows[split]
+            if not rows:
+                raise DataError(f"environment {self.name!r} has no task of the split {split}")
+            start = seed % len(rows)
+            return [{"environment": self.name, **row} for row in [*rows[start:], *rows[:start]][:number]]
+        found: dict[str, dict[str, Any]] = {}
         seeds = iter(range(seed, seed + MAX_SEEDS_PER_TASK * number + 100))
-        while len(rows) < number:
+        while len(found) * self.num_players < number:
             given = next(seeds, None)
             if given is None:
-                found = f"{len(rows)} different tasks of the split {split}"
+                tasks = f"{len(found)} different tasks of the split {split}"
                 raise DataError(
-                    f"environment {self.name!r} has only {found}, fewer than environment.num_{split}={number}"
+                    f"environment {self.name!r} has only {tasks}, fewer than environment.num_{split}={number}"
                 )
             fields = {} if self.describe is None else dict(self.describe(given))
             identity = repr(sorted(fields.items())) if fields else str(given)
             if find_split(identity) == split:
-                rows.setdefault(identity, {"environment": self.name, "seed": given, **fields})
-        return list(rows.values())
+                found.setdefault(identity, {"environment": self.name, "seed": given, **fields})
+        seats = [{}] if self.num_players == 1 else [{"player": each} for each in range(self.num_players)]
+        return [row | seat for row in found.values() for seat in seats][:number]
+
+    def find_task(self, seed: int) -> dict[str, Any]:
+        """The task with a seed, in its first seat."""
+        if self.rows is not None:
+            for row in itertools.chain.from_iterable(self.rows.values()):
+                if row["seed"] == seed:
+                    return {"environment": self.name, **row}
+            number = sum(map(len, self.rows.values()))
+            raise DataError(f"environment {self.name!r} has no task {seed}: its tasks are 0 to {number - 1}")
+        seat = {"player": 0} if self.num_players > 1 else {}
+        return {"environment": self.name, "seed": seed, **(self.describe(seed) if self.describe else {}), **seat}
 
     @asynccontextmanager
     async def open(self, task: Mapping[str, Any]) -> AsyncIterator[Session]:
@@ -118,11 +210,12 @@ class TaskEnvironment:
         environment = self.create()
         number = next(_numbers)
         _open[number] = self.name
-        session = Session(environment)
+        has_players = self.num_players > 1
+        session = Session(environment, int(task["player"]) if has_players else 0, has_players)
         try:
-            observation = await self._call(environment.reset, "reset", task)
-            session.observation = self._check_text(observation, "reset")
-            yield session
+            async with session.toolbox:
+                session.observation = self._check_text(await self._call(environment.reset, "reset", task), "reset")
+                yield session
         except BaseException:
             try:
                 await self._close(environment, number)
@@ -132,20 +225,36 @@ class TaskEnvironment:
         await self._close(environment, number)
 
     async def step(self, session: Session, action: str) -> None:
-        """Apply an action to the session."""
+        """Apply an action to the session: run the calls of its tools, or let the environment answer."""
+        reply = action if isinstance(action, Reply) else Reply(action)
+        if is_own := session.player == session.seat:
+            session.rewards.append(0.0 if session.rewards else session.early_reward)
+        own_tools = {each.name: each for each in session.tools if isinstance(each, Tool)}
+        if reply.calls and own_tools:
+            session.toolbox.tools = own_tools
+            results = await session.toolbox.run(reply.calls)
+            session.num_invalid += is_own * sum(not each.ok for each in results)
+            session.observation = [write_result(each.call_id, each.text) for each in results]
+            return
         try:
-            returned = await self._call(session.environment.step, "step", action)
+            returned = await self._call(session.environment.step, "step", reply)
         except ToolInputError as error:
-            session.num_invalid += 1
-            returned = f"Error: {error}", 0.0, False
+            session.num_invalid += is_own
+            returned = f"Error: {error}", (0.0,) * self.num_players if session.has_players else 0.0, False
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(
                 f"{self.name}: step must return observation, reward and done, got {type(returned).__name__}"
             )
         observation, reward, is_done = returned
-        session.observation = self._check_text(observation, "step")
-        session.rewards.append(float(reward))
-        session.is_done = bool(is_done)
+        observation = self._check_text(observation, "step")
+        if reply.calls and isinstance(observation, str):
+            observation = [write_result(each.call_id, observation) for each in reply.calls]
+        session.observation, session.is_done = observation, bool(is_done)
+        value = float(reward[session.seat] if session.has_players else reward)
+        if session.rewards:
+            session.rewards[-1] += value
+        else:
+            session.early_reward += value
 
     async def _close(self, environment: TextEnvironment, number: int) -> None:
         await self._call(environment.close, "close")
@@ -156,8 +265,10 @@ class TaskEnvironment:
         limit = asyncio.timeout(self.step_timeout_s)
         try:
             async with limit:
-                is_async = inspect.iscoroutinefunction(function)
-                returned = function(*arguments) if is_async else await asyncio.to_thread(function, *arguments)
+                if inspect.iscoroutinefunction(function):
+                    return await function(*arguments)
+                call = partial(contextvars.copy_context().run, function, *arguments)
+                returned = await asyncio.get_running_loop().run_in_executor(self.executor, call)
                 return await returned if inspect.isawaitable(returned) else returned
         except TimeoutError as error:
             if not limit.expired():
@@ -166,10 +277,23 @@ class TaskEnvironment:
                 f"{self.name}: {what} was not done after environment.step_timeout_s={self.step_timeout_s:g}"
             ) from error
 
-    def _check_text(self, observation: Any, what: str) -> str:
-        if not isinstance(observation, str):
-            raise TypeError(f"{self.name}: {what} must return text to observe, got {type(observation).__name__}")
-        return observation
+    def _check_text(self, observation: Any, what: str) -> Observation:
+        """The observation, if it is text or messages with texts."""
+        if isinstance(observation, str):
+            return observation
+        kind = type(observation).__name__
+        if isinstance(observation, list | tuple) and all(isinstance(each, Mapping) for each in observation):
+            contents = [each.get("content") for each in observation]
+            parts = [part for content in contents if isinstance(content, list) for part in content]
+            if all(isinstance(each, str) for each in contents):
+                return observation
+            kind = next((f"a part {each['type']!r}" for each in parts if each.get("type") != "text"), kind)
+        raise TypeError(f"{self.name}: {what} must return text to observe, got {kind}")
+
+
+def write_result(call_id: str, text: str) -> dict[str, Any]:
+    """The message with the result of a call."""
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def find_split(identity: str) -> str:
@@ -188,25 +312,54 @@ async def play(task: Mapping[str, Any], model: Any, environment: TaskEnvironment
     The episode ends with the environment, after `max_turns` replies, or when the context is full. The reward is the sum
     of all steps; the response is the last reply.
     """
+    if environment.run is not None:
+        return await environment.run(task, model)
+    return await _play(task, environment, model, model)
+
+
+async def play_seat(
+    task: Mapping[str, Any], model: Any, environment: TaskEnvironment, auxiliary_models: Mapping[str, Any]
+) -> WorkflowOutput:
+    """As `play`, in the seat `task["player"]` of a game; the auxiliary model `opponent` has the other seats.
+
+    Each player reads what the game tells that player, and their own replies.
+    """
+    for _ in range(MAX_GAMES):
+        output = await _play(task, environment, model, auxiliary_models[OPPONENT])
+        if output.response is not None:
+            return output
+    raise ToolUnavailableError(f"{environment.name}: {MAX_GAMES} games ended before the first turn of the rollout")
+
+
+async def _play(task: Mapping[str, Any], environment: TaskEnvironment, model: Any, opponent: Any) -> WorkflowOutput:
+    """An episode; its response is None if it ended before the first reply of the seat."""
     system = environment.system_prompt
-    messages = [{"role": "system", "content": system}] if system else []
-    reply = ""
+    chats: dict[int, list[dict[str, Any]]] = {}
+    reply = None
     async with environment.open(task) as session:
-        while not session.is_done and len(session.rewards) < environment.max_turns:
-            messages.append({"role": "user", "content": session.observation})
+        for _ in range(environment.max_turns * environment.num_players):
+            if session.is_done or len(session.rewards) == environment.max_turns:
+                break
+            is_own = session.player == session.seat
+            chat = chats.setdefault(session.player, [{"role": "system", "content": system}] if system else [])
+            chat += session.messages
+            tools = session.schemas
             try:
-                completion = await create_chat_completion(model, messages)
+                completion = await create_chat_completion(model if is_own else opponent, chat, tools=tools)
             except openai.BadRequestError as error:
                 if not session.rewards or not is_context_full(error):
                     raise
                 break
             message = completion.choices[0].message
-            reply = message.content or ""
+            given = Reply(message.content or "", read_calls(message) if tools else ())
             reasoning = getattr(message, "reasoning_content", None)
-            messages.append(
-                {"role": "assistant", "content": reply} | ({"reasoning_content": reasoning} if reasoning else {})
+            chat.append(
+                {"role": "assistant", "content": str(given)}
+                | ({"reasoning_content": reasoning} if reasoning else {})
+                | ({"tool_calls": write_calls(given.calls)} if given.calls else {})
             )
-            await environment.step(session, reply)
+            reply = str(given) if is_own else reply
+            await environment.step(session, given)
         metrics = session.metrics
     if (key := environment.step_reward_key) is not None:
         metrics |= {f"{key}/{turn}": reward for turn, reward in enumerate(session.rewards)}

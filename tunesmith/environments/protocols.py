@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
 from tunesmith.environments.transcript import (
@@ -173,11 +173,7 @@ class NativeProtocol:
         is_answer = bool(content.strip()) and not message.tool_calls and not is_truncated and not stopped
         if content:
             segments.append(Segment(kind="answer" if is_answer else "thought", text=content))
-        for call in message.tool_calls or ():
-            if call.type == "function":
-                name, text = call.function.name, call.function.arguments
-                arguments = read_arguments(text)
-                segments.append(Segment(kind="call", text=text, tool=name, arguments=arguments, call_id=call.id))
+        segments += read_calls(message)
         return ReadReply(
             segments=count_tokens(segments, completion), is_truncated=is_truncated, is_answer=is_answer, stop=stopped
         )
@@ -200,6 +196,29 @@ class NativeProtocol:
         return (Segment(kind="answer", text=f"{thought} \\boxed{{{answer}}}"),)
 
 
+def read_calls(message: ChatCompletionMessage) -> list[Segment]:
+    """The calls in a message of the model."""
+    return [
+        Segment(
+            kind="call",
+            text=call.function.arguments,
+            tool=call.function.name,
+            arguments=read_arguments(call.function.arguments),
+            call_id=call.id,
+        )
+        for call in message.tool_calls or ()
+        if call.type == "function"
+    ]
+
+
+def write_calls(calls: Sequence[Segment]) -> list[dict[str, Any]]:
+    """`tool_calls` of an assistant's message."""
+    return [
+        {"id": each.call_id, "type": "function", "function": {"name": each.tool, "arguments": each.text}}
+        for each in calls
+    ]
+
+
 def build_chat(transcript: Transcript) -> list[dict[str, Any]]:
     """The assistant and tool messages of a native transcript."""
     messages: list[dict[str, Any]] = []
@@ -213,9 +232,7 @@ def build_chat(transcript: Transcript) -> list[dict[str, Any]]:
             reply = {"role": "assistant", "content": ""}
             messages.append(reply)
         if segment.kind == "call":
-            function = {"name": segment.tool, "arguments": segment.text}
-            calls = reply.setdefault("tool_calls", [])
-            calls.append({"id": segment.call_id, "type": "function", "function": function})
+            reply.setdefault("tool_calls", []).extend(write_calls([segment]))
         else:
             key = "reasoning_content" if segment.is_reasoning else "content"
             reply[key] = reply.get(key, "") + segment.text

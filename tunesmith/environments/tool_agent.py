@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.environments.environment import Environment
+from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.types import WorkflowOutput
 
 
 async def tool_agent(task: Mapping[str, Any], model: Any, environment: Environment) -> WorkflowOutput:
-    """Answer `task["question"]`. The response is the transcript; the reward is the judge's."""
+    """Answer `task["question"]`, with those tools of the environment that `task["tools"]` names, or all of them.
+
+    The response is the transcript; the reward is the judge's.
+    """
+    if task.get("tools") is not None:
+        environment = environment.select(task["tools"])
     transcript = await environment.run(str(task["question"]), model)
     return WorkflowOutput(response=transcript, metrics=collect_metrics(transcript, environment))
 
@@ -19,6 +25,7 @@ async def tool_agent(task: Mapping[str, Any], model: Any, environment: Environme
 def collect_metrics(transcript: Transcript, environment: Environment) -> dict[str, float]:
     """The recorded counts of a rollout, as the reward operators and the tables read them."""
     counts = transcript.tool_counts
+    has_sessions = any(each.is_stateful for each in environment.tools.values())
     rate = {"failed_call_rate": transcript.failed_calls / len(transcript.calls)} if transcript.calls else {}
     return {
         "tool_calls": float(len(transcript.calls)),
@@ -28,4 +35,5 @@ def collect_metrics(transcript: Transcript, environment: Environment) -> dict[st
         "format": float(find_format_error(transcript) is None),
         "answered": float(transcript.finish == "answered"),
         **rate,
+        **({"open_sessions": float(Toolbox.num_open_sessions)} if has_sessions else {}),
     }

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from tunesmith.environments.transcript import Segment, Transcript
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.tools.python.call import shorten_text
-from tunesmith.tools.tool import Run, Tool, ToolResult
+from tunesmith.tools.tool import OpenSession, Run, Tool, ToolResult
 
 NO_OUTPUT = "(the result is empty)"
 
@@ -28,10 +29,14 @@ class Toolbox:
     tools: Mapping[str, Tool]
     max_calls: int
     max_result_chars: int
+    has_state: bool = False
+    """Whether calls change something that all tools share: they run in order, and a branch repeats them."""
     num_calls: Counter[str] = field(default_factory=Counter)
     """Calls that were run, by tool."""
-    _sessions: dict[str, Run] = field(default_factory=dict)
+    _sessions: dict[OpenSession, Any] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    num_open_sessions: ClassVar[int] = 0
+    """Sessions of tools of this process that have not been closed."""
 
     async def __aenter__(self) -> Toolbox:
         return self
@@ -56,7 +61,7 @@ class Toolbox:
     async def run(self, calls: Sequence[Segment]) -> list[Segment]:
         """The results of calls, in order; calls of stateless tools run at the same time."""
         refusals = [self._count(call) for call in calls]
-        if any(call.tool in self.tools and self.tools[call.tool].is_stateful for call in calls):
+        if self.has_state or any(call.tool in self.tools and self.tools[call.tool].is_stateful for call in calls):
             return [await self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True)]
         runs = (self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True))
         results = await asyncio.gather(*runs, return_exceptions=True)
@@ -114,10 +119,22 @@ class Toolbox:
 
     async def _open(self, tool: Tool) -> Run | None:
         if tool.open_session is None:
-            return None
-        if tool.name not in self._sessions:
-            self._sessions[tool.name] = await self._stack.enter_async_context(tool.open_session())
-        return self._sessions[tool.name]
+            return tool.run if self.has_state else None
+        if tool.open_session not in self._sessions:
+            self._sessions[tool.open_session] = await self._stack.enter_async_context(_count(tool.open_session))
+        session = self._sessions[tool.open_session]
+        return session if tool.in_session is None else tool.in_session(session)
+
+
+@asynccontextmanager
+async def _count(open_session: OpenSession) -> AsyncIterator[Any]:
+    """A session, counted until it is closed."""
+    Toolbox.num_open_sessions += 1
+    try:
+        async with open_session() as session:
+            yield session
+    finally:
+        Toolbox.num_open_sessions -= 1
 
 
 def replace_surrogates(text: str) -> str:

@@ -24,13 +24,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from typing_extensions import TypedDict
 
 from tunesmith.arguments import suggest_name
+from tunesmith.data_juicer import apply_recipe
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count, Max, Mean, Min
 from tunesmith.types import TRUNCATED, Group, Trajectory, are_equal, is_above
@@ -224,6 +227,51 @@ def compute_shaped(reward: float, value: float | None, shaping: Shaping) -> floa
             return reward * amount
         case "DIV":
             return None if amount == 0 else reward / amount
+
+
+def data_juicer(
+    groups: Sequence[Group],
+    *,
+    config_path: str | None = None,
+    operators: list[dict[str, Any]] | None = None,
+    prompt_key: str = "question",
+    np: PositiveInt = 4,
+    python: str | None = None,
+) -> tuple[list[Group], dict[str, float]]:
+    """Apply operators of Data-Juicer to scored rollouts: to rows of `prompt_text`, the field `prompt_key` of the task,
+    `response_text`, and `reward`. Rollouts that they drop do not train; numbers that they compute are metrics.
+
+    The operators are the `process` of the file `config_path`, or `operators`; `python` is an interpreter with
+    Data-Juicer, by default this one.
+    """
+    process = operators if config_path is None else read_recipe(Path(config_path))
+    if not process:
+        raise ConfigError("operator data_juicer needs config_path, a file with the key process, or operators")
+    runs = [run for group in groups for run in group.scored]
+    if runs and prompt_key not in runs[0].task.row:
+        raise ConfigError(f"operator data_juicer: tasks have no field {prompt_key!r} (prompt_key)")
+    rows = [
+        {"prompt_text": str(run.task.row[prompt_key]), "response_text": run.response_text, "reward": run.reward}
+        for run in runs
+    ]
+    kept = apply_recipe(rows, process, text_key="response_text", num_proc=np, python=python)
+    scored = {id(runs[each.index]): each.stats for each in kept}
+
+    def add_stats(run: Trajectory) -> Trajectory:
+        return replace(run, metrics={**run.metrics, **scored[id(run)]}) if id(run) in scored else run
+
+    changed, metrics = _keep_runs(groups, lambda run: run.reward is None or id(run) in scored)
+    changed = [replace(group, trajectories=tuple(map(add_stats, group.trajectories))) for group in changed]
+    return changed, metrics | {"num_failed": Count(sum(each.num_failed for each in kept))}
+
+
+def read_recipe(path: Path) -> list[dict[str, Any]]:
+    """The `process` of a file of Data-Juicer."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"config_path={str(path)!r} of operator data_juicer cannot be read: {error}") from error
+    return list(found.get("process") or []) if isinstance(found, Mapping) else []
 
 
 def _keep_runs(groups: Sequence[Group], is_kept: Callable[[Trajectory], bool]) -> tuple[list[Group], dict[str, float]]:

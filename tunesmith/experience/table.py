@@ -15,6 +15,7 @@ from tunesmith.experience.operators import (
     arpo_reward,
     check_rounds,
     dapo_dynamic_sampling,
+    data_juicer,
     efficiency_reward,
     invalid_reward_filter,
     mask_response_truncated,
@@ -38,6 +39,7 @@ OPERATORS: dict[str, Operator] = {
     "invalid_reward_filter": invalid_reward_filter,
     "efficiency_reward": efficiency_reward,
     "arpo_reward": arpo_reward,
+    "data_juicer": data_juicer,
 }
 OUTCOME_KEYWORDS = frozenset({"outcome_key", "metric_key"})
 """Operator arguments whose default is `experience.outcome_key`."""
@@ -93,6 +95,8 @@ def bind_operator(
     bound = bind_arguments(operator, args, where=where, reserved=sorted(step_keywords))
     if operator is efficiency_reward:
         check_rounds(args)
+    if operator is data_juicer:
+        bound([])  # before a model loads: Data-Juicer knows its operators
     return BoundOperator(
         name=choose_name(name, chain),
         apply=bound,
@@ -134,7 +138,7 @@ def apply_operators(
     current, position = list(groups), {"step": step, "total_steps": total_steps}
     metrics: dict[str, float] = {}
     for operator in operators:
-        check_reported(operator, groups)
+        check_reported(operator, groups, current)
         changed, operator_metrics = split_result(
             operator.name, operator.apply(current, **{key: position[key] for key in operator.step_keywords})
         )
@@ -145,10 +149,12 @@ def apply_operators(
     return current, metrics
 
 
-def check_reported(operator: BoundOperator, groups: Sequence[Group]) -> None:
-    """Refuse a metric that no rollout reports; once one has reported it, the operator handles rollouts without it."""
+def check_reported(operator: BoundOperator, groups: Sequence[Group], current: Sequence[Group]) -> None:
+    """Refuse a metric that neither a rollout nor an operator before reports; once reported, it may be missing."""
     runs = [run for group in groups for run in group.scored]
-    reported = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    reported = list(
+        dict.fromkeys(name for group in (*groups, *current) for run in group.scored for name in run.metrics)
+    )
     operator.unreported.difference_update(reported)
     if runs and operator.unreported:
         metric = min(operator.unreported)

@@ -28,6 +28,9 @@ POWERS = re.compile(r"\d+(?:[\s{(]*(?:\^|\*\*)[\s{(]*\d+)+")
 BASE = re.compile(r"\s*[0-9A-Za-z]+_\{?(\d+)\}?\s*")
 DOLLAR = re.compile(r"(?<!\\)\$")
 FACTORIAL = re.compile(r"(\d+)\s*!")
+TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z\s]+")
 
 
 class OutOfTime(BaseException):
@@ -42,6 +45,13 @@ def compare_expressions(candidate: str | None, reference: str) -> bool | None:
     bases = [BASE.fullmatch(DOLLAR.sub("", text)) for text in (candidate or "", reference)]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return False  # numerals of different bases, whose subscripts math-verify does not read
+    texts = [TEXT.sub(r" \1 ", text).strip(" .") for text in (candidate or "", reference)]
+    # math-verify reads a word as a product of its letters, so that an anagram would be equal
+    if WORDS.fullmatch(texts[1]):
+        return texts[0].casefold().split() == texts[1].casefold().split()
+    words = [sorted(WORD.findall(text)) for text in texts]
+    if words[0] != words[1] and sorted("".join(words[0])) == sorted("".join(words[1])):
+        return False
     terms = [] if candidate is None else _parse_expression(candidate)
     return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=None))
 

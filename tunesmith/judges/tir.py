@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from tunesmith.judges.llm import AUXILIARY_NAME, NUM_ATTEMPTS, find_auxiliary, quote
-from tunesmith.judges.numeric import has_formula, normalize_formula, score_numeric
+from tunesmith.judges.numeric import has_formula, normalize_formula, read_braces, score_numeric
 from tunesmith.judges.redundancy import ask_for_vote, build_conciseness_score
 from tunesmith.judges.squad import (
     ARTICLES,
@@ -55,6 +55,29 @@ def compute_paper_scores(prediction: str, output: str, answer: Any, *, is_math: 
         "f1": max(compute_overlap(found, each) for each in expected),
         "math_equal": float(any(is_equal_text(found, each) for each in expected)),
     }
+
+
+def read_paper_prediction(text: str) -> str:
+    r"""The last answer as ET-Agent's code finds it: in the last pair of tags, there or else in the whole text the last
+    box, with a `\text{}` around it removed; empty if there is neither."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    tagged = text[start + len("<answer>") : end] if start >= 0 else ""
+    return (read_box(tagged) or tagged) if tagged else read_box(text)
+
+
+def read_box(text: str) -> str:
+    start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
+    if start < 0:
+        return ""
+    brace = text.find("{", start)
+    inner = read_braces(text[brace:]) if brace >= 0 else None
+    box = text[start:] if inner is None else text[start : brace + len(inner) + 2]
+    for command in ("\\boxed{", "\\text{"):
+        if not (box.startswith(command) and box.endswith("}")):
+            return box
+        box = box[len(command) : -1]
+    return box
 
 
 def list_golds(answer: Any, *, is_math: bool) -> list[str]:
@@ -184,8 +207,8 @@ async def tir_paper_judge(
     output = await tir_judge(task, transcript, auxiliary_models)
     metrics = dict(output.metrics or {})
     ability = find_ability(task, list_accepted(task))
-    prediction = read_prediction(transcript.answer)
-    scores = compute_paper_scores(prediction, transcript.get_text_content(), task["answer"], is_math=ability == "math")
+    text = transcript.get_text_content()
+    scores = compute_paper_scores(read_paper_prediction(text), text, task["answer"], is_math=ability == "math")
     correctness: float | None = scores[CORRECTNESS[ability]]
     if ability == "math" and auxiliary_models and AUXILIARY_NAME in auxiliary_models:
         correctness = correctness or metrics.get("llm_equal")

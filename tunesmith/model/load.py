@@ -200,6 +200,7 @@ def load_model(
             **quantization,
         )
     if source.gguf_file is not None:
+        check_gguf_tensors(Path(source.name_or_path, source.gguf_file), model)
         clear_gguf_quantization(model)
     check_attention_interface(model.config, type(model))
     if not quantization:
@@ -255,6 +256,33 @@ def install_adapter(
     else:
         load_adapter(model, source.adapter, lora, base=base, dtype=dtype)
     return model.eval()
+
+
+def check_gguf_tensors(file: Path, model: PreTrainedModel) -> None:
+    """Refuse a file of which transformers has read less into the model than it holds: it drops tensors that its table
+    of names lacks, and rotary scaling."""
+    from gguf import GGUFReader  # an optional package
+
+    reader = GGUFReader(file)
+    num_found = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    num_read = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
+    if num_found != num_read:
+        raise ModelError(
+            f"{file.name} has {num_found:,} numbers and the {model.config.model_type} model that transformers reads "
+            f"from it {num_read:,}: tensors are left out (biases, rotary factors), or the file is one of several parts"
+        )
+    scaling = read_gguf_text(reader, f"{read_gguf_text(reader, 'general.architecture')}.rope.scaling.type")
+    if scaling not in (None, "none", (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")):
+        raise ModelError(
+            f"{file.name} scales its rotary embeddings ({scaling}) and transformers reads none from it: the model "
+            "would answer differently. Take the model that the file was converted from"
+        )
+
+
+def read_gguf_text(reader: Any, key: str) -> str | None:
+    """A metadata field of a GGUF file."""
+    field = reader.get_field(key)
+    return None if field is None else str(field.contents())
 
 
 def clear_gguf_quantization(model: PreTrainedModel) -> None:

@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 class MlflowTracker:
     """Logs to an MLflow run through `MlflowClient`, which does not change the active run of the process."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, name: str) -> None:
         self._pending: list[Metric] = []
         self._last_steps: dict[str, int] = {}
-        saved = load_run_id(run.root, "mlflow") if run.committed_step is not None else None
+        saved = load_run_id(run.root, name) if run.committed_step is not None else None
         try:
             self._client = MlflowClient()
             self._run_id = self._create_run(run) if saved is None else self._resume_run(saved)

@@ -9,8 +9,8 @@ from typing import IO, Any
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.monitor.metrics_file import Kind, MetricsFile
-from tunesmith.monitor.tracker import TrackedRun
-from tunesmith.monitor.trackers import build_trackers, check_trackers, flatten_settings
+from tunesmith.monitor.tracker import TrackedRun, flatten
+from tunesmith.monitor.trackers import build_trackers, check_trackers
 from tunesmith.storage import RunPaths
 
 
@@ -32,7 +32,8 @@ class Monitor:
     ) -> None:
         check_trackers(settings.trackers)
         self._file = MetricsFile(RunPaths(root).metrics, committed_step=committed_step)
-        run = TrackedRun(root=root, committed_step=committed_step, settings=flatten_settings(run_settings or {}))
+        flat = {key: str(value) for key, value in flatten(run_settings or {}).items()}
+        run = TrackedRun(root=root, committed_step=committed_step, settings=flat)
         self._trackers = build_trackers(settings.trackers, run)
         self._console = ConsoleProgress(
             first_step=committed_step or 0,

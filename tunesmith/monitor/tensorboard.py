@@ -27,7 +27,7 @@ EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 class TensorBoardTracker:
     """Writes one event file per process."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, _: str) -> None:
         self._folder = folder = RunPaths(run.root).tensorboard
         with storage_errors(folder, "write"):
             folder.mkdir(parents=True, exist_ok=True)

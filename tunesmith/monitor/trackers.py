@@ -10,20 +10,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.tracker import TrackedRun, Tracker
 
 TRACKERS: Mapping[str, str] = {
     "tensorboard": "tunesmith.monitor.tensorboard:TensorBoardTracker",
-    "wandb": "tunesmith.monitor.wandb_tracker:WandbTracker",
+    "wandb": "tunesmith.monitor.hosted_tracker:HostedTracker",
     "mlflow": "tunesmith.monitor.mlflow_tracker:MlflowTracker",
-    "swanlab": "tunesmith.monitor.swanlab_tracker:SwanlabTracker",
+    "swanlab": "tunesmith.monitor.hosted_tracker:HostedTracker",
 }
 """The classes by their names in `monitor.trackers`, imported when they are used."""
-EXTRAS: Mapping[str, str] = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
-"""Trackers with an optional dependency -> the extra that installs it; the module has the tracker's name."""
+EXTRAS = ("wandb", "mlflow", "swanlab")
+"""Trackers with an optional dependency: the module, and the extra that installs it, have the tracker's name."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -31,7 +30,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name in EXTRAS and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"monitor.trackers: {name} is not installed; pip install 'tunesmith[{EXTRAS[name]}]', or remove it"
+                f"monitor.trackers: {name} is not installed; pip install 'tunesmith[{name}]', or remove it"
             )
 
 
@@ -40,26 +39,10 @@ def build_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
     started: dict[str, Tracker] = {}
     try:
         for name in names:
-            started[name] = build_tracker(name, run)
+            module, _, kind = TRACKERS[name].partition(":")
+            started[name] = getattr(importlib.import_module(module), kind)(run, name)
     except BaseException:
         for tracker in started.values():
             tracker.close(is_failed=True)
         raise
     return list(started.values())
-
-
-def build_tracker(name: str, run: TrackedRun) -> Tracker:
-    module, _, kind = TRACKERS[name].partition(":")
-    tracker: Tracker = getattr(importlib.import_module(module), kind)(run)
-    return tracker
-
-
-def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as a flat mapping of dotted keys to text."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten_settings(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tunesmith.errors import ServerLostError
 from tunesmith.rollout.failures import (
     MAX_MESSAGE_CHARS,
     WorkerError,
@@ -69,7 +70,8 @@ class Agent:
     cancel_grace_s: float = 5.0
     """Seconds that cancelled functions may take to clean up before they are abandoned."""
     max_attempts: int = 1
-    """Attempts of a rollout whose worker in another process is lost; each has new sessions and the whole time."""
+    """Attempts of a rollout that lost its worker in another process, or the server of a tool or of its environment;
+    each has new sessions and the whole time. Branches and what they replay have one."""
     parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)
     """Parameter names of the workflow and the judge."""
 
@@ -87,7 +89,7 @@ class _Outcome:
     response_text: str = ""
     failure: Failure | None = None
     is_lost: bool = False
-    """Whether the rollout may be attempted again: its worker in another process is lost."""
+    """Whether the rollout may be attempted again: its worker in another process, or a server, is lost."""
 
 
 class _UserCodeError(Exception):
@@ -126,70 +128,43 @@ async def run_trajectory(
     watchdog: EventLoopWatchdog | None = None,
     record: RolloutRecord | None = None,
 ) -> Trajectory:
-    """Run the agent once; `seed` determines what its models sample, `order` its position in the engine's queue.
+    """Run the agent; `seed` determines what its models sample, `order` its position in the engine's queue.
 
-    With a `record`, the calls are recorded so that branches can replay them; if it has a branch point, the rollout is
-    such a branch.
+    It runs again, in new sessions, if its worker in another process is lost. With a `record`, the calls are recorded so
+    that branches can replay them; if it has a branch point, the rollout is such a branch.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
     """
     watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
     for attempt in range(1, agent.max_attempts + 1):
-        trajectory, is_lost = await _run_attempt(
-            task,
-            run_index,
-            agent=agent,
-            model=model,
-            auxiliary_models=auxiliary_models,
-            seed=seed if attempt == 1 else derive_seed(seed, "attempt", attempt),
-            order=order,
-            sampling=sampling,
-            watchdog=watchdog,
-            record=record,
-        )
-        if not is_lost or attempt == agent.max_attempts:
+        started = time.perf_counter()
+        seed_of_attempt = seed if attempt == 1 else derive_seed(seed, "attempt", attempt)
+        bound = model.open(seed=seed_of_attempt, order=order, sampling=sampling)
+        if record is not None:
+            assert bound.session is not None, "only the policy's rollouts branch"
+            bound.session.record = record
+        auxiliary = {
+            name: source.open(seed=derive_seed(seed_of_attempt, name), order=order)
+            for name, source in auxiliary_models.items()
+        }
+        run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
+        turns: tuple[Turn, ...] = ()
+        try:
+            outcome = await _run_until_deadline(run)
+        finally:
+            turns = model.close(bound)
+            for name, bound_auxiliary in auxiliary.items():
+                auxiliary_models[name].close(bound_auxiliary)
+        if not outcome.is_lost or attempt == agent.max_attempts or record is not None:
             break
         agent.logger.warning(
             "%s: attempt %d of %d was lost; it is made again", task.task_id, attempt, agent.max_attempts
         )
-    return trajectory
-
-
-async def _run_attempt(
-    task: Task,
-    run_index: int,
-    *,
-    agent: Agent,
-    model: ModelProvider,
-    auxiliary_models: Mapping[str, ModelProvider],
-    seed: int,
-    order: tuple[int, ...],
-    sampling: Sampling | None,
-    watchdog: EventLoopWatchdog,
-    record: RolloutRecord | None,
-) -> tuple[Trajectory, bool]:
-    """Run the agent once in new sessions; returns also whether its worker was lost."""
-    started = time.perf_counter()
-    bound = model.open(seed=seed, order=order, sampling=sampling)
-    if record is not None:
-        assert bound.session is not None, "only the policy's rollouts branch"
-        bound.session.record = record
-    auxiliary = {
-        name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
-    }
-    run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
-    turns: tuple[Turn, ...] = ()
-    try:
-        outcome = await _run_until_deadline(run)
-    finally:
-        turns = model.close(bound)
-        for name, bound_auxiliary in auxiliary.items():
-            auxiliary_models[name].close(bound_auxiliary)
     failure = _find_engine_failure(bound, auxiliary) or _find_replay_failure(record, outcome) or outcome.failure
     failure = failure or _find_missing_turns(bound, turns)
     point = None if record is None else record.point
-    trajectory = Trajectory(
+    return Trajectory(
         task=task,
         run_index=run_index,
         turns=turns,
@@ -202,7 +177,6 @@ async def _run_attempt(
         branch_at=None if point is None else point.branch_at,
         turn_owners=() if point is None else point.turn_owners[: len(turns)],
     )
-    return trajectory, outcome.is_lost
 
 
 async def _run_until_deadline(run: _Run) -> _Outcome:
@@ -266,7 +240,7 @@ async def _run_user_code(run: _Run) -> _Outcome:
         return await _run_workflow_and_judge(run)
     except _UserCodeError as error:
         run.agent.logger.debug("%s rollout failed: %s", run.task.task_id, error, exc_info=error.__cause__)
-        return _Outcome(failure=error.failure, is_lost=isinstance(error.__cause__, WorkerLostError))
+        return _Outcome(failure=error.failure, is_lost=isinstance(error.__cause__, WorkerLostError | ServerLostError))
 
 
 async def _run_workflow_and_judge(run: _Run) -> _Outcome:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from tunesmith.chat.renderer import Renderer
 from tunesmith.http_server import serve_app
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
-from tunesmith.rollout.openai_server.app import build_app
-from tunesmith.rollout.openai_server.asgi_transport import InProcessClients, InProcessTransport, SharedClient
+from tunesmith.rollout.openai_server.app import EndpointApp
+from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.recording.recorder import Recorder, Session
@@ -74,6 +74,19 @@ class ExternalModel:
         return ()
 
 
+class UnrecordedModel:
+    """The model of a service for calls that are not trained: the policy as its own opponent."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        return self._service.open(seed=seed, order=order, sampling=sampling, is_recorded=False)
+
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        return self._service.close(bound)
+
+
 class ModelService:
     """The endpoint of one engine, and the models bound to its sessions."""
 
@@ -92,15 +105,14 @@ class ModelService:
         `build_endpoint`: the endpoint's class."""
         self.recorder = Recorder(engine, renderer)
         self.endpoint = build_endpoint(self.recorder, model_name=model_name)
-        self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """The server's URL while the endpoint is served over HTTP."""
         self._is_served = False
         self._sampling = sampling
         self._build_model = build_model
         self._is_recorded = is_recorded
-        self._http_client = SharedClient(transport=InProcessTransport(self.app), timeout=None)
-        self._clients = InProcessClients(self.app)
+        self._clients = InProcessClients(EndpointApp(self.endpoint))
+        self._http_client = self._clients.get_async_client()
         self._client = InProcessClient(
             endpoint=self.endpoint,
             base_url=self.base_url,
@@ -119,11 +131,21 @@ class ModelService:
         """Whether the endpoint is served over HTTP now."""
         return self._is_served
 
-    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> BoundModel:
-        """A model bound to a new session; `sampling` overrides the service's defaults."""
+    def open(
+        self,
+        *,
+        seed: int,
+        order: tuple[int, ...] = (),
+        sampling: Sampling | None = None,
+        is_recorded: bool | None = None,
+    ) -> BoundModel:
+        """A model bound to a new session; `sampling` and `is_recorded` override the service's own."""
         self._clients.note_loop()
         session = self.recorder.open_session(
-            seed=seed, order=order, sampling=sampling or self._sampling, is_recorded=self._is_recorded
+            seed=seed,
+            order=order,
+            sampling=sampling or self._sampling,
+            is_recorded=self._is_recorded if is_recorded is None else is_recorded,
         )
         endpoint = Endpoint(
             base_url=self.base_url if self._is_served else None,
@@ -146,7 +168,7 @@ class ModelService:
         self, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int | None = None
     ) -> AsyncIterator[str]:
         """Also serve the endpoint over HTTP; models opened meanwhile have its URL as `base_url`."""
-        app = build_app(self.endpoint, max_body_bytes=max_body_bytes)
+        app = EndpointApp(self.endpoint, max_body_bytes=max_body_bytes)
         async with serve_app(app, has_key=True, host=host, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"
             self._is_served = True
@@ -155,6 +177,3 @@ class ModelService:
             finally:
                 self.base_url = self._client.base_url = f"{IN_PROCESS_URL}/v1"
                 self._is_served = False
-
-    async def aclose(self) -> None:
-        await self._http_client.shut_down()

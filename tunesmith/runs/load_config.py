@@ -67,7 +67,7 @@ def load_section(
             merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
             assert isinstance(merged, DictConfig)
     for override in overrides:
-        merged = apply_override(merged, override)
+        apply_override(merged, override)
     return build_section(kind, resolve(merged, path))
 
 
@@ -110,7 +110,7 @@ def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, An
     """The plain values of a file and overrides, with interpolations resolved; not validated."""
     merged = load_yaml(Path(path))
     for override in overrides:
-        merged = apply_override(merged, override)
+        apply_override(merged, override)
     return resolve(merged, path)
 
 
@@ -154,8 +154,8 @@ def describe_folder(path: Path) -> str:
     return f"{message}; it holds {files}" if files else message
 
 
-def apply_override(config: DictConfig, override: str) -> DictConfig:
-    """Set one dotted key to a YAML value. A mapping is merged into the existing one; `{}` empties it."""
+def apply_override(config: DictConfig, override: str) -> None:
+    """Set one dotted key of the config to a YAML value. A mapping is merged into the existing one; `{}` empties it."""
     key, equals, _ = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -163,15 +163,13 @@ def apply_override(config: DictConfig, override: str) -> DictConfig:
         )
     try:
         given = OmegaConf.from_dotlist([override])
-        merged = OmegaConf.merge(config, given)
+        config.merge_with(given)
         if OmegaConf.select(given, key.strip()) == {}:
-            OmegaConf.update(merged, key.strip(), {}, merge=False)
+            OmegaConf.update(config, key.strip(), {}, merge=False)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"override {override!r} cannot be applied: {first_line(error)}") from error
     except RecursionError as error:
         raise ConfigError(f"the value of the override of {key.strip()} is nested too deeply to be read") from error
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:

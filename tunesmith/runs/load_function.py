@@ -33,6 +33,9 @@ LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 """Imported files with their modification time (ns) and size (bytes) at import."""
 
 TOOL_AGENT = "tunesmith.environments.tool_agent:tool_agent"
+TOOL_AGENTS = (TOOL_AGENT, "tunesmith.environments:tool_agent")
+"""How files name it."""
+PLAY_FUNCTION = "tunesmith.environments.episode:play"
 
 FORMER_NAMES = {
     "tunesmith.pipeline.prepare.world_expert": "tunesmith.et_agent.world.conversations",
@@ -91,6 +94,11 @@ def load_functions(
         assert config.workflow is not None
         workflow = load_function(config.workflow, knob="workflow")
     named = None if config.environment.name is None else load_task_environment(config)
+    if named is not None and named.run is not None and config.rollout.http_port is None:
+        raise ConfigError(
+            f"environment={named.name!r} calls the model over HTTP, which is off: set rollout.http_port, 0 for a free "
+            "port"
+        )
     if ENVIRONMENT in list_parameters(workflow):
         function: Callable[..., Any] = workflow
         if named is not None and name_function(function) == TOOL_AGENT:
@@ -98,13 +106,18 @@ def load_functions(
                 f"environment={named.name!r} is no tool agent: leave out workflow, or give environment its tools"
             )
         workflow = functools.partial(function, environment=named or load_environment(config.environment))
+        if named is not None and named.num_players > 1 and name_function(function) == PLAY_FUNCTION:
+            from tunesmith.environments.episode import play_seat  # deferred as in load_environment
+
+            workflow = functools.partial(play_seat, environment=named)
+
     elif (
         not any(
             has_environment_tasks(config, each)
             for each in (*config.training_sets.values(), *config.eval_datasets.values())
         )
-        and (knob := find_set_knob(config.environment)) is not None
-        and not has_environment(workflow)
+        and not (isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords)
+        and (knob := next(filter(config.environment.is_changed, EnvironmentSection.model_fields), None)) is not None
     ):
         raise ConfigError(
             f"environment.{knob} has no effect: the workflow {name_function(workflow)} has no parameter `environment`; "
@@ -119,16 +132,6 @@ def load_functions(
     return workflow, judge
 
 
-def find_set_knob(section: EnvironmentSection) -> str | None:
-    """The first knob whose value is not its default."""
-    return next((name for name in type(section).model_fields if section.is_changed(name)), None)
-
-
-def has_environment(workflow: Callable[..., Any]) -> bool:
-    """Whether a `functools.partial` binds the workflow to an environment of its own."""
-    return isinstance(workflow, functools.partial) and ENVIRONMENT in workflow.keywords
-
-
 def load_environment(section: EnvironmentSection) -> Environment:
     """The environment of a tool agent, with its tools."""
     if section.name is not None:
@@ -136,7 +139,7 @@ def load_environment(section: EnvironmentSection) -> Environment:
     # openai and math-verify are slow to import, and commands check their files with this module first
     from tunesmith.environments.environment import Environment
 
-    return Environment(section, tools=[load_tool(each) for each in section.tools])
+    return Environment(section, tools=[tool for each in section.tools for tool in load_tools(each)])
 
 
 def load_task_environment(config: RunConfig) -> TaskEnvironment:
@@ -148,7 +151,14 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
     section = config.environment
     assert section.name is not None
     family, args = section.name.partition(":")[0], dict(section.args)
+    has_interpreter = family in FAMILIES and FAMILIES[family].has_interpreter
+    for knob in ("max_turns", "step_timeout_s", "system_prompt") if has_interpreter else ("python",):
+        if section.is_changed(knob):
+            where = "it has its own loop (args)" if has_interpreter else "it runs in this process"
+            raise ConfigError(f"environment.{section.show(knob)} has no effect with name={section.name}: {where}")
     if family in FAMILIES:
+        if has_interpreter:
+            args["python"] = section.python
         if isinstance(wrapper := args.get("wrapper"), str):
             args["wrapper"] = load_function(wrapper, knob="environment.args.wrapper")
         environment = load_set(section.name, args)
@@ -166,7 +176,11 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
             inspect.signature(own).bind(**args)
         except TypeError as error:
             raise ConfigError(f"environment.args of {section.name}: {error}") from error
-        environment = TaskEnvironment(name=section.name, create=functools.partial(own, **args))
+        environment = TaskEnvironment(
+            name=section.name,
+            create=functools.partial(own, **args),
+            num_players=getattr(own, "num_players", 1),
+        )
     return replace(
         environment,
         system_prompt=environment.system_prompt if section.system_prompt is None else section.system_prompt,
@@ -181,22 +195,45 @@ def has_environment_tasks(config: RunConfig, dataset: DatasetSection) -> bool:
     return config.environment.name is not None and dataset.path == ENVIRONMENT_TASKS
 
 
+def load_tools(section: ToolSection) -> list[Tool]:
+    """The tool that the section names, or all those of its MCP server."""
+    if section.mcp is None:
+        return [load_tool(section)]
+    # httpx, which a check of a run file does not wait for
+    from tunesmith.tools.mcp import McpToolSection, load_mcp_tools
+
+    limit = {} if section.timeout_s is None else {"timeout_s": section.timeout_s}
+    try:
+        settings = build_section(McpToolSection, section.settings)
+        tools = load_mcp_tools(section.mcp, settings, prefix=section.name, is_session=section.is_session, **limit)
+    except ConfigError as error:
+        raise ConfigError(f"environment.tools: mcp: {error}") from error
+    return [change_limits(each, section, ("max_calls", "max_result_chars")) for each in tools]
+
+
+def change_limits(tool: Tool, section: ToolSection, names: Sequence[str]) -> Tool:
+    """The tool with those of the knobs that the section sets."""
+    return replace(tool, **{name: value for name in names if (value := getattr(section, name)) is not None})
+
+
 def load_tool(section: ToolSection) -> Tool:
     """A built-in tool, or the tool, async function, or builder of a tool that the section names."""
     # deferred as in load_environment
     from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
 
-    knob = f"environment.tools: {section.tool}"
-    if section.tool == "python":
+    name = section.tool
+    assert name is not None
+    knob = f"environment.tools: {name}"
+    if name == "python":
         try:
             limit = {} if section.max_result_chars is None else {"max_result_chars": section.max_result_chars}
             settings = build_section(PythonToolSection, limit | section.settings)
         except ConfigError as error:
             raise ConfigError(f"{knob}: settings: {error}") from error
         tool = build_python_tool(settings, is_session=section.is_session)
-    elif section.tool == "calculator":
+    elif name == "calculator":
         tool = build_calculator_tool()
-    elif section.tool == "search":
+    elif name == "search":
         # numpy and httpx, which a check of a run file does not wait for
         from tunesmith.tools.search.settings import SearchToolSection
         from tunesmith.tools.search.tool import build_search_tool
@@ -208,12 +245,10 @@ def load_tool(section: ToolSection) -> Tool:
             raise ConfigError(f"{knob}: settings: {error}") from error
         section = section.model_copy(update={"timeout_s": None})  # what exceeds a limit of a Tool is an observation
     else:
-        source, name = split_spec(section.tool, knob=knob)
+        source, name = split_spec(name, knob=knob)
         found = getattr(load_module(source, knob=knob), name, None)
         tool = convert_tool(found, section.settings, knob=knob)
-    names = ("name", "max_calls", "timeout_s", "max_result_chars")
-    changes = {name: value for name in names if (value := getattr(section, name)) is not None}
-    return replace(tool, **changes)
+    return change_limits(tool, section, ("name", "max_calls", "timeout_s", "max_result_chars"))
 
 
 def convert_tool(found: Any, settings: Mapping[str, Any], *, knob: str) -> Tool:

@@ -7,7 +7,6 @@ the others build it without weights; then each layer is placed and sharded befor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import openai
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.arguments import read_api_key
 from tunesmith.chat.renderer import Renderer
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, RunConfig, TrainerSection
@@ -24,6 +24,7 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
 from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
+from tunesmith.environments.episode import OPPONENT
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
@@ -40,12 +41,15 @@ from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent
-from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
+from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService, UnrecordedModel
+from tunesmith.rollout.signature import ENVIRONMENT
 from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
 from tunesmith.types import Distribution, Engine, JudgeType, Sampling, WorkflowType
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
 """Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
+MAX_ATTEMPTS = 3
+"""Of a rollout whose environment was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +70,11 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuxiliaryModel:
-    """A model that workflow and judge may call and that is never trained; `engine` is None if a server runs it."""
+class LoadedModel:
+    """A model that is called and never trained; `engine` is None if it is outside of this process."""
 
-    source: ModelProvider
-    engine: Engine | None
+    provider: ModelProvider
+    engine: Engine | None = None
 
 
 def check_policy(section: ModelSection) -> None:
@@ -228,19 +232,19 @@ def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
             check_policy(_to_model_section(section))
         except ConfigError as error:
             raise ConfigError(f"auxiliary_models.{name}: {error}") from error
-    elif section.api_key_env is not None and section.api_key_env not in os.environ:
-        raise ConfigError(f"auxiliary_models.{name}.api_key_env: environment variable {section.api_key_env} is not set")
+    else:
+        read_api_key(section.api_key_env, knob=f"auxiliary_models.{name}.api_key_env")
 
 
 def load_auxiliary(
     section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
-) -> AuxiliaryModel:
+) -> LoadedModel:
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
         policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
-        return AuxiliaryModel(source=policy.service, engine=policy.engine)
-    api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
+        return LoadedModel(provider=policy.service, engine=policy.engine)
+    api_key = read_api_key(section.api_key_env, knob="api_key_env") or "EMPTY"
     endpoint = Endpoint(
         base_url=section.base_url,
         api_key=api_key,
@@ -254,20 +258,11 @@ def load_auxiliary(
     }
     if section.enable_thinking is not None:
         options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
-    return AuxiliaryModel(source=ExternalModel(build_model(endpoint, options)), engine=None)
+    return LoadedModel(provider=ExternalModel(build_model(endpoint, options)))
 
 
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
-    return ModelSection(
-        path=section.path,
-        max_model_len=section.max_model_len,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        max_tokens=section.max_tokens,
-        enable_thinking=section.enable_thinking,
-        tool_call_parser=section.tool_call_parser,
-        reasoning_parser=section.reasoning_parser,
-    )
+    return ModelSection(**section.model_dump(exclude={"base_url", "api_key_env"}))
 
 
 def load_actors(
@@ -297,17 +292,21 @@ def load_actors(
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
         for name, section in (config.auxiliary_models if has_rollouts else {}).items()
     }
+    sources: dict[str, ModelProvider] = {name: auxiliary.provider for name, auxiliary in auxiliaries.items()}
+    bound = workflow.keywords.get(ENVIRONMENT) if isinstance(workflow, partial) else None
+    if getattr(bound, "num_players", 1) > 1:
+        sources.setdefault(OPPONENT, UnrecordedModel(policy.service))
     actors = Actors(
         engine=policy.engine,
         model=policy.service,
         service=policy.service,
-        auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
+        auxiliary_models=sources,
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
         agent=Agent(
             workflow=workflow,
             judge=judge,
             timeout_s=config.rollout.timeout_s,
-            max_attempts=1 if config.serve is None else config.serve.max_attempts,
+            max_attempts=MAX_ATTEMPTS if config.serve is None else config.serve.max_attempts,
         ),
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,

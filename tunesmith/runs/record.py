@@ -85,20 +85,13 @@ class RunRecord:
         self.rollouts = RolloutFiles(self.paths.rollouts(0).parent)
         """Which steps have rollouts on disk, and their rows."""
         self._load_evaluation = functools.lru_cache(maxsize=NUM_KEPT_EVALUATIONS)(load_evaluation)
+        self._load_settings = functools.lru_cache(maxsize=1)(load_settings)
 
-    @functools.cached_property
+    @property
     def settings(self) -> Mapping[str, Any]:
-        """The values of config.yaml; empty if there is none."""
+        """The values of config.yaml as it is now; empty if there is none."""
         path = self.paths.config
-        if not path.is_file():
-            return {}
-        with storage_errors(path, "read"):
-            text = path.read_text(encoding="utf-8")
-        try:
-            values = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except yaml.YAMLError as error:
-            raise StorageError(f"cannot read {path}: it is not YAML ({error})") from error
-        return values if isinstance(values, dict) else {}
+        return self._load_settings(path, path.stat().st_mtime_ns) if path.is_file() else {}
 
     @functools.cached_property
     def metrics(self) -> MetricsLog:
@@ -212,6 +205,17 @@ class RunRecord:
         path = self.root / COMPARISON
         loaded: Mapping[str, Any] = load_json(path) if path.is_file() else {}
         return loaded
+
+
+def load_settings(path: Path, modified: int) -> Mapping[str, Any]:
+    """The values of a config.yaml as they are since `modified`."""
+    with storage_errors(path, "read"):
+        text = path.read_text(encoding="utf-8")
+    try:
+        values = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise StorageError(f"cannot read {path}: it is not YAML ({error})") from error
+    return values if isinstance(values, dict) else {}
 
 
 def load_evaluation(path: Path, modified: int) -> Mapping[str, Any]:

@@ -41,7 +41,23 @@ class Result(ABC):
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
 
 
-class TrainingResult(Result):
+class ModelResult(Result):
+    """A result with a model."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def model_path(self) -> str:
+        """Path of the model or adapter, which `ModelSection(path=...)` and `export()` accept; ModelError if there is
+        none."""
+
+    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load the model and its tokenizer; `options` are arguments of `from_pretrained`."""
+        return load_for_inference(self.model_path, **options)
+
+
+class TrainingResult(ModelResult):
     """The result of a training: its run folder with the metrics of each step, and the trained model."""
 
     __slots__ = ()
@@ -54,18 +70,9 @@ class TrainingResult(Result):
         """The folder with config.yaml and metrics.jsonl."""
 
     @property
-    @abstractmethod
-    def model_path(self) -> str:
-        """Path of the trained model or adapter, which `ModelSection(path=...)` and `export()` accept."""
-
-    @property
     def history(self) -> MetricTable:
         """The metrics of every step, read from metrics.jsonl."""
         return RunRecord(self.run_folder).metrics.to_table()
-
-    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load the trained model and its tokenizer; `options` are arguments of `from_pretrained`."""
-        return load_for_inference(self.model_path, **options)
 
     def _repr_html_(self) -> str:
         points = self.history.collect_points(self.curve)

@@ -76,8 +76,6 @@ class RunFolder:
     workspace: Workspace
     checkpoint: Path | None
     """The checkpoint that the run resumes from; None if it starts from the beginning."""
-    changed_keys: tuple[str, ...]
-    """Dotted keys in which a resumed run differs from its saved config; all are in `MUTABLE_KEYS`."""
     archive: Path | None
     """Folder that files of later steps were moved to; None if nothing was moved."""
 
@@ -102,16 +100,16 @@ class RunFolder:
         self.close()
 
 
-def keep_learning_rate(config: RunConfig) -> RunConfig:
-    """The config of a run that resumes: a learning rate that it leaves out is the one that the run began with."""
-    if not config.continue_from_checkpoint or config.name is None:
-        return config
-    check_project(config)
-    trainer = RunRecord(resolve_run_root(config)).settings.get("trainer")
-    rate = trainer.get("learning_rate") if isinstance(trainer, dict) else None
-    if rate is None or "learning_rate" in config.trainer.model_fields_set:
-        return config
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"learning_rate": rate})})
+def set_learning_rate(config: RunConfig) -> RunConfig:
+    """The config with the number of its learning rate: of one that it leaves out, that with which the run began, if it
+    resumes, or else the default."""
+    rate = config.trainer.learning_rate
+    if config.continue_from_checkpoint and config.name is not None:
+        check_project(config)
+        trainer = RunRecord(resolve_run_root(config)).settings.get("trainer")
+        rate = rate or (trainer.get("learning_rate") if isinstance(trainer, dict) else None)
+    trainer = config.trainer.model_copy(update={"learning_rate": rate or config.learning_rate})
+    return config.model_copy(update={"trainer": trainer})
 
 
 def check_project(config: RunConfig) -> None:
@@ -129,7 +127,6 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
     try:
         paths = workspace.paths
         checkpoint: Path | None = None
-        changed_keys: tuple[str, ...] = ()
         if config.continue_from_checkpoint:
             checkpoint = find_resume_point(paths, step=config.resume_from_step)
         elif is_used(paths):
@@ -138,14 +135,14 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
                 "continue_from_checkpoint=true (--resume)"
             )
         if checkpoint is not None:
-            changed_keys = workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
+            workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
         archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
         workspace.begin(config.model_copy(update={"resume_from_step": None}))
         paths.error.unlink(missing_ok=True)
     except BaseException:
         workspace.close()
         raise
-    return RunFolder(workspace=workspace, checkpoint=checkpoint, changed_keys=changed_keys, archive=archive)
+    return RunFolder(workspace=workspace, checkpoint=checkpoint, archive=archive)
 
 
 def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> Workspace:
@@ -213,7 +210,7 @@ def remove_empty_run(paths: RunPaths) -> None:
     """Remove the folder if no step was finished and nothing was sampled or evaluated."""
     files = [path for path in paths.root.rglob("*") if path.is_file()]
     ours = {paths.config, paths.lock, paths.metrics, paths.error}
-    is_empty = all(path in ours or paths.monitor in path.parents for path in files)
+    is_empty = all(path in ours or {paths.monitor, paths.tokenizer} & {*path.parents} for path in files)
     if is_empty and not (paths.metrics.exists() and paths.metrics.stat().st_size):
         with storage_errors(paths.root, "remove"):
             remove_tree(paths.root)
@@ -278,11 +275,14 @@ def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
     return f"restore it, or {way}; later steps are moved to {ARCHIVE_PREFIX}<time>/"
 
 
-def describe_interruption(config: RunConfig, root: Path) -> str:
-    """The console line of an interrupted run: its last checkpoint and how to resume."""
-    checkpoint = RunRecord(root).last_checkpoint
+def describe_interruption(config: RunConfig, root: Path, *, total_steps: int | None = None) -> str:
+    """The console line of an interrupted run: its last checkpoint and how to resume, if it is not done."""
+    run = RunRecord(root)
+    checkpoint = run.last_checkpoint
     if checkpoint is None:
         return "interrupted before the first step was saved; a single Ctrl-C or SIGTERM finishes and saves the step"
+    if run.stop_reason is not None or run.committed_step == (total_steps or run.total_steps):
+        return f"interrupted after the last step; the run is done, and its model is {checkpoint}"
     resume = "" if config.continue_from_checkpoint else " with --resume (continue_from_checkpoint=true)"
     name = "" if config.name is not None else f"{' and' if resume else ' with'} name={root.name}"
     return f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command{resume}{name}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tunesmith.config import DatasetSection, RunConfig
+from tunesmith.config import DatasetSection, EnvironmentSection, RunConfig
 from tunesmith.config.environment import PLAY
 from tunesmith.environments.sets import FAMILIES
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.runs.load_function import has_environment_tasks, load_task_environment
+from tunesmith.runs.load_function import TOOL_AGENTS, has_environment_tasks, load_environment, load_task_environment
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Task
 
@@ -20,6 +20,8 @@ def load_run_tasks(config: RunConfig, dataset: DatasetSection, *, name: str) -> 
         tasks = load_tasks(dataset, name=name)
         if section.name is not None and config.workflow == PLAY:
             check_environment_rows(tasks, section.name, path=dataset.path)
+        if config.workflow in TOOL_AGENTS:
+            check_row_tools(tasks, section, path=dataset.path)
         return tasks
     numbers = {"train": section.num_train, "test": section.num_test}
     if dataset.split not in numbers:
@@ -28,6 +30,17 @@ def load_run_tasks(config: RunConfig, dataset: DatasetSection, *, name: str) -> 
         raise ConfigError("environment.num_test=0 leaves no held-out task: raise it, or set eval_datasets={}")
     rows = load_task_environment(config).list_rows(dataset.split, number=number, seed=section.seed)
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
+
+
+def check_row_tools(tasks: Sequence[Task], section: EnvironmentSection, *, path: str) -> None:
+    """Refuse rows that name tools which the environment of a tool agent has not."""
+    if named := [each for each in tasks if each.row.get("tools") is not None]:
+        environment = load_environment(section)
+        for task in named:
+            try:
+                environment.select(task.row["tools"])
+            except ValueError as error:
+                raise DataError(f"row {task.index} of {path!r}: {error}") from error
 
 
 def check_environment_rows(tasks: Sequence[Task], name: str, *, path: str) -> None:

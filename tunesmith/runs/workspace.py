@@ -47,6 +47,7 @@ from typing import Any, Self
 
 from tunesmith.config import Section
 from tunesmith.errors import ConfigError, StorageError
+from tunesmith.monitor.tracker import flatten
 from tunesmith.runs.load_config import dump_config, load_section
 from tunesmith.storage import (
     DONE,
@@ -204,17 +205,6 @@ def name_inputs(journal: Path) -> Path:
 
 def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in mutable_keys)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys; an empty mapping stays a value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def compute_digest(value: Any) -> str:

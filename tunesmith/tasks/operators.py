@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -22,7 +21,9 @@ from typing import Annotated, Any, Literal, get_args
 import openai
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.arguments import read_api_key
+from tunesmith.data_juicer import apply_recipe
+from tunesmith.errors import DataError
 from tunesmith.storage import Journal
 from tunesmith.tasks.contamination import iter_ngrams, split_words
 from tunesmith.tasks.load import describe_missing_field
@@ -99,6 +100,30 @@ def order_by_priority(
 
     kept = sorted(tasks, key=compute_priority, reverse=True)[:top_k]
     return kept, {"num_removed": float(len(tasks) - len(kept))}
+
+
+def data_juicer(
+    tasks: Sequence[Task],
+    *,
+    process: Annotated[list[dict[str, Any]], Field(min_length=1)],
+    field: str = "text",
+    num_proc: PositiveInt = 1,
+    python: str | None = None,
+) -> tuple[list[Task], dict[str, float]]:
+    """Apply operators of Data-Juicer, written as in its files: `[{name: arguments}, ...]`.
+
+    They filter tasks, change their rows, and add the numbers that they compute as fields. `field` has the text of
+    operators that name none; `python` is an interpreter with Data-Juicer, by default this one.
+    """
+    rows = [task.row for task in tasks]
+    kept = apply_recipe(rows, process, text_key=field, num_proc=num_proc, python=python)
+    if taken := {name for each in kept for name in each.stats if name in rows[each.index]}:
+        raise DataError(f"the tasks already have the fields {', '.join(sorted(taken))}, which Data-Juicer computes")
+    changed = [replace(tasks[each.index], row={**each.row, **each.stats}) for each in kept]
+    return changed, {
+        "num_removed": float(len(tasks) - len(kept)),
+        "num_failed": float(sum(each.num_failed for each in kept)),
+    }
 
 
 def compute_quality(text: str) -> float:
@@ -187,9 +212,7 @@ def paraphrase(
     `refused` is empty, unchanged or has other numbers; `repeated` equals another task or an earlier rewrite; `echoed`
     contains words of the instruction.
     """
-    if api_key_env is not None and api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase: the environment variable {api_key_env} (api_key_env) is not set")
-    api_key = "EMPTY" if api_key_env is None else os.environ[api_key_env]
+    api_key = read_api_key(api_key_env, knob="paraphrase: api_key_env") or "EMPTY"
     journal = Journal(Path(cache_path))
     cache = _read_replies(journal)
 

@@ -20,6 +20,7 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.tasks.bots import BotsSelector
 from tunesmith.tasks.operators import (
     TaskOperator,
+    data_juicer,
     deduplicate,
     length_filter,
     order_by_priority,
@@ -69,6 +70,7 @@ TASK_OPERATORS: dict[str, TaskOperator] = {
     "difficulty_score": score_difficulty,
     "priority_order": order_by_priority,
     "paraphrase": paraphrase,
+    "data_juicer": data_juicer,
 }
 
 

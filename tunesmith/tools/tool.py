@@ -62,6 +62,7 @@ class ArgumentChecker:
         self._validator = adapted(parameters, registry=Registry())
         self._names = tuple(parameters.get("properties", ()))
         self._required = tuple(parameters.get("required", ()))
+        self._takes_others = bool(parameters.get("additionalProperties"))
 
     def find_wrong(self, arguments: Mapping[str, Any]) -> str | None:
         """What is wrong with the arguments: one that is missing, unknown, or of another type or value."""
@@ -69,7 +70,7 @@ class ArgumentChecker:
             if name not in arguments:
                 return f"the argument {name!r} is missing; the arguments are {', '.join(self._names)}"
         for name in arguments:
-            if name not in self._names:
+            if name not in self._names and not self._takes_others:
                 return f"there is no argument {name[:60]!r}; the arguments are {', '.join(self._names)}"
         try:
             error = next(self._validator.iter_errors(arguments), None)
@@ -170,7 +171,7 @@ def list_clauses(errors: Iterable[ValidationError]) -> list[str]:
 
 Run = Callable[..., Awaitable["str | ToolResult"]]
 """The function of a tool: keyword arguments in, the text for the model out."""
-OpenSession = Callable[[], AbstractAsyncContextManager[Run]]
+OpenSession = Callable[[], AbstractAsyncContextManager[Any]]
 
 FailureKind = Literal["", "error", "arguments", "unknown_tool", "timeout", "memory", "output_limit", "call_limit"]
 """Why a call failed; empty if it did not."""
@@ -219,7 +220,10 @@ class Tool:
     has_own_start: bool = False
     """`timeout_s` counts from when the function calls what `get_start` returns, not from the call: it waits before."""
     open_session: OpenSession | None = field(default=None, repr=False)
-    """Opens the state of one rollout: an async context manager whose value is called in place of `run`."""
+    """Opens the state of one rollout: an async context manager whose value is called in place of `run`. Tools with the
+    same `open_session` share it."""
+    in_session: Callable[[Any], Run] | None = field(default=None, repr=False)
+    """The function of this tool in a session that tools share; None: the session is the function."""
     checker: ArgumentChecker = field(init=False, repr=False, compare=False)
     """Checks arguments against `parameters`."""
 
@@ -249,11 +253,7 @@ class Tool:
         if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
             raise ValueError(f"the function of tool {name!r} must be async: define it with `async def`")
         parameters = settings.pop("parameters", None) or build_parameters(function, name)
-        required = [
-            each for each in parameters.get("required", ()) if parameters["properties"][each].get("type") == "string"
-        ]
-        is_text = len(parameters.get("required", ())) == len(required) == 1
-        settings.setdefault("text_argument", required[0] if is_text else None)
+        settings.setdefault("text_argument", find_text_argument(parameters))
         description = settings.pop("description", None) or " ".join((inspect.getdoc(function) or "").split())
         if not description:
             raise ValueError(f"tool {name!r} has no description: write a docstring, or pass description")
@@ -338,11 +338,29 @@ def build_parameters(function: Run, name: str) -> dict[str, Any]:
             raise ValueError(f"parameter {parameter.name!r} of tool {name!r} has no type hint")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (parameter.annotation, default)
-    schema = pydantic.create_model(name, **fields).model_json_schema()
-    schema.pop("title", None)
-    for each in schema.get("properties", {}).values():
-        each.pop("title", None)
-    return {"type": "object", "properties": {}, **schema}
+    return {
+        "type": "object",
+        "properties": {},
+        **drop_titles(pydantic.create_model(name, **fields).model_json_schema()),
+    }
+
+
+def drop_titles(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema without the titles that pydantic writes, of itself and of its properties."""
+    kept = {key: value for key, value in schema.items() if key != "title"}
+    if isinstance(properties := schema.get("properties"), Mapping):
+        kept["properties"] = {
+            name: {key: value for key, value in each.items() if key != "title"} if isinstance(each, Mapping) else each
+            for name, each in properties.items()
+        }
+    return kept
+
+
+def find_text_argument(parameters: Mapping[str, Any]) -> str | None:
+    """The one required argument, if it is a text."""
+    required, properties = parameters.get("required", ()), parameters.get("properties", {})
+    is_text = len(required) == 1 and properties.get(required[0], {}).get("type") == "string"
+    return required[0] if is_text else None
 
 
 def _describe_result(result: ToolResult) -> tuple[str, FailureKind]:

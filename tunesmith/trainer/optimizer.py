@@ -164,12 +164,12 @@ def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_step
     """
     num_warmup_steps = settings.warmup_steps or math.ceil(settings.warmup_ratio * num_total_steps)
     if step < num_warmup_steps:
-        return settings.learning_rate * (step + 1) / (num_warmup_steps + 1)
+        return settings.peak_learning_rate * (step + 1) / (num_warmup_steps + 1)
     if settings.schedule == "constant":
-        return settings.learning_rate
+        return settings.peak_learning_rate
     progress = min((step - num_warmup_steps) / max(num_total_steps - num_warmup_steps, 1), 1.0)
     share = settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-    return settings.learning_rate * share
+    return settings.peak_learning_rate * share
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def build_adamw(settings: TrainerSection, *, decayed: list[Tensor], exempt: list
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
+        lr=settings.peak_learning_rate,
         betas=settings.betas,
         eps=settings.epsilon,
         fused=True,

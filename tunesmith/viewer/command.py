@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,26 +12,29 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tunesmith.errors import StorageError
-from tunesmith.viewer.answers.steps import describe_rollout, describe_step
+from tunesmith.viewer.answers.search import Filters, select
+from tunesmith.viewer.answers.steps import describe_rollout
+from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.rollout_index import NO_FAILURE
-from tunesmith.viewer.reading.run import Run, open_runs
+from tunesmith.viewer.reading.run import Run, find_new_runs, open_runs
 from tunesmith.viewer.server import serve
 
 
 def view(
     *, runs: Sequence[str], port: int, no_browser: bool = False, export: str | None = None, max_mb: float
 ) -> str | None:
-    """Serve the runs as a web page until it is interrupted, or write them to the file `export`."""
-    opened = open_runs(runs)
+    """Serve the runs, also those that start later, until it is interrupted, or write them to the file `export`."""
     if export is not None:
-        return str(export_report(opened, export, max_bytes=int(max_mb * 2**20)))
-    names = ", ".join(run.name for run in opened)
+        return str(export_report(open_runs(runs), export, max_bytes=int(max_mb * 2**20)))
+    opened: list[Run] = []
+    find_new_runs(opened, runs)
+    shown = ", ".join(run.name for run in opened) or f"no run yet in {', '.join(runs)}, shown as soon as one starts"
     serve(
-        opened,
+        Answers(opened, paths=runs),
         port=port,
         has_browser=not no_browser,
-        announce=lambda url: print(f"{names}: {url} (Ctrl-C ends it)", flush=True),
+        announce=lambda url: print(f"{shown}: {url} (Ctrl-C ends it)", flush=True),
     )
     return None
 
@@ -47,31 +49,18 @@ def show(
     is_failed: bool = False,
     limit: int,
 ) -> None:
-    """Print rollouts of a step."""
-    wanted = Wanted(task=task, min_reward=min_reward, max_reward=max_reward, is_failed=is_failed, limit=limit)
-    print_step(choose_run(open_runs([run])), step, wanted)
+    """Print rollouts of a step, of the first run that has any: a folder of a pipeline or demo also has fine-tunings."""
+    runs = open_runs([run])
+    chosen = next((each for each in runs if each.rollouts.list_steps()), runs[0])
+    status = "failed" if is_failed else ""
+    filters = Filters(task=task or "", min_reward=min_reward, max_reward=max_reward, status=status)
+    print_step(chosen, step, filters, limit=limit)
 
 
 STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "green", "prompt": "dim"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Which rollouts to print."""
-
-    task: str | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    is_failed: bool = False
-    limit: int = 10
-
-
-def choose_run(runs: Sequence[Run]) -> Run:
-    """The first run with rollouts: the folder of a pipeline or demo also has fine-tuning runs without rollouts."""
-    return next((run for run in runs if run.rollouts.list_steps()), runs[0])
-
-
-def print_step(run: Run, step: int | None, wanted: Wanted, *, console: Console | None = None) -> None:
+def print_step(run: Run, step: int | None, wanted: Filters, *, limit: int, console: Console | None = None) -> None:
     """Print the rollouts of a step, the newest by default; StorageError if the run has none."""
     steps = run.rollouts.list_steps()
     if not steps:
@@ -80,36 +69,20 @@ def print_step(run: Run, step: int | None, wanted: Wanted, *, console: Console |
         raise StorageError(f"{run.root} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
     console = console or Console(highlight=False)
     number = steps[-1] if step is None else step
-    groups = {group["group"]: group for group in describe_step(run, number)["groups"]}
     rows = run.index.find_step(number)
     rewards = rows["reward"][rows["failure"] == NO_FAILURE]
     mean = f"{rewards.mean():.4g}" if len(rewards) else "none"
     num_failures = int((rows["failure"] != NO_FAILURE).sum())
     console.print(Rule(f"{clean(run.name)}  step {number}"))
-    console.print(f"{len(groups)} groups, {len(rows)} rollouts, mean reward {mean}, {num_failures} failed")
-    found = list(find_rollouts(rows, groups, wanted))
-    for group, index in found[: wanted.limit]:
-        console.print(format_rollout(describe_rollout(run, number, group, index)))
-    if len(found) > wanted.limit:
-        console.print(f"{len(found) - wanted.limit} more match: raise --limit")
-    if not found:
+    num_groups = len(set(rows["group"].tolist()))
+    console.print(f"{num_groups} groups, {len(rows)} rollouts, mean reward {mean}, {num_failures} failed")
+    found = rows[select(run, rows, wanted)]
+    for row in found[:limit]:
+        console.print(format_rollout(describe_rollout(run, number, int(row["group"]), int(row["run"]))))
+    if len(found) > limit:
+        console.print(f"{len(found) - limit} more match: raise --limit")
+    if not len(found):
         console.print("no rollout of this step matches")
-
-
-def find_rollouts(rows: Any, groups: dict[int, dict[str, Any]], wanted: Wanted) -> Iterator[tuple[int, int]]:
-    """Group and rollout of each match."""
-    for row in rows:
-        group, reward = groups[int(row["group"])], float(row["reward"])
-        has_failed = row["failure"] != NO_FAILURE
-        if wanted.task is not None and wanted.task not in group["task_id"]:
-            continue
-        if wanted.is_failed and not has_failed:
-            continue
-        if wanted.min_reward is not None and not reward >= wanted.min_reward:
-            continue
-        if wanted.max_reward is not None and not reward <= wanted.max_reward:
-            continue
-        yield int(row["group"]), int(row["run"])
 
 
 def format_rollout(rollout: dict[str, Any]) -> Panel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.storage import save_text
-from tunesmith.viewer.answers.evaluations import PAGE_ROWS, list_evaluations
+from tunesmith.viewer.answers.evaluations import PAGE_ROWS, list_answers, list_evaluations
 from tunesmith.viewer.answers.table import Answers, clean
 from tunesmith.viewer.bundle import bundle_modules, read
 from tunesmith.viewer.reading.run import Run
@@ -26,6 +26,14 @@ MAX_STEPS = 40
 """Steps of a run of which the groups are listed, spread evenly; the rollouts are those of the last ones first."""
 MAX_GROUPS = 200
 MAX_PAGES = 20
+MAX_MISSING = 20
+"""Answers that do not fit until the rest of their kind is left out too."""
+OF_EACH_RUN = {
+    "config": "settings",
+    "diagnosis": "findings of the doctor",
+    "failures": "lists of failures",
+    "tasks": "lists of tasks",
+}
 Query = tuple[str, Mapping[str, str]]
 
 
@@ -36,7 +44,7 @@ def export_report(runs: Sequence[Run], out: str | Path, *, max_bytes: int) -> st
     if len(shell) >= max_bytes:
         raise StorageError(f"a report takes at least {len(shell) / 2**20:.1f} MB; raise --max-mb")
     budget = max_bytes - len(shell) - 4096
-    answers, left_out = collect_answers(Answers(runs), budget=budget)
+    answers, left_out = collect_answers(Answers(list(runs)), budget=budget)
     report = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "left_out": left_out, "answers": answers}
     page = build_page(escape_json(json.dumps(report, separators=(",", ":"))))
     save_text(path, page)
@@ -49,7 +57,7 @@ def collect_answers(answers: Answers, *, budget: int) -> tuple[dict[str, Any], l
     found: dict[str, Any] = {}
     left_out = ["searches, and comparisons of rollouts that were not chosen before: they need the run folder"]
     for kind, queries in list_kinds(answers):
-        number = 0
+        num_missing = 0
         for path, params in queries:
             url = f"{path}?{urlencode(params)}" if params else path
             if url in found:
@@ -59,72 +67,60 @@ def collect_answers(answers: Answers, *, budget: int) -> tuple[dict[str, Any], l
             except TunesmithError:
                 continue  # rollouts that were never written, for example of a step in a merged file's range
             size = len(escape_json(json.dumps(answer, separators=(",", ":")))) + len(url) + 8
-            if size > budget:
-                number += 1
-                if number > 20:
-                    left_out.append(f"most {kind}: the limit on the file's size is reached")
-                    break
-                continue
-            found[url] = answer
-            budget -= size
-        else:
-            left_out += [f"{number} {kind}: the limit on the file's size is reached"] if number else []
-    left_out += list_unchosen(answers.runs)
-    return found, left_out
+            if size <= budget:
+                found[url] = answer
+                budget -= size
+            elif (num_missing := num_missing + 1) > MAX_MISSING:
+                break
+        if num_missing:
+            number = "most" if num_missing > MAX_MISSING else num_missing
+            left_out.append(f"{number} {kind}: the limit on the file's size is reached")
+    return found, left_out + list_unchosen(answers.runs)
 
 
-def list_kinds(answers: Answers) -> Iterator[tuple[str, Iterator[Query]]]:
+def list_kinds(answers: Answers) -> Iterator[tuple[str, Iterable[Query]]]:
     """Queries by kind, most important first."""
     runs = answers.runs
-    names = answers.get("runs", {})["metrics"]
-    yield "descriptions of runs", iter([("runs", {}), ("evaluations", {})])
-    yield "metrics", (("metric", {"name": name}) for name in names)
-    yield "settings", ((f"config/{number}", {}) for number in range(len(runs)))
-    yield "lists of failures", ((f"failures/{number}", {}) for number in range(len(runs)))
+    yield "descriptions of runs", [("runs", {}), ("evaluations", {})]
+    yield "metrics", [("metric", {"name": name}) for name in answers.get("runs", {})["metrics"]]
+    for path, kind in OF_EACH_RUN.items():
+        yield kind, [(f"{path}/{number}", {}) for number in range(len(runs))]
     yield "pages of evaluations", list_evaluation_pages(runs)
-    yield "lists of tasks", ((f"tasks/{number}", {}) for number in range(len(runs)))
-    yield "lists of groups", ((f"step/{number}/{step}", {}) for number, step in iter_steps(runs))
-    yield (
-        "choices of selectors",
-        ((f"selection/{number}/{step}", {}) for number, step in iter_steps(runs) if runs[number].has_selection),
-    )
+    steps = list_chosen_steps(runs)
+    yield "lists of groups", [(f"step/{number}/{step}", {}) for number, step in steps]
+    yield "choices of selectors", [(f"selection/{number}/{step}", {}) for number, step in steps]
     yield "rollouts of failures", iter_failed_groups(answers)
-    yield "groups with their rollouts", iter_groups(runs)
+    yield (
+        "groups with their rollouts",
+        (
+            query
+            for number, step in steps
+            for group in sorted({*runs[number].index.find_step(step)["group"].tolist()})[:MAX_GROUPS]
+            for query in iter_group(runs, number, step, group)
+        ),
+    )
 
 
-def choose_steps(run: Run) -> list[int]:
-    """At most `MAX_STEPS` steps of a run, newest first, the first and the last among them."""
-    steps = run.rollouts.list_steps()
-    if len(steps) > MAX_STEPS:
-        steps = [steps[round(index * (len(steps) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)]
-    return steps[::-1]
-
-
-def iter_steps(runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
-    """Run and step, the newest steps of all runs first."""
-    chosen = [choose_steps(run) for run in runs]
-    for rank in range(MAX_STEPS):
-        for number, steps in enumerate(chosen):
-            if rank < len(steps):
-                yield number, steps[rank]
-
-
-def iter_groups(runs: Sequence[Run]) -> Iterator[Query]:
-    """Groups, each followed by its trie and its rollouts."""
-    for number, step in iter_steps(runs):
-        rows = runs[number].index.find_step(step)
-        for group in sorted(set(rows["group"].tolist()))[:MAX_GROUPS]:
-            yield from iter_group(runs, number, step, group)
+def list_chosen_steps(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Run and step of at most `MAX_STEPS` steps of each run, first and last among them; newest of all runs first."""
+    chosen = []
+    for number, run in enumerate(runs):
+        steps = run.rollouts.list_steps()[::-1]
+        size = min(len(steps), MAX_STEPS)
+        kept = [steps[round(rank * (len(steps) - 1) / max(size - 1, 1))] for rank in range(size)]
+        chosen += [(rank, number, step) for rank, step in enumerate(kept)]
+    return [(number, step) for _, number, step in sorted(chosen)]
 
 
 def iter_failed_groups(answers: Answers) -> Iterator[Query]:
     """The group of the newest failure of each cause."""
-    for number, run in enumerate(answers.runs):
-        for cause in answers.get(f"failures/{number}", {})["causes"] if run.rollouts.list_steps() else ():
+    for number in range(len(answers.runs)):
+        for cause in answers.get(f"failures/{number}", {})["causes"]:
             yield from iter_group(answers.runs, number, cause["example"]["step"], cause["example"]["group"])
 
 
 def iter_group(runs: Sequence[Run], number: int, step: int, group: int) -> Iterator[Query]:
+    """A group, its trie and its rollouts."""
     rows = runs[number].index.find_step(step)
     yield f"group/{number}/{step}/{group}", {}
     yield f"trie/{number}/{step}/{group}", {}
@@ -135,20 +131,17 @@ def iter_group(runs: Sequence[Run], number: int, step: int, group: int) -> Itera
 def list_evaluation_pages(runs: Sequence[Run]) -> Iterator[Query]:
     """The pages of each set with the columns that are shown first."""
     for name, columns in list_evaluations(runs)["sets"].items():
-        ends = [columns[0], columns[-1]] if len(columns) > 1 else columns
-        query = {"set": name, "columns": ",".join(column["key"] for column in ends)}
-        num_pages = -(-max(column["num_tasks"] for column in ends) // PAGE_ROWS)
+        shown = [column for column in columns if column["is_first_shown"]]
+        query = {"set": name, "columns": ",".join(column["key"] for column in shown)}
+        num_pages = -(-list_answers(runs, query)["num_rows"] // PAGE_ROWS)
         for page in range(min(num_pages, MAX_PAGES)):
             yield "answers", query | ({"page": str(page)} if page else {})
 
 
 def list_unchosen(runs: Sequence[Run]) -> list[str]:
     """What is left out of every report of these runs."""
-    lines = []
-    for run in runs:
-        num_steps = len(run.rollouts.list_steps())
-        if num_steps > MAX_STEPS:
-            lines.append(f"{num_steps - MAX_STEPS} of {num_steps} steps of {run.name}")
+    counts = [(run.name, len(run.rollouts.list_steps())) for run in runs]
+    lines = [f"{count - MAX_STEPS} of {count} steps of {name}" for name, count in counts if count > MAX_STEPS]
     sets = list_evaluations(runs)["sets"]
     if any(len(columns) > 2 for columns in sets.values()):
         lines.append("evaluations between the first and the last of a set")

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from tunesmith.commands.demo.run import DemoSettings, run_demo
+from tunesmith.commands.demo.run import DemoSettings, run_command, run_demo
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.compat.chat_models import build_agentscope_model
+from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.judges.numeric import read_text
 from tunesmith.model.load import load_tokenizer
@@ -94,3 +95,11 @@ def test_the_tool_returns_the_calculators_result():
     assert read_text({"content": calculate("6 * 7").content}) == "42"
     assert read_text({"content": calculate("6 *").content}).startswith("Error:")
     assert asyncio.run(judge_answer({"answer": "42"}, "The answer is 42.")).reward == 1.0
+
+
+@pytest.mark.parametrize(("given", "reason"), [("num_step=1", "num_step"), ("num_steps=few", "few")])
+def test_wrong_sizes_in_the_variable_are_refused(monkeypatch, tmp_path, given, reason):
+    monkeypatch.setenv("TUNESMITH_SET", given)
+    with pytest.raises(ConfigError, match=rf"TUNESMITH_SET: .*{reason}"):
+        run_command(seed=0, out=str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tunesmith.commands.doctor.diagnose import diagnose
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import ConversationDataSection, ModelSection, MonitorSection, SftConfig, SftTrainerSection
 
 
@@ -28,7 +28,7 @@ def finetune(tmp_path, pocket_folder):
             monitor=MonitorSection(trackers=(), has_progress=False, log_interval_steps=1000),
             **settings,
         )
-        return diagnose(run_sft(config, out_dir=tmp_path / "sft").folder)
+        return diagnose(run_offline(config, out_dir=tmp_path / "sft").folder)
 
     return call
 

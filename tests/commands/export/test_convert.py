@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import TOKENIZERS, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from exported_models import TOKENIZERS, build_tokenizer
 from tunesmith.cli import app
 from tunesmith.commands.export.convert import convert_gguf
 from tunesmith.commands.export.verify import TOKENIZER_TEXTS
 from tunesmith.errors import ModelError, StorageError
+from tunesmith.model.load import load_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -111,6 +112,8 @@ def test_a_file_that_transformers_reads_wrongly_is_refused(name, match, tmp_path
     with pytest.raises(ModelError, match=match):
         convert_gguf(tmp_path / "m.gguf", out_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match=match):
+        load_model(str(tmp_path / "m.gguf"), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_wrong_arguments_are_one_sentence(tmp_path):

@@ -101,10 +101,10 @@ def test_another_round_leaves_the_earlier_ones_as_they_are():
     [
         ({"count": 3}, "stages.curriculum: values.sigma has 2 values for 3 rounds"),
         ({"model": "grpo"}, "stages.curriculum: model='grpo' is not a stage of a round; they are pass_rate, pareto"),
-        ({"count": 0}, "stages.curriculum: count: Input should be greater than or equal to 1"),
+        ({"count": 0}, "stages.curriculum: count must be greater than or equal to 1, got 0"),
         ({"values": {}}, "'round:sigma': values has no 'sigma'"),
         ({"values": {"number": [1, 2]}}, "values.number cannot be set"),
-        ({"rounds": 2}, "unknown key rounds"),
+        ({"rounds": 2}, "stages.curriculum: rounds is not a known key"),
         ({"stages": ROUNDS["stages"] | {"previous": {}}}, "cannot be named 'previous'"),
     ],
 )

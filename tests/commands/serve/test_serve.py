@@ -132,7 +132,7 @@ def test_a_worker_in_javascript_needs_only_fetch(train):
     [
         ("workflow=agent.py:solve", "workflow='agent.py:solve' has no effect with `tunesmith serve`"),
         ("serve.host=0.0.0.0", "serve: host=0.0.0.0 lets other machines take tasks and post rewards"),
-        ("serve.api_key_env=NO_SUCH_KEY", "serve.api_key_env='NO_SUCH_KEY': this environment variable is not set"),
+        ("serve.api_key_env=NO_SUCH_KEY", "serve.api_key_env: the environment variable NO_SUCH_KEY is not set"),
         ("cluster={launcher: ray, num_workers: 2}", "serve with cluster.launcher=ray: workers"),
     ],
 )

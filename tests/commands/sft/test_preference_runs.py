@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tunesmith.commands.run.config import PipelineConfig
 from tunesmith.commands.run.run import run_stage
 from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
-from tunesmith.commands.sft.train import run_preference
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import PreferenceConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.model.load import load_tokenizer
@@ -168,7 +168,7 @@ def run(folder, tmp_path):
             "monitor": {"trackers": [], "has_progress": False},
             "max_rows_per_batch": 4,
         }
-        return run_preference(build_section(PreferenceConfig, defaults | settings), out_dir=tmp_path / out)
+        return run_offline(build_section(PreferenceConfig, defaults | settings), out_dir=tmp_path / out)
 
     return call
 

@@ -19,7 +19,7 @@ from conversation_examples import CALL, ROW
 from fakes import full_disk
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.sft.plan import build_batches
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import (
     ConversationDataSection,
     LoraSection,
@@ -84,7 +84,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_before_training(data,
     config = PhimoeConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes, **experts)
     AutoModelForCausalLM.from_config(config).save_pretrained(place)
     with pytest.raises(ModelError, match="sliding-window layer 0 passes no window size"):
-        run_sft(build_config(place, data), out_dir=tmp_path / "run")
+        run_offline(build_config(place, data), out_dir=tmp_path / "run")
 
 
 def test_batches_hold_every_row_once_an_epoch():
@@ -108,7 +108,7 @@ def test_batches_hold_every_row_once_an_epoch():
 
 
 def test_loss_falls_and_the_folder_loads(folder, data, tmp_path):
-    result = run_sft(build_config(folder, data, num_epochs=6), out_dir=tmp_path / "sft")
+    result = run_offline(build_config(folder, data, num_epochs=6), out_dir=tmp_path / "sft")
     tokenizer = AutoTokenizer.from_pretrained(result.folder)
     assert result.loss < 0.5 * math.log(len(tokenizer))
     assert {path.name for path in (tmp_path / "sft").iterdir()} == {"config.yaml", "metrics.jsonl", "model", "run.lock"}
@@ -123,7 +123,7 @@ def test_loss_falls_and_the_folder_loads(folder, data, tmp_path):
 
 def test_the_learning_rate_warms_up_and_follows_a_cosine(folder, data, tmp_path):
     config = build_config(folder, data, trainer={"learning_rate": 1e-2, "warmup_ratio": 0.4})
-    run_sft(config, out_dir=tmp_path / "sft")
+    run_offline(config, out_dir=tmp_path / "sft")
     rates = [row["train/learning_rate"] for row in read_metrics(tmp_path / "sft")]
     num_warm = math.ceil(0.4 * len(rates))
     expected = [1e-2 * (step + 1) / (num_warm + 1) for step in range(num_warm)]
@@ -134,9 +134,9 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine(folder, data, tmp_path)
 
 def test_max_steps_ends_training_and_the_schedule_within_an_epoch(folder, data, tmp_path):
     trainer = {"learning_rate": 1e-2, "warmup_ratio": 0.2}
-    whole = run_sft(build_config(folder, data, num_epochs=3, trainer=trainer), out_dir=tmp_path / "whole")
+    whole = run_offline(build_config(folder, data, num_epochs=3, trainer=trainer), out_dir=tmp_path / "whole")
     num_steps = whole.num_steps * 2 // 3 - 1
-    result = run_sft(
+    result = run_offline(
         build_config(folder, data, num_epochs=9, max_steps=num_steps, trainer=trainer), out_dir=tmp_path / "sft"
     )
     rows = read_metrics(tmp_path / "sft")
@@ -152,7 +152,7 @@ def test_max_steps_ends_training_and_the_schedule_within_an_epoch(folder, data, 
 def test_rendered_text_written_by_save_to_disk_is_trained_on(folder, tmp_path):
     texts = [f"<|im_start|>user\n{n} + {n}<|im_end|>\n<|im_start|>assistant\n{2 * n}<|im_end|>" for n in range(8)]
     Dataset.from_list([{"text": text, "answer": "x"} for text in texts]).save_to_disk(tmp_path / "sft_train")
-    result = run_sft(build_config(folder, tmp_path / "sft_train", num_epochs=8), out_dir=tmp_path / "sft")
+    result = run_offline(build_config(folder, tmp_path / "sft_train", num_epochs=8), out_dir=tmp_path / "sft")
     rows = read_metrics(tmp_path / "sft")
     assert rows[-1]["train/loss"] < 0.5 * rows[0]["train/loss"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -162,7 +162,7 @@ def test_rendered_text_written_by_save_to_disk_is_trained_on(folder, tmp_path):
 
 def test_adapter_dropout_follows_the_knob_and_applies_only_to_training(folder, data, tmp_path):
     plain, dropped = (
-        run_sft(build_config(folder, data, lora=LoraSection(r=4, dropout=dropout)), out_dir=tmp_path / str(dropout))
+        run_offline(build_config(folder, data, lora=LoraSection(r=4, dropout=dropout)), out_dir=tmp_path / str(dropout))
         for dropout in (0.0, 0.3)
     )
     one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (plain, dropped))
@@ -177,7 +177,7 @@ def test_adapter_dropout_follows_the_knob_and_applies_only_to_training(folder, d
 
 
 def test_training_an_adapter_saves_an_adapter_and_leaves_its_base_unchanged(folder, data, tmp_path):
-    result = run_sft(build_config(folder, data, lora=LoraSection(r=4), num_epochs=4), out_dir=tmp_path / "sft")
+    result = run_offline(build_config(folder, data, lora=LoraSection(r=4), num_epochs=4), out_dir=tmp_path / "sft")
     rows = read_metrics(tmp_path / "sft")
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), result.folder).eval()
@@ -194,7 +194,7 @@ def test_the_loss_of_an_adapter_on_four_bits_falls(tmp_path, data):
     tokenizer.save_pretrained(base)
     build_pocket_model(tokenizer, hidden_size=192, num_layers=1).save_pretrained(base)
     config = build_config(base, data, lora=LoraSection(quantization="nf4"), num_epochs=3)
-    result = run_sft(config, out_dir=tmp_path / "sft")
+    result = run_offline(config, out_dir=tmp_path / "sft")
     rows = read_metrics(tmp_path / "sft")
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     assert (result.folder / "adapter_model.safetensors").is_file()
@@ -212,7 +212,7 @@ def test_the_best_evaluation_is_kept(folder, data, tmp_path):
         num_epochs=3,
         save_interval_steps=3,
     )
-    result = run_sft(config, out_dir=tmp_path / "sft")
+    result = run_offline(config, out_dir=tmp_path / "sft")
     losses = {row["step"]: row["eval/loss"] for row in read_metrics(tmp_path / "sft") if row["kind"] == "eval"}
     assert list(losses) == sorted({*range(2, result.num_steps, 2), result.num_steps})
     assert result.best_step == min(losses, key=losses.get) < result.num_steps
@@ -228,15 +228,15 @@ def test_training_ends_when_the_evaluation_loss_no_longer_falls_and_resumes_to_t
         num_epochs=6, save_interval_steps=1, keep_checkpoints=50, early_stopping=PatienceSection(patience=3),
     )  # fmt: skip
     root = tmp_path / "sft"
-    result, before = run_sft(config, out_dir=root), read_metrics(root)
+    result, before = run_offline(config, out_dir=root), read_metrics(root)
     assert result.num_steps == result.best_step + 3 < len([*range(6)]) * len(build_batches_of(config, data))
     assert f"eval/loss has not improved on {result.eval_loss:.6g} of step {result.best_step} in 3" in result.stop_reason
-    assert run_sft(config, out_dir=root) == result
+    assert run_offline(config, out_dir=root) == result
     for num_removed in (0, 2):  # as if killed before `model/` was written, and two steps earlier
         shutil.rmtree(root / "model")
         for checkpoint in find_checkpoints(root)[len(find_checkpoints(root)) - num_removed :]:
             shutil.rmtree(checkpoint)
-        assert run_sft(config, out_dir=root) == result
+        assert run_offline(config, out_dir=root) == result
         assert [strip_times(row) for row in read_metrics(root)] == [strip_times(row) for row in before]
 
 
@@ -271,7 +271,7 @@ def compute_loss_by_hand(folder, data):
 
 
 def test_eval_fraction_holds_out_rows(folder, data, tmp_path):
-    result = run_sft(build_config(folder, data, eval_fraction=0.25), out_dir=tmp_path / "sft")
+    result = run_offline(build_config(folder, data, eval_fraction=0.25), out_dir=tmp_path / "sft")
     assert (result.num_rows, result.num_eval_rows) == (9, 3)
     assert result.eval_loss is not None
 
@@ -279,17 +279,19 @@ def test_eval_fraction_holds_out_rows(folder, data, tmp_path):
 def test_dropped_long_rows_are_counted(folder, tmp_path):
     rows = [build_row(1), ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": "42 " * 99}]}]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    result = run_sft(build_config(folder, data, max_model_len=128, long_rows="drop"), out_dir=tmp_path / "sft")
+    result = run_offline(build_config(folder, data, max_model_len=128, long_rows="drop"), out_dir=tmp_path / "sft")
     assert (result.num_rows, result.num_dropped_rows) == (1, 1)
     with pytest.raises(DataError, match=r"row 1 has \d+ tokens"):
-        run_sft(build_config(folder, data, max_model_len=128), out_dir=tmp_path / "other")
+        run_offline(build_config(folder, data, max_model_len=128), out_dir=tmp_path / "other")
     with pytest.raises(DataError, match="every row of .* is longer than model.max_model_len=16"):
-        run_sft(build_config(folder, data, max_model_len=16, long_rows="drop"), out_dir=tmp_path / "other")
+        run_offline(build_config(folder, data, max_model_len=16, long_rows="drop"), out_dir=tmp_path / "other")
 
 
 def test_equal_seeds_give_equal_weights(folder, data, tmp_path):
     one, two, other = (
-        load_file(run_sft(build_config(folder, data, seed=seed), out_dir=tmp_path / name).folder / "model.safetensors")
+        load_file(
+            run_offline(build_config(folder, data, seed=seed), out_dir=tmp_path / name).folder / "model.safetensors"
+        )
         for name, seed in (("one", 0), ("two", 0), ("other", 1))
     )
     name = "model.embed_tokens.weight"
@@ -299,35 +301,35 @@ def test_equal_seeds_give_equal_weights(folder, data, tmp_path):
 
 def test_a_finished_folder_returns_its_result_and_refuses_other_settings(folder, data, tmp_path):
     config = build_config(folder, data)
-    result = run_sft(config, out_dir=tmp_path / "sft")
+    result = run_offline(config, out_dir=tmp_path / "sft")
     stamp = (result.folder / "model.safetensors").stat().st_mtime_ns
-    assert run_sft(config, out_dir=tmp_path / "sft") == result
-    assert run_sft(build_config(folder, data, save_interval_steps=3), out_dir=tmp_path / "sft") == result
+    assert run_offline(config, out_dir=tmp_path / "sft") == result
+    assert run_offline(build_config(folder, data, save_interval_steps=3), out_dir=tmp_path / "sft") == result
     with pytest.raises(ConfigError, match="other settings: num_epochs was 2, is 3"):
-        run_sft(build_config(folder, data, num_epochs=3), out_dir=tmp_path / "sft")
+        run_offline(build_config(folder, data, num_epochs=3), out_dir=tmp_path / "sft")
     assert (result.folder / "model.safetensors").stat().st_mtime_ns == stamp
     (result.folder / "model.safetensors").write_bytes(b"half")
     with pytest.raises(StorageError, match="is damaged"):
-        run_sft(config, out_dir=tmp_path / "sft")
+        run_offline(config, out_dir=tmp_path / "sft")
 
 
 def test_leftovers_of_a_kill_after_the_end_are_removed(folder, data, tmp_path):
     config = build_config(folder, data)
-    result = run_sft(config, out_dir=tmp_path / "sft")
+    result = run_offline(config, out_dir=tmp_path / "sft")
     names = {path.name for path in (tmp_path / "sft").iterdir()}
     shutil.copytree(result.folder, tmp_path / "sft" / "global_step_3")
     shutil.copytree(result.folder, tmp_path / "sft" / "global_step_4.tmp-123")
-    assert run_sft(config, out_dir=tmp_path / "sft") == result
+    assert run_offline(config, out_dir=tmp_path / "sft") == result
     assert {path.name for path in (tmp_path / "sft").iterdir()} == names
 
 
 def test_a_partially_copied_result_is_rewritten(folder, data, tmp_path):
     config = build_config(folder, data)
-    result = run_sft(config, out_dir=tmp_path / "sft")
+    result = run_offline(config, out_dir=tmp_path / "sft")
     expected = load_file(result.folder / "model.safetensors")
     (result.folder / "DONE.json").unlink()
     (result.folder / "model.safetensors").write_bytes(b"half")
-    again = load_file(run_sft(config, out_dir=tmp_path / "sft").folder / "model.safetensors")
+    again = load_file(run_offline(config, out_dir=tmp_path / "sft").folder / "model.safetensors")
     assert all((expected[name] == again[name]).all() for name in expected)
 
 
@@ -339,16 +341,16 @@ def test_invalid_input_is_found_before_training(folder, data, tmp_path):
         (build_config(tmp_path, data), ModelError, "without config.json"),
     ):
         with pytest.raises(kind, match=match):
-            run_sft(config, out_dir=out)
+            run_offline(config, out_dir=out)
     assert not out.exists()
     with pytest.raises(StorageError, match=r"already holds other files \(rows.jsonl"):
-        run_sft(build_config(folder, data), out_dir=tmp_path)
+        run_offline(build_config(folder, data), out_dir=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "run.lock"}
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.yaml").write_text("project: another\n")
     with pytest.raises(StorageError, match=r"already holds other files \(config.yaml: project is not a known key"):
-        run_sft(build_config(folder, data), out_dir=other)
+        run_offline(build_config(folder, data), out_dir=other)
 
 
 def test_invalid_settings_are_refused():
@@ -376,11 +378,11 @@ def test_a_saved_config_reads_back_equal(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(folder, data, tmp_path):
     config = build_config(folder, data, save_interval_steps=2)
-    whole = run_sft(config, out_dir=tmp_path / "whole")
+    whole = run_offline(config, out_dir=tmp_path / "whole")
     with full_disk(200_000), pytest.raises(StorageError, match="cannot write"):
-        run_sft(config, out_dir=tmp_path / "sft")
+        run_offline(config, out_dir=tmp_path / "sft")
     assert not list((tmp_path / "sft").glob("*.tmp-*"))
-    result = run_sft(config, out_dir=tmp_path / "sft")
+    result = run_offline(config, out_dir=tmp_path / "sft")
     one, other = (load_file(each.folder / "model.safetensors") for each in (whole, result))
     assert all((one[name] == other[name]).all() for name in one)
 
@@ -388,8 +390,10 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(folder, data, tm
 @pytest.mark.parametrize("algorithm_type", ["sft_is", "sft_phi"])
 def test_sft_losses_may_be_weighted_by_the_models_probabilities(folder, data, tmp_path, algorithm_type):
     """The losses are below cross entropy, and the resulting weights differ."""
-    plain = run_sft(build_config(folder, data, num_epochs=1), out_dir=tmp_path / "sft")
-    weighed = run_sft(build_config(folder, data, num_epochs=1, algorithm_type=algorithm_type), out_dir=tmp_path / "own")
+    plain = run_offline(build_config(folder, data, num_epochs=1), out_dir=tmp_path / "sft")
+    weighed = run_offline(
+        build_config(folder, data, num_epochs=1, algorithm_type=algorithm_type), out_dir=tmp_path / "own"
+    )
     first = [read_metrics(tmp_path / name)[0]["train/loss"] for name in ("sft", "own")]
     assert 0 < first[1] < first[0]
     one, other = (load_file(result.folder / "model.safetensors") for result in (plain, weighed))
@@ -399,9 +403,9 @@ def test_sft_losses_may_be_weighted_by_the_models_probabilities(folder, data, tm
 @pytest.mark.parametrize(("num_kept", "num_found"), [(None, 0), (1, 1), (2, 2), (100, 6)])
 def test_keep_checkpoints_bounds_the_number_of_checkpoints(folder, data, tmp_path, num_kept, num_found):
     config = build_config(folder, data, save_interval_steps=1, keep_checkpoints=num_kept, max_tokens_per_batch=500)
-    result = run_sft(config, out_dir=tmp_path / "out")
+    result = run_offline(config, out_dir=tmp_path / "out")
     found = find_checkpoints(tmp_path / "out")
     steps = range(result.num_steps - min(num_found, result.num_steps) + 1, result.num_steps + 1)
     assert [path.name for path in found] == [f"global_step_{step}" for step in steps]
-    assert run_sft(config, out_dir=tmp_path / "out") == result
+    assert run_offline(config, out_dir=tmp_path / "out") == result
     assert find_checkpoints(tmp_path / "out") == found

@@ -158,6 +158,7 @@ def test_failures_are_printed_with_their_line_and_saved_even_if_the_run_stops(ru
     assert len(failures) == 8 and sum(len(group.trajectories) for group in groups) == 12
     assert {failure.message for failure in failures} >= {"RuntimeError: the tool broke\nover 0"}
     assert failures[0].line.endswith("in use_the_tool")
+    assert (tmp_path / "runs/AgentScope/y/tokenizer/tokenizer.json").is_file(), "rollouts without a checkpoint are read"
 
 
 async def ask_without_gradients(task, model):
@@ -225,6 +226,20 @@ def test_a_signal_ends_a_run_with_advice_on_resuming(run, data, capsys, number):
         longer = DatasetConfig(path=data, total_steps=3)
         run(workflow_func=workflow, train_dataset=longer, continue_from_checkpoint=True)
     assert re.search(r"the last checkpoint is .*global_step_2: to resume from it, .* --resume", capsys.readouterr().err)
+
+
+def test_a_signal_in_the_last_step_does_not_advise_to_resume(run, capsys):
+    async def workflow(task, model):
+        if due:
+            os.kill(os.getpid(), due.pop())
+        return await ask(task, model)
+
+    due = [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        run(workflow_func=workflow)
+    said = capsys.readouterr().err
+    assert "--resume" not in said
+    assert re.search(r"the run is done, and its model is .*global_step_1", said)
 
 
 def test_a_workflow_that_hangs_ends_at_its_deadline(run):

@@ -12,11 +12,10 @@ import pytest
 
 import tunesmith
 from tunesmith import DatasetConfig, JudgeOutput, PromptTuneConfig, PromptTuneResult, TunerModelConfig, WorkflowOutput
-from tunesmith.commands.candidates import Candidate, LoadedModel, RunLimits
+from tunesmith.commands.candidates import Candidate, RunLimits
 from tunesmith.commands.eval.sample_scores import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import (
     HeldOutScores,
-    LiteLlmModel,
     PromptRuns,
     PromptScore,
     Teacher,
@@ -25,6 +24,7 @@ from tunesmith.commands.tune_prompt.prompt_runs import (
 from tunesmith.commands.tune_prompt.tune import choose_proposer
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.rollout.service import ExternalModel
+from tunesmith.runs.policy import LoadedModel
 from tunesmith.types import Task
 
 calls: list[tuple[int, str]] = []
@@ -123,14 +123,14 @@ def test_improvement_in_percent_is_of_the_size_of_the_initial_reward():
 def test_who_proposes_prompts(monkeypatch):
     student = Candidate(label="model", given=workflow, source=workflow)
     named = PromptTuneConfig(lm_model_name="q", lm_base_url="http://x/v1", lm_api_key_env="PROPOSER_KEY")
-    assert choose_proposer(PromptTuneConfig(), None, None) == LiteLlmModel(name="dashscope/qwen-plus")
+    assert choose_proposer(PromptTuneConfig(), None, None) is None
     assert choose_proposer(PromptTuneConfig(), student, None) is student
     assert choose_proposer(named, student, workflow) is student
     assert choose_proposer(named, student, judge).given is judge
     with pytest.raises(ConfigError, match="the environment variable PROPOSER_KEY is not set"):
         choose_proposer(named, student, None)
     monkeypatch.setenv("PROPOSER_KEY", "k")
-    assert choose_proposer(named, student, None) == LiteLlmModel(name="q", base_url="http://x/v1", api_key="k")
+    assert choose_proposer(named, student, None) is None
 
 
 def test_the_proposing_model_may_be_any_chat_model():

@@ -13,8 +13,8 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.matcher import GrammarCompiler, TokenMatcher
 from tunesmith.rollout.openai_server.constraints import (
     constrain_call,
+    constrain_choice,
     constrain_reply,
-    parse_constraint,
 )
 
 pytest.importorskip("llguidance")
@@ -82,7 +82,7 @@ def test_a_forced_call_is_written_as_the_template_writes_it(family: Family, name
 
 
 def test_a_constrained_reply_may_be_a_call_instead(family: Family) -> None:
-    constraint = parse_constraint({"guided_choice": ["yes"]})
+    constraint = constrain_choice(["yes"], "guided_choice")
     assert constraint is not None
     grammar = constrain_reply(constraint, family.renderer, (), TOOLS, is_single_call=False)
     start = family.renderer.rendered_call.start
@@ -105,7 +105,7 @@ def test_only_formats_with_one_call_in_a_block_repeat_it() -> None:
     for name, (template, end) in JSON_FAMILIES.items():
         family = Family(template, end)
         block = family.renderer.rendered_call.start + family.write_rest("f", '{"a": 3}', has_name=False)
-        constraint = parse_constraint({"guided_choice": ["yes"]})
+        constraint = constrain_choice(["yes"], "guided_choice")
         assert constraint is not None
         grammar = constrain_reply(constraint, family.renderer, (), TOOLS, is_single_call=False)
         repeats[name] = family.accepts(grammar, block + block)

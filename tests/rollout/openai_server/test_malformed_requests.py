@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from served import TOOLS, build_service
 
-from tunesmith.rollout.openai_server.app import _parse_json
-from tunesmith.rollout.openai_server.endpoint import ApiError
+from tunesmith.rollout.openai_server.app import parse_json
+from tunesmith.rollout.openai_server.fields import ApiError
 
 pytestmark = pytest.mark.anyio
 
@@ -68,14 +68,14 @@ def build_junk_body(rng: random.Random) -> dict:
     ],
 )
 def test_json_bodies_have_the_values_of_the_standard_library(body):
-    expected, parsed = json.loads(body), _parse_json(body)
+    expected, parsed = json.loads(body), parse_json(body)
     assert repr(parsed) == repr(expected)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"{'a': 1}", b"[" * 10**6, b'"\n"'])
 def test_what_is_not_json_is_refused_in_the_same_words(body):
     with pytest.raises(ApiError, match="^the request body is not JSON: ") as error:
-        _parse_json(body)
+        parse_json(body)
     assert error.value.status == 400
 
 

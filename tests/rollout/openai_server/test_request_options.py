@@ -33,15 +33,15 @@ BODIES = [
 @pytest.mark.parametrize("body", BODIES)
 def test_a_repeated_request_equals_the_first(body):
     parser = build_parser()
-    first = parser.parse({"messages": USER, **body}, DEFAULTS)
+    first, prompt = parser.parse({"messages": USER, **body}, DEFAULTS)
     other = [*USER, {"role": "assistant", "content": "a"}, *USER]
-    second = parser.parse({**copy.deepcopy(body), "messages": other}, DEFAULTS)
-    alone = build_parser().parse({"messages": other, **body}, DEFAULTS)
+    second, second_prompt = parser.parse({**copy.deepcopy(body), "messages": other}, DEFAULTS)
+    alone, alone_prompt = build_parser().parse({"messages": other, **body}, DEFAULTS)
     for field in dataclasses.fields(alone):
-        if field.name not in ("prompt", "constraint"):
+        if field.name != "constraint":
             assert getattr(first, field.name) == getattr(second, field.name) == getattr(alone, field.name)
-    assert second.prompt == alone.prompt
-    assert first.prompt == build_parser().parse({"messages": USER, **body}, DEFAULTS).prompt
+    assert second_prompt == alone_prompt
+    assert prompt == build_parser().parse({"messages": USER, **body}, DEFAULTS)[1]
     kinds = [None if each.constraint is None else each.constraint.build_grammar() for each in (first, second, alone)]
     assert kinds[0] == kinds[1] == kinds[2]
 
@@ -50,10 +50,10 @@ def test_defaults_and_types_of_values_are_told_apart():
     parser = build_parser()
     body = {"messages": USER, "max_tokens": 5}
     hot = dataclasses.replace(DEFAULTS, distribution=Distribution(temperature=2.0))
-    assert parser.parse(body, DEFAULTS).sampling.distribution.temperature == 1.0
-    assert parser.parse(body, hot).sampling.distribution.temperature == 2.0
-    assert parser.parse({**body, "logprobs": True}, DEFAULTS).has_logprobs
-    with pytest.raises(RequestError, match="logprobs must be bool"):
+    assert parser.parse(body, DEFAULTS)[0].sampling.distribution.temperature == 1.0
+    assert parser.parse(body, hot)[0].sampling.distribution.temperature == 2.0
+    assert parser.parse({**body, "logprobs": True}, DEFAULTS)[0].has_logprobs
+    with pytest.raises(RequestError, match="logprobs must be true or false"):
         parser.parse({**body, "logprobs": 1}, DEFAULTS)
 
 
@@ -65,9 +65,12 @@ SCHEMA = {"name": "x", "schema": {"type": "object"}}
     [
         ({"max_tokens": 3, "max_completion_tokens": 7}, "max_tokens=3 and max_completion_tokens=7 are one limit"),
         ({"chat_template_kwargs": {"thinking": False, "a": 1}}, "chat template does not use thinking; leave it out"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has 'schema'; with this type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "x": 1}}}, "json_schema has 'x'"),
-        ({"response_format": "json_schema"}, "response_format must be an object with a type"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema is not supported"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "x": 1}}},
+            "json_schema.x is not supported",
+        ),
+        ({"response_format": "json_schema"}, "response_format must be an object, got"),
         ({"messages": [*USER, {"role": "assistant", "content": "{", "prefix": True}]}, "continue_final_message"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "an object names one tool"),
         ({"messages": [*USER, {"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported"),
@@ -80,15 +83,15 @@ def test_what_would_have_no_effect_is_refused(body, sentence):
 
 def test_names_for_one_limit_may_agree_and_unused_template_variables_may_be_null():
     body = {"max_tokens": 3, "max_completion_tokens": 3, "chat_template_kwargs": {"thinking": None, "a": 1}}
-    request = build_parser().parse({"messages": USER, **body}, DEFAULTS)
+    request, prompt = build_parser().parse({"messages": USER, **body}, DEFAULTS)
     assert request.sampling.max_tokens == 3
-    assert request.prompt.variables == (("a", 1),)
+    assert prompt.variables == (("a", 1),)
 
 
 def test_a_refusal_is_the_text_of_a_message_without_content():
     refusal = {"role": "assistant", "content": None, "refusal": "I cannot."}
-    request = build_parser().parse({"messages": [*USER, refusal, *USER]}, DEFAULTS)
-    assert request.prompt.messages[1].content == "I cannot."
+    _, prompt = build_parser().parse({"messages": [*USER, refusal, *USER]}, DEFAULTS)
+    assert prompt.messages[1].content == "I cannot."
 
 
 @pytest.mark.parametrize("body", [{"unknown": 1}, {"temperature": -1}, {"n": 0}, {"tool_choice": "required"}])
@@ -104,10 +107,10 @@ def test_a_refused_request_is_refused_again(body):
 
 def test_tools_changed_in_place_are_other_tools():
     parser, tools = build_parser(), [copy.deepcopy(TOOL)]
-    before = parser.parse({"messages": USER, "tools": tools}, DEFAULTS)
+    before, _ = parser.parse({"messages": USER, "tools": tools}, DEFAULTS)
     tools[0]["function"]["name"] = "g"
-    after = parser.parse({"messages": USER, "tools": tools}, DEFAULTS)
-    assert [each.prompt.tools[0]["function"]["name"] for each in (before, after)] == ["f", "g"]
+    after, _ = parser.parse({"messages": USER, "tools": tools}, DEFAULTS)
+    assert [each.tools[0]["function"]["name"] for each in (before, after)] == ["f", "g"]
 
 
 def test_a_continued_reply_is_checked_each_time():
@@ -115,7 +118,7 @@ def test_a_continued_reply_is_checked_each_time():
     body = {"continue_final_message": True, "add_generation_prompt": False}
     messages = [*USER, {"role": "assistant", "content": "so"}]
     for _ in range(2):
-        request = parser.parse({"messages": messages, **body}, DEFAULTS)
-        assert (request.prompt.reply_start, len(request.prompt.messages)) == ("so", 1)
+        _, prompt = parser.parse({"messages": messages, **body}, DEFAULTS)
+        assert (prompt.reply_start, len(prompt.messages)) == ("so", 1)
         with pytest.raises(RequestError, match="continue_final_message needs a last message of the assistant"):
             parser.parse({"messages": USER, **body}, DEFAULTS)

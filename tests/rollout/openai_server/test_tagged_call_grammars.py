@@ -16,8 +16,8 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.rollout.openai_server.constraints import (
     constrain_call,
+    constrain_choice,
     constrain_reply,
-    parse_constraint,
 )
 from tunesmith.rollout.openai_server.fields import RequestError
 
@@ -177,7 +177,7 @@ def test_a_required_call_names_one_of_the_tools_and_may_be_repeated(family: Fami
     assert not family.accepts(grammar, f"other{body}")
     single = constrain_call(tools, family.renderer, name=None, is_single_call=True)
     assert not family.accepts(single, f"f{body}\n{call.start}f{body}")
-    constraint = parse_constraint({"guided_choice": ["yes"]})
+    constraint = constrain_choice(["yes"], "guided_choice")
     assert constraint is not None
     reply = constrain_reply(constraint, family.renderer, (), tools, is_single_call=False)
     assert family.accepts(reply, "yes")

@@ -24,7 +24,7 @@ from test_critic import build_value_model, compute_values_naively
 from test_gradients import assert_same, take_gradient
 from test_trainer import read_parameters
 
-from trainable_models import build_trainable
+from trainable_models import build_frozen, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
@@ -63,6 +63,14 @@ def load_off_policy():
     return build_off_policy(build_trainable(), LABELS, GROUPS, seed=1)
 
 
+@functools.cache
+def load_tokens():
+    """A model, its reference, and the scores of the samples with a graph that gradients are taken through again."""
+    model, reference = build_trainable(), build_frozen(1)
+    samples, proximal = load_off_policy()
+    return model, reference, read_tokens(model, samples, proximal=proximal, reference=reference)
+
+
 def compute_expected(model, tokens, section: AlgorithmSection, correction: dict):
     lose, aggregation, _ = LOSSES[section.algorithm_type]
     old, weights, is_kept = correct(tokens, correction)
@@ -70,7 +78,7 @@ def compute_expected(model, tokens, section: AlgorithmSection, correction: dict)
     if section.kl_coef > 0:
         losses = losses + section.kl_coef * estimate_kl(tokens, section.kl_estimator)
     loss = aggregate(losses, tokens.is_real, aggregation)
-    loss.backward()
+    loss.backward(retain_graph=True)
     return (loss.item(), take_gradient(model)), is_kept[tokens.is_real]
 
 
@@ -102,13 +110,13 @@ def test_corrections_of_every_loss_equal_the_formula(name, kind):
 
     Every loss and every correction is computed in both ways of `COMPUTATIONS`, each pair of them in one.
     """
-    model, correction = build_trainable(), CORRECTIONS[kind]
+    (model, _, tokens), correction = load_tokens(), CORRECTIONS[kind]
     samples, proximal = load_off_policy()
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2],
         terms_args=TERMS_ARGS.get(name, {}),
     )  # fmt: skip
-    expected, is_kept = compute_expected(model, read_tokens(model, samples, proximal=proximal), section, correction)
+    expected, is_kept = compute_expected(model, tokens, section, correction)
     assert is_kept.all() == (kind in ("none", "wide mask") or kind.startswith("weights of") or "bound" in kind)
     options = COMPUTATIONS[(list(LOSSES).index(name) + list(CORRECTIONS).index(kind)) % 2]
     found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
@@ -130,12 +138,11 @@ KL_CASES = [
 @pytest.mark.parametrize(("name", "estimator", "kind"), KL_CASES)
 def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
     """Weights and masks apply to the policy loss only; corrected_k3 always uses the sampler's logprobs."""
-    model, reference, correction = build_trainable(), build_trainable(seed=1), CORRECTIONS[kind]
+    (model, reference, tokens), correction = load_tokens(), CORRECTIONS[kind]
     samples, proximal = load_off_policy()
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, kl_coef=0.5, kl_estimator=estimator
     )
-    tokens = read_tokens(model, samples, proximal=proximal, reference=reference)
     expected, _ = compute_expected(model, tokens, section, correction)
     for options in COMPUTATIONS:
         found, _ = run_package(
@@ -147,8 +154,8 @@ def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
 def build_extra_models(name: str) -> dict:
     needs = resolve_algorithm(AlgorithmSection(algorithm_type=name)).needs
     return {
-        "reference_model": build_trainable(seed=1) if "reference" in needs else None,
-        "teacher_model": build_trainable(seed=2) if "teacher" in needs else None,
+        "reference_model": build_frozen(1) if "reference" in needs else None,
+        "teacher_model": build_frozen(2) if "teacher" in needs else None,
         "critic_model": build_value_model() if "values" in needs else None,
     }
 

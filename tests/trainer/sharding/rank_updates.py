@@ -86,12 +86,17 @@ def is_run(name: str, num_ranks: int) -> bool:
 
 
 @functools.cache
-def load_samples(experts: tuple[int, ...]) -> list:
-    return build_off_policy(build_trainable(), LABELS, GROUPS, experts=experts)[0]
+def load_samples(experts: tuple[int, ...], num_layers: int = 3) -> list:
+    return build_off_policy(build_trainable(num_layers=num_layers), LABELS, GROUPS, experts=experts)[0]
+
+
+def count_layers(name: str) -> int:
+    """Layers of the policy of a case: ranks meet for each weight, and only where layers are sharded depth matters."""
+    return 3 if "sharded weights" in name else 1
 
 
 def build_policy(name: str) -> torch.nn.Module:
-    model = build_trainable()
+    model = build_trainable(num_layers=count_layers(name))
     if "adapter" in name:
         torch.manual_seed(0)
         lora = LoraSection(r=3, alpha=6.0, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -105,7 +110,7 @@ def run_case(
     """Metrics of the second of two steps, the weights after it, and the optimizer's state."""
     section, settings, rank_of_group = list_cases()[name]
     model, algorithm = model or build_policy(name), section["algorithm_type"]
-    samples = load_samples((4, 5) if algorithm.startswith("mix") else ())
+    samples = load_samples((4, 5) if algorithm.startswith("mix") else (), count_layers(name))
     own = [
         each for each in samples if ranks.is_alone or rank_of_group[each.group_index] % ranks.world_size == ranks.rank
     ]

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
@@ -26,7 +28,8 @@ from transformers.utils import logging as transformers_logging
 from tunesmith.commands.eval.compare import run_comparison
 from tunesmith.commands.eval.comparison import Estimate
 from tunesmith.commands.eval.sample_scores import REWARD
-from tunesmith.commands.sft.train import run_sft
+from tunesmith.commands.settings import OVERRIDES_VARIABLE, read_variable
+from tunesmith.commands.sft.train import run_offline
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.config import (
@@ -151,7 +154,7 @@ def finetune(base: Path, demonstrate: Demonstrate, root: Path, *, seed: int, set
         ),
         monitor=MonitorSection(log_interval_steps=50),
     )
-    return run_sft(config, out_dir=root / "sft").folder
+    return run_offline(config, out_dir=root / "sft").folder
 
 
 def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettings) -> RunConfig:
@@ -220,4 +223,9 @@ def format_accuracy(accuracy: Estimate) -> str:
 
 def run_command(*, seed: int, out: str) -> str:
     """`tunesmith demo`: the figures as JSON."""
-    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_model))
+    try:
+        sizes = OmegaConf.merge(OmegaConf.structured(DEFAULTS), OmegaConf.from_dotlist(read_variable()))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{OVERRIDES_VARIABLE}: {error}") from None
+    settings = cast(DemoSettings, OmegaConf.to_object(sizes))
+    return json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_model, settings=settings))

@@ -46,7 +46,7 @@ def find_dead_learning_rate(run: AnyRun) -> Outcome:
     """Updates too small to change the model, or a schedule that has ended."""
     rates = run.need("train/learning_rate")
     updates, changed = run.get("train/relative_update"), run.get("train/changed_ratio")
-    peak = run.config.trainer.learning_rate
+    peak = run.config.trainer.peak_learning_rate
     if updates is not None and updates.values.max() < MIN_RELATIVE_UPDATE:
         observed = f"an update changes the weights by {updates.mean:.1g} of their size"
         size = max(updates.mean, np.finfo(np.float64).tiny)
@@ -89,7 +89,7 @@ def find_gradients(run: AnyRun) -> Outcome:
     if lost is not None:
         return lost
     series = run.need("train/grad_norm")
-    limit, rate = run.config.trainer.max_grad_norm, run.config.trainer.learning_rate
+    limit, rate = run.config.trainer.max_grad_norm, run.config.trainer.peak_learning_rate
     observed = f"median norm {series.median:.3g}, largest {series.values.max():.3g}, clipped at {limit:g}"
     if series.recent.values.max() <= NEAR_ZERO:
         return CheckFinding(
@@ -126,7 +126,7 @@ def find_non_finite(run: AnyRun) -> CheckFinding | None:
     bad = [series for series in bad if len(series)]
     if not bad:
         return None
-    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
+    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.peak_learning_rate / 3}
     if run.config.model.dtype != "float32":
         settings["model.dtype"] = "float32"
     return CheckFinding(
@@ -152,7 +152,7 @@ def find_loss_trend(run: OfflineRun) -> Outcome:
     """A training loss that rises or does not fall."""
     series = run.need("train/loss")
     first, last = need_ends(series)
-    rate = run.config.trainer.learning_rate
+    rate = run.config.trainer.peak_learning_rate
     observed = f"{first.mean:.3g} in the first steps, {last.mean:.3g} in the last"
     if last.mean > first.mean and compute_slope_t(series) > RISEN_T:
         problem, settings = "the training loss rises", {"trainer.learning_rate": rate / 10}
@@ -235,7 +235,7 @@ def find_entropy(run: RlRun) -> Outcome:
     first, last = need_ends(series)
     observed = f"{first.mean:.3g} nats per token in the first steps, {last.mean:.3g} in the last"
     evidence = (observe(series, observed, last.mean),)
-    rate = run.config.trainer.learning_rate
+    rate = run.config.trainer.peak_learning_rate
     if last.mean < COLLAPSED_ENTROPY and last.mean < COLLAPSED_SHARE * first.mean and not is_solved(run):
         coef = max(10 * run.config.algorithm.entropy_coef, 1e-3)
         settings = {"algorithm.entropy_coef": coef, "trainer.learning_rate": rate / 3}
@@ -265,7 +265,7 @@ def find_kl(run: RlRun) -> Outcome:
     has_grown = ends is not None and ends[1].mean > KL_GROWTH * max(ends[0].mean, 0.0)
     if not (recent.mean > KL_LIMIT or (recent.mean > KL_RUNAWAY and has_grown)):
         return observed
-    rate, coef = run.config.trainer.learning_rate, run.config.algorithm.kl_coef
+    rate, coef = run.config.trainer.peak_learning_rate, run.config.algorithm.kl_coef
     settings = {"trainer.learning_rate": rate / 10, "algorithm.kl_coef": 10 * coef}
     return CheckFinding(
         problem=f"the policy has run away from its start: KL is {recent.mean:.2g} nats per token",
@@ -286,7 +286,7 @@ def find_large_updates(run: RlRun) -> Outcome:
     observed = f"mean log-ratio {size:.2g}, {share:.1%} of the tokens clipped"
     if size < MAX_UPDATE_KL and share < MAX_CLIP_SHARE:
         return observed
-    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.learning_rate / 3}
+    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.peak_learning_rate / 3}
     if run.config.trainer.num_minibatches > 1:
         settings["trainer.num_minibatches"] = max(1, run.config.trainer.num_minibatches // 2)
     return CheckFinding(

@@ -224,7 +224,7 @@ def find_reward_trend(run: RlRun) -> Outcome:
     range_ = float(high.values.max() - low.values.min())
     observed = f"{first.mean:.3g} in the first steps, {last.mean:.3g} in the last"
     evidence = observe(rewards, observed, last.mean)
-    rate = run.config.trainer.learning_rate
+    rate = run.config.trainer.peak_learning_rate
     error = math.hypot(float(best.values.std()), float(last.values.std())) / math.sqrt(len(last))
     fall = best.mean - last.mean
     if fall > max(MIN_FALL * range_, SIGNIFICANT_T * error):

@@ -329,10 +329,10 @@ def run_stage(config: EvalConfig, *, out_dir: Path, choose_model: ChooseModel) -
     return StageResult(
         tokens=sum(result.num_sampled_tokens for result in results.values()),
         device=describe_device(config.model.device, config.num_cpu_threads),
-        figures=figures | {name: describe_result(result) for name, result in results.items()},
+        figures=figures
+        | {
+            name: f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"
+            for name, result in results.items()
+        },
         result=comparison,
     )
-
-
-def describe_result(result: ModelResult) -> str:
-    return f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"

@@ -1,8 +1,8 @@
 """`tunesmith model convert`: a GGUF file as a Hugging Face folder, in which the model can be trained.
 
-transformers reads the file. What it would read wrongly is refused: tensors of the file that are not in the model, and
-scaled rotary embeddings. A head that is the embedding matrix, stored a second time in another quantization, is tied to
-it again: both take the one with more bits. The tokenizer gets the split rules that the file names.
+transformers reads the file; what it would read wrongly is refused, as wherever a file is loaded. A head that is the
+embedding matrix, stored a second time in another quantization, is tied to it again: both take the one with more bits.
+The tokenizer gets the split rules that the file names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tunesmith.commands.export.gguf.vocabulary import PRE_TOKENIZERS, SINGLE_DIG
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.errors import ModelError
 from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
-from tunesmith.model.load import DTYPES, check_vocabulary, load_model, load_tokenizer
+from tunesmith.model.load import DTYPES, check_vocabulary, load_model, load_tokenizer, read_gguf_text
 from tunesmith.model.source.resolve import check_gguf_reader
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import check_free_space, renamed_folder
@@ -57,7 +57,6 @@ def convert_gguf(
     tokenizer = load_tokenizer(str(file), chat_template=chat_template)
     model = load_model(str(file), dtype=DTYPES[dtype], device=torch.device("cpu"))
     reader = GGUFReader(file)
-    check_tensors(reader, model)
     correct_tokenizer(tokenizer, reader, model)
     check_vocabulary(model, tokenizer)
     tie_head(model, {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors})
@@ -68,28 +67,6 @@ def convert_gguf(
         save_model_files(temporary, model, tokenizer)
         check_hf_folder(temporary, tokenizer, prompts, expected, trust_remote_code=False)
     return folder
-
-
-def read_text(reader: Any, key: str) -> str | None:
-    field = reader.get_field(key)
-    return None if field is None else str(field.contents())
-
-
-def check_tensors(reader: Any, model: PreTrainedModel) -> None:
-    """Refuse a file with more numbers than the model, or with rotary scaling that the model does not have."""
-    num_found = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    num_read = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
-    if num_found != num_read:
-        raise ModelError(
-            f"the file has {num_found:,} numbers and the {model.config.model_type} model that transformers reads from "
-            f"it {num_read:,}: tensors are left out (biases, rotary factors), or the file is one of several parts"
-        )
-    scaling = read_text(reader, f"{read_text(reader, 'general.architecture')}.rope.scaling.type")
-    if scaling not in (None, "none", (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")):
-        raise ModelError(
-            f"the file scales its rotary embeddings ({scaling}) and transformers reads none from it: the folder would "
-            "answer differently. Take the model that the file was converted from"
-        )
 
 
 def tie_head(model: PreTrainedModel, sizes: dict[str, int]) -> None:
@@ -110,9 +87,9 @@ def tie_head(model: PreTrainedModel, sizes: dict[str, int]) -> None:
 def correct_tokenizer(tokenizer: PreTrainedTokenizerBase, reader: Any, model: PreTrainedModel) -> None:
     """Give a byte-level tokenizer the split rules that the file names, and the model's length."""
     tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    if read_text(reader, "tokenizer.ggml.model") != "gpt2":
+    if read_gguf_text(reader, "tokenizer.ggml.model") != "gpt2":
         return
-    backend, named = tokenizer.backend_tokenizer, read_text(reader, "tokenizer.ggml.pre")
+    backend, named = tokenizer.backend_tokenizer, read_gguf_text(reader, "tokenizer.ggml.pre")
     rules = next((rules for rules, name in PRE_TOKENIZERS.items() if name == named), None)
     if named == SUPERBPE and not has_merged_digits(json.loads(backend.to_str())["model"]["merges"]):
         rules = SINGLE_DIGITS

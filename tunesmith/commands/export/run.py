@@ -32,7 +32,7 @@ from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
 from tunesmith.model.source.resolve import BASE_FINGERPRINT
 from tunesmith.model.torch_modes import set_num_threads
-from tunesmith.runs.result import Result, load_for_inference, require_path
+from tunesmith.runs.result import ModelResult, require_path
 from tunesmith.runs.trained_model import ExportSource, find_source
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import check_free_space, new_folder, save_text, storage_errors
@@ -42,7 +42,7 @@ BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ExportResult(Result):
+class ExportResult(ModelResult):
     """Result of an export."""
 
     folder: Path
@@ -66,10 +66,6 @@ class ExportResult(Result):
     def metrics(self) -> dict[str, float]:
         """The checks as one mapping: `<file or folder>/<name>`."""
         return {f"{place}/{name}": value for place, found in self.checks.items() for name, value in found.items()}
-
-    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load the exported model and its tokenizer; `options` are arguments of `from_pretrained`."""
-        return load_for_inference(self.model_path, **options)
 
     def list_facts(self) -> dict[str, str]:
         facts = {"name": f"{self.name}, {self.num_parameters:,} parameters"}

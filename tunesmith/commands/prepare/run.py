@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from tunesmith.arguments import read_api_key
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.prepare.calculator_agent import calculator_agent
 from tunesmith.commands.prepare.rows import (
@@ -34,9 +34,9 @@ from tunesmith.commands.prepare.rows import (
     read_training_rows,
 )
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.commands.stage import ChooseModel, StageResult, check_source
+from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
@@ -326,8 +326,8 @@ def filter_and_augment(
 def check_settings(settings: PrepareSection) -> ConversationReader | None:
     """Validate models and API keys before data is read; returns the reader that measures lengths."""
     paraphrase, tokens = settings.paraphrase, settings.tokens
-    if paraphrase is not None and paraphrase.api_key_env is not None and paraphrase.api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase.api_key_env: the environment variable {paraphrase.api_key_env} is not set")
+    if paraphrase is not None:
+        read_api_key(paraphrase.api_key_env, knob="paraphrase.api_key_env")
     for model in () if settings.pass_rate is None else settings.pass_rate.models.values():
         check_policy(model)
     if tokens is None:
@@ -341,13 +341,8 @@ def load_source(
     section: SourceSection, settings: PrepareSection, *, default_split: str, knob: str
 ) -> list[dict[str, Any]]:
     """All rows, or the first `max_rows`; raises DataError for a row without question or solution."""
-    split = section.split
-    if split is None and not Path(section.path).expanduser().is_file():
-        split = default_split
-    if settings.max_rows is None:
-        rows = load_rows(section.path, name=section.name, split=split)
-    else:
-        rows = load_rows(section.path, name=section.name, split=split, num_rows=settings.max_rows)
+    split = choose_split(section, default_split)
+    rows = load_rows(section.path, name=section.name, split=split, num_rows=settings.max_rows)
     if not rows:
         raise DataError(f"{knob}: {section.path!r} (split {split!r}) has no rows")
     try:
@@ -357,6 +352,11 @@ def load_source(
         what, _, _ = str(error).rpartition(". ")  # the last sentence names required_fields, a knob of run files
         raise DataError(f"{knob}: {what}. Fix the data, or {hint}") from error
     return rows
+
+
+def choose_split(section: SourceSection, default: str) -> str | None:
+    """The split that is read: all of a file, if the section names none."""
+    return section.split or (None if Path(section.path).expanduser().is_file() else default)
 
 
 def describe_evaluation(
@@ -385,9 +385,9 @@ def describe_counts(counts: Mapping[str, Any]) -> str:
 
 
 def check_stage(settings: PrepareSection) -> None:
-    check_source(settings.data, default_split="train")
-    if settings.eval_data is not None:
-        check_source(settings.eval_data, default_split="test")
+    for section, default_split in ((settings.data, "train"), (settings.eval_data, "test")):
+        if section is not None:
+            check_rows(section.path, name=section.name, split=choose_split(section, default_split))
 
 
 def run_stage(settings: PrepareSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:

@@ -108,27 +108,16 @@ def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
             added = {name: stage}
         else:
             try:
-                rounds = RoundsSection.model_validate({key: value for key, value in stage.items() if key != "kind"})
+                rounds = build_section(RoundsSection, {key: value for key, value in stage.items() if key != "kind"})
                 added = rounds.expand()
             except ValueError as error:
-                raise ValueError(f"stages.{name}: {describe_error(error)}") from error
+                raise ValueError(f"stages.{name}: {error}") from error
             aliases[STAGE + name] = rounds.last_model
         taken = next((each for each in added if each in expanded or (each != name and each in stages)), None)
         if taken is not None:
             raise ValueError(f"stages.{name} has a stage {taken!r}, which is already the name of another stage")
         expanded |= map_strings(added, lambda text: aliases.get(text, text)) if aliases else added
     return expanded
-
-
-def describe_error(error: ValueError) -> str:
-    """The first fault of a validation error in one sentence, or the message of another one."""
-    faults = getattr(error, "errors", None)
-    if faults is None:
-        return str(error)
-    first = faults()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
 
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")

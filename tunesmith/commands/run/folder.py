@@ -22,8 +22,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.run.config import PlannedStage
 from tunesmith.commands.stage import RADAR, TABLES, StageResult
@@ -32,7 +30,7 @@ from tunesmith.errors import StorageError
 from tunesmith.monitor.console import format_duration
 from tunesmith.monitor.metric_table import MetricTable
 from tunesmith.runs.record import RunRecord
-from tunesmith.runs.result import Result, load_for_inference, require_path
+from tunesmith.runs.result import ModelResult, require_path
 from tunesmith.runs.workspace import find_changes, is_mutable_key, name_aside
 from tunesmith.storage import DONE, check_complete, load_json, remove_tree, save_json, save_text, storage_errors
 
@@ -272,7 +270,7 @@ def format_figure(figure: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class StageOutcome(Result):
+class StageOutcome(ModelResult):
     """One stage of a pipeline after a call of `run_pipeline`."""
 
     name: str
@@ -295,10 +293,6 @@ class StageOutcome(Result):
         """The metrics of every step of a training stage; empty for other kinds."""
         return RunRecord(self.folder).metrics.to_table()
 
-    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load the stage's model and its tokenizer; `options` are arguments of `from_pretrained`."""
-        return load_for_inference(self.model_path, **options)
-
     def list_facts(self) -> dict[str, str]:
         facts = {"stage": f"{self.name} ({self.kind}), {STATE_LABELS[self.state]}", "folder": str(self.folder)}
         if self.model_folder is not None:
@@ -309,7 +303,7 @@ class StageOutcome(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PipelineResult(Result):
+class PipelineResult(ModelResult):
     """Result of a pipeline."""
 
     folder: Path
@@ -323,10 +317,6 @@ class PipelineResult(Result):
         """Path of the model of the last stage that has one."""
         found = [stage.model_folder for stage in self.stages.values() if stage.model_folder is not None]
         return require_path(found[-1] if found else None)
-
-    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load the model of the last stage that has one; `options` are arguments of `from_pretrained`."""
-        return load_for_inference(self.model_path, **options)
 
     def list_facts(self) -> dict[str, str]:
         facts = {"report": str(self.report)}

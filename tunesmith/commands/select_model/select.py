@@ -215,7 +215,9 @@ async def run_selection(
         trajectories = await evaluate_candidate(candidate, tasks, agent=agent, limits=limits, build_model=build_model)
         release_memory()
         runs[candidate.label] = trajectories
-        log_candidate(candidate.label, trajectories)
+        if num_failures := count_failures(trajectories):
+            causes = "\n  ".join(list_run_causes(trajectories))
+            logger.warning("%s: %d of %d runs failed:\n  %s", candidate.label, num_failures, len(trajectories), causes)
     selection = choose_best(candidates, runs, limits)
     best = selection.candidates[find_best(selection.candidates)]
     logger.info("Selected %s:\n%s", best.label, selection.format_table())
@@ -227,7 +229,8 @@ async def evaluate_candidate(
 ) -> list[Trajectory]:
     """Run the agent on every task with this model."""
     loaded = load_candidate(candidate, build_model=build_model)
-    with counted_calls(loaded.find_chat_model()):
+    shared = None if loaded.engine is not None else loaded.provider.open(seed=0, order=()).model
+    with counted_calls(shared):
         model = MeasuredModel(loaded.provider)
         return await run_agent(tasks, agent=agent, model=model, engine=loaded.engine, limits=limits)
 
@@ -278,19 +281,16 @@ def rename_task(judge: JudgeType) -> Callable[..., Any]:
     return renamed
 
 
-def log_candidate(label: str, trajectories: Sequence[Trajectory]) -> None:
-    if num_failures := count_failures(trajectories):
-        causes = "\n  ".join(list_run_causes(trajectories))
-        logger.warning("%s: %d of %d runs failed:\n  %s", label, num_failures, len(trajectories), causes)
-
-
 def choose_best(
     candidates: Sequence[Candidate], runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits
 ) -> ModelSelection:
     """The eligible candidate with the highest mean reward, the first of several."""
     eligible = [each.label for each in candidates if find_problem(runs[each.label], limits) is None]
     if not eligible:
-        raise RolloutError(describe_all_failed(runs, limits))
+        raise RolloutError(
+            f"no model can be selected: with each of them more runs failed than max_failure_rate="
+            f"{limits.max_failure_rate:g} allows:\n{list_all_causes(runs)}"
+        )
     rewards = {label: [each.reward for each in runs[label]] for label in eligible}
     compared = [i for i in range(len(rewards[eligible[0]])) if all(rewards[label][i] is not None for label in eligible)]
     if not compared:
@@ -331,20 +331,8 @@ def score_candidate(
         num_tasks=len(trajectories),
         num_scored=len(scored),
         causes=tuple(list_run_causes(trajectories)),
-        metrics=average_metrics(scored),
+        metrics={f"{name}_avg": statistics.fmean(values) for name, values in collect_reported(scored).items()},
         lead=lead,
-    )
-
-
-def average_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`<metric>_avg` over the runs that report the metric."""
-    return {f"{name}_avg": statistics.fmean(values) for name, values in collect_reported(trajectories).items()}
-
-
-def describe_all_failed(runs: Mapping[str, Sequence[Trajectory]], limits: RunLimits) -> str:
-    return (
-        f"no model can be selected: with each of them more runs failed than max_failure_rate="
-        f"{limits.max_failure_rate:g} allows:\n{list_all_causes(runs)}"
     )
 
 

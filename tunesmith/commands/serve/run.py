@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from tunesmith.arguments import read_api_key
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.tune.ranks import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
@@ -41,7 +41,7 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
     if judge is None and config.judge is not None:
         judge = load_function(config.judge, knob="judge")
     limits = ServerLimits(
-        api_key=read_api_key(section),
+        api_key=read_api_key(section.api_key_env, knob="serve.api_key_env"),
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
         max_requests=section.max_requests,
         public_url=section.public_url,
@@ -76,13 +76,3 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
 def build_plain_model(endpoint: Endpoint, options: Mapping[str, Any]) -> ChatModel:
     """The model of rollouts that no function in this process calls."""
     return ChatModel(endpoint, options=options)
-
-
-def read_api_key(section: ServeSection) -> str | None:
-    """The key in the environment variable that the section names."""
-    if section.api_key_env is None:
-        return None
-    key = os.environ.get(section.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(f"serve.api_key_env={section.api_key_env!r}: this environment variable is not set")
-    return key

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,32 +128,18 @@ class OfflineProgress:
     stop_reason: str | None = None
 
 
-def run_sft(config: SftConfig, *, out_dir: Path) -> OfflineResult:
-    """Fine-tune into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
-    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type)
-    return run_offline(
-        config,
-        out_dir=out_dir,
-        build_plan=partial(build_plan, config),
-        build_trainer=partial(build_trainer, config, algorithm),
-    )
-
-
-def run_offline(
-    config: OfflineConfig,
-    *,
-    out_dir: Path,
-    build_plan: Callable[[], OfflinePlan],
-    build_trainer: Callable[[PreTrainedModel, int], Trainer],
-) -> OfflineResult:
-    """Like `run_sft`, for any plan and any trainer; `build_trainer` receives the model and the number of steps."""
+def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> OfflineResult:
+    """Train into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
     root = Path(out_dir).expanduser().absolute()
     workspace = Workspace(root)
     summary = load_summary(workspace, config)
     if summary is not None:
         return OfflineResult(folder=root / MODEL, **summary)
     set_num_threads(config.num_cpu_threads)
-    plan = build_plan()
+    terms_args = config.terms_args if isinstance(config, PreferenceConfig) else {}
+    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=terms_args)
+    has_reference = "reference" in resolve_algorithm(algorithm).needs
+    plan = build_preference_plan(config) if isinstance(config, PreferenceConfig) else build_plan(config)
     with workspace:
         checkpoint = resume_training(workspace, config)
         with Monitor(
@@ -166,9 +152,18 @@ def run_offline(
             model = load_section_model(config.model)
             check_vocabulary(model, plan.tokenizer)
             verify_model(model)  # as an engine does
-            for line in describe_run(model, config.model, root, fit_offline(config, model)):
+            fitted = fit_offline(config, model)
+            for line in describe_run(model, config.model, root, fitted):
                 monitor.show_line(line)
-            trainer = build_trainer(model, len(plan.batches))
+            trainer = Trainer(
+                model,
+                fitted.trainer,
+                algorithm,
+                max_model_len=config.model.max_model_len,
+                num_total_steps=len(plan.batches),
+                reference_model=load_reference(config.model, policy=model) if has_reference else None,
+                dropout_seed=config.seed,
+            )
             check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
             progress = restore(checkpoint, model, trainer)
             OfflineTraining(
@@ -185,26 +180,6 @@ def run_offline(
             num_kept = config.keep_checkpoints or 0
             finish(workspace.paths, best_step=progress.best_step, num_kept=num_kept, summary=summary)
     return OfflineResult(folder=root / MODEL, **summary)
-
-
-def build_trainer(
-    config: OfflineConfig,
-    algorithm: AlgorithmSection,
-    model: PreTrainedModel,
-    num_total_steps: int,
-    *,
-    reference_model: PreTrainedModel | None = None,
-) -> Trainer:
-    """The trainer of reinforcement learning, with the loss of `algorithm`."""
-    return Trainer(
-        model,
-        fit_offline(config, model).trainer,
-        algorithm,
-        max_model_len=config.model.max_model_len,
-        num_total_steps=num_total_steps,
-        reference_model=reference_model,
-        dropout_seed=config.seed,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,12 +310,9 @@ def check_stage(config: OfflineConfig) -> None:
     check_trackers(config.monitor.trackers)
 
 
-def run_sft_stage(config: SftConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
-    return describe_stage(config, run_sft(config, out_dir=out_dir))
-
-
-def describe_stage(config: OfflineConfig, result: OfflineResult) -> StageResult:
-    """The figures of fine-tuning or preference training as a stage."""
+def run_stage(config: SftConfig | PreferenceConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Fine-tuning or preference training as a stage."""
+    result = run_offline(config, out_dir=out_dir)
     figures = {
         "rows": result.num_rows,
         "steps": result.num_steps,
@@ -404,27 +376,6 @@ def finish(paths: RunPaths, *, best_step: int, num_kept: int, summary: Mapping[s
     with new_folder(paths.root / MODEL, {"step": best_step, "figures": dict(summary)}) as temporary:
         shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
     remove_old_checkpoints(paths.root, num_kept=num_kept)
-
-
-def run_preference(config: PreferenceConfig, *, out_dir: Path) -> OfflineResult:
-    """Train into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
-    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=config.terms_args)
-    has_reference = "reference" in resolve_algorithm(algorithm).needs
-
-    def build_trainer_with_reference(model: PreTrainedModel, num_total_steps: int) -> Trainer:
-        reference = load_reference(config.model, policy=model) if has_reference else None
-        return build_trainer(config, algorithm, model, num_total_steps, reference_model=reference)
-
-    return run_offline(
-        config,
-        out_dir=out_dir,
-        build_plan=partial(build_preference_plan, config),
-        build_trainer=build_trainer_with_reference,
-    )
-
-
-def run_prefer_stage(config: PreferenceConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
-    return describe_stage(config, run_preference(config, out_dir=out_dir))
 
 
 def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:

@@ -30,7 +30,7 @@ from tunesmith.model.checkpoint import (
 )
 from tunesmith.runs.policy import Policy
 from tunesmith.runs.run_folder import RunFolder, describe_recovery
-from tunesmith.storage import RunPaths, remove_tree, save_json
+from tunesmith.storage import RunPaths, remove_tree, renamed_folder, save_json
 from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state, load_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
@@ -74,6 +74,14 @@ def restore_sharded(checkpoint: Path, model: PreTrainedModel, trainer: Trainer) 
     restored = load_states(checkpoint, is_mapped=True)
     trainer.load_state_dict(restored.trainer_state)
     return restored.run_state
+
+
+def save_tokenizer(policy: Policy, paths: RunPaths) -> None:
+    """Save the policy's tokenizer beside the rollouts, which then can be read as text from the first step on."""
+    if paths.tokenizer.is_dir():
+        remove_tree(paths.tokenizer)
+    with renamed_folder(paths.tokenizer) as folder:
+        policy.tokenizer.save_pretrained(folder)
 
 
 def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:

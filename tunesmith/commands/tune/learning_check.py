@@ -116,7 +116,7 @@ def explain_rounding(trainer: TrainerSection, learning_rate: float | None = None
     """Why updates leave the weights as they are; AdamW divides a gradient below its epsilon by that."""
     if trainer.max_grad_norm < trainer.epsilon:
         return f"the update rounds to zero at trainer.max_grad_norm={trainer.max_grad_norm:g}: raise it"
-    rate = trainer.learning_rate if learning_rate is None else learning_rate
+    rate = trainer.peak_learning_rate if learning_rate is None else learning_rate
     return f"the update rounds to zero at learning rate {rate:g}: raise trainer.learning_rate"
 
 

@@ -30,6 +30,7 @@ from tunesmith.commands.tune.checkpoints import (
     restore,
     restore_models,
     save_error,
+    save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
@@ -65,7 +66,7 @@ from tunesmith.runs.memory import fit_run
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.result import TrainingResult, require_path
-from tunesmith.runs.run_folder import RunFolder, describe_interruption, keep_learning_rate, open_run_folder
+from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.types import Group, JudgeType, WorkflowType
 
@@ -143,7 +144,7 @@ def run_tuning(
     """
     if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
-    config = keep_learning_rate(config)
+    config = set_learning_rate(config)
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
@@ -212,6 +213,7 @@ def run_leader(
         monitor.show_line(line)
     parts = build_parts(rank, plan)
     check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
+    save_tokenizer(policy, folder.paths)
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
     training = Training(rank=rank, plan=plan, parts=parts, folder=folder, monitor=monitor, control=control)
@@ -221,7 +223,7 @@ def run_leader(
         result: TuneResult = run_lockstep(serving, config.rollout).take_result()
         return result
     except (KeyboardInterrupt, SystemExit):
-        monitor.show_line(describe_interruption(config, folder.paths.root))
+        monitor.show_line(describe_interruption(config, folder.paths.root, total_steps=plan.total_steps))
         raise
     finally:
         policy.close()

@@ -19,7 +19,8 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 from openai.types.chat import ChatCompletion
 
-from tunesmith.commands.tune_prompt.prompt_runs import LiteLlmModel, PromptTuning
+from tunesmith.arguments import read_api_key
+from tunesmith.compat.agentscope_config import PromptTuneConfig
 from tunesmith.types import Task, Trajectory
 
 VALIDATION_SHARE = 0.8
@@ -40,33 +41,33 @@ class Search(Protocol):
 
 
 def optimize_prompt(
-    search: Search, tasks: Sequence[Task], tuning: PromptTuning, *, proposer: LiteLlmModel | None
+    search: Search, tasks: Sequence[Task], config: PromptTuneConfig, *, initial_prompt: str, has_proposer: bool
 ) -> str:
     """The prompt with the best mean reward among the initial one and those that are proposed.
 
-    `proposer` None: `search.ask` proposes.
+    With `has_proposer`, `search.ask` proposes, and otherwise the model that the config names.
     """
-    model = ProposingModel(search) if proposer is None else build_litellm(proposer)
+    model = ProposingModel(search) if has_proposer else build_litellm(config)
     optimizer = PromptOptimizer(
         search,
         metric=is_success,
         prompt_model=model,
         task_model=model,  # never called: the workflow calls its own model
         teacher_settings={"lm": model},
-        auto=tuning.level,
-        num_candidates=tuning.num_candidates,
+        auto=config.optimization_level,
+        num_candidates=config.num_candidates,
         max_bootstrapped_demos=0,
         max_labeled_demos=0,
-        seed=tuning.limits.seed,
+        seed=config.seed,
     )
     examples = [
         dspy.Example(task=PlacedRow(task.row, position)).with_inputs("task") for position, task in enumerate(tasks)
     ]
     with quiet(), dspy.context(adapter=LenientAdapter(use_json_adapter_fallback=False)):
         best = optimizer.compile(
-            PromptProgram(search, tuning.initial_prompt),
+            PromptProgram(search, initial_prompt),
             trainset=examples,
-            num_trials=tuning.num_trials,
+            num_trials=config.num_trials,
             minibatch=len(tasks) * VALIDATION_SHARE > MAX_SINGLE_BATCH,
             program_aware_proposer=False,
         )
@@ -87,10 +88,12 @@ def quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def build_litellm(model: LiteLlmModel) -> Any:
-    if model.base_url is None:
-        return dspy.LM(model.name)
-    return dspy.LM(f"openai/{model.name}", api_base=model.base_url, api_key=model.api_key or "EMPTY")
+def build_litellm(config: PromptTuneConfig) -> Any:
+    """The model that the config names, by LiteLLM's name or on a server."""
+    if config.lm_base_url is None:
+        return dspy.LM(config.lm_model_name)
+    api_key = read_api_key(config.lm_api_key_env, knob="lm_api_key_env") or "EMPTY"
+    return dspy.LM(f"openai/{config.lm_model_name}", api_base=config.lm_base_url, api_key=api_key)
 
 
 class PlacedRow(dict[str, Any]):

@@ -5,19 +5,19 @@ A run is a function of its prompt and its task, so a prompt that the optimizer e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import create_chat_completion
 from tunesmith.commands.candidates import (
-    LoadedModel,
     RunLimits,
     count_failures,
     find_problem,
@@ -29,34 +29,8 @@ from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.types import JudgeType, Task, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTuning:
-    """What to optimize and how hard."""
-
-    initial_prompt: str
-    level: Literal["light", "medium", "heavy"] | None
-    """MIPROv2's `auto`; None: the two numbers below."""
-    num_candidates: int | None
-    num_trials: int | None
-    limits: RunLimits
-    is_compared: bool
-    """Also evaluate the initial prompt on the held-out tasks."""
-    num_shown_tasks: int
-    """Held-out tasks that are printed with their rewards."""
-    has_progress: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiteLlmModel:
-    """The model that proposes prompts, called through LiteLLM."""
-
-    name: str
-    base_url: str | None = None
-    api_key: str | None = None
-
+from tunesmith.runs.policy import LoadedModel
+from tunesmith.types import Engine, JudgeType, Task, Trajectory
 
 MAX_SHOWN_CHARS = 200
 logger = logging.getLogger(__name__)
@@ -159,7 +133,7 @@ def summarize(prompt: str, runs: Sequence[Trajectory]) -> PromptScore:
 
 
 class Teacher:
-    """A model in this process, on a server, or a chat model of the caller."""
+    """The model that proposes prompts: in this process, on a server, or a chat model of the caller."""
 
     def __init__(self, model: LoadedModel, *, seed: int) -> None:
         self._model = model
@@ -172,7 +146,7 @@ class Teacher:
         bound = self._model.provider.open(seed=seed, order=())
         try:
             # the search asks between runs, which pause the engine that both may share
-            with self._model.sampling():
+            with sampling(self._model.engine):
                 if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
                     return read_text(await create_chat_completion(bound.model, messages, **fields))
                 reply = await bound.model([dict(message) for message in messages])
@@ -183,6 +157,18 @@ class Teacher:
             raise RolloutError(f"the model that proposes prompts failed: {type(error).__name__}: {error}") from error
         finally:
             self._model.provider.close(bound)
+
+
+@contextlib.contextmanager
+def sampling(engine: Engine | None) -> Iterator[None]:
+    """Within: the engine, if there is one, samples from an empty prefix cache. Rollouts see to that themselves."""
+    if engine is not None:
+        engine.resume(0)
+    try:
+        yield
+    finally:
+        if engine is not None:
+            engine.pause()
 
 
 def read_text(reply: Any) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from tunesmith.arguments import read_api_key
 from tunesmith.commands.candidates import (
     Candidate,
-    LoadedModel,
     RunLimits,
     build_candidate,
     check_candidate,
@@ -25,10 +24,8 @@ from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.eval.sample_scores import compare_paired
 from tunesmith.commands.tune_prompt.prompt_runs import (
     HeldOutScores,
-    LiteLlmModel,
     PromptRuns,
     PromptTuneResult,
-    PromptTuning,
     Teacher,
     summarize,
 )
@@ -41,7 +38,7 @@ from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.service import ExternalModel
 from tunesmith.rollout.signature import check_judge_function, check_prompt_workflow_function, list_parameters
-from tunesmith.runs.policy import BuildModel
+from tunesmith.runs.policy import BuildModel, LoadedModel
 from tunesmith.types import JudgeType, Task, Trajectory
 
 T = TypeVar("T")
@@ -90,15 +87,17 @@ def tune_prompt(
     student = None if model is None else build_candidate(model, label="model")
     proposer = choose_proposer(config, student, prompt_model)
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
-    check_tasks(tasks, knob="train_dataset")
+    if len(tasks) < MIN_TASKS:
+        raise DataError(f"train_dataset has {len(tasks)} row; tune_prompt needs at least {MIN_TASKS}")
     held_out = None if eval_dataset is None else load_fixed_tasks(eval_dataset, knob="eval_dataset")
     with agent_output(is_shown=False):
         return run_outside_of_loops(
             lambda: run_lockstep(
                 run_prompt_tuning(
-                    describe_tuning(config, init_system_prompt),
+                    config,
                     tasks,
                     held_out,
+                    initial_prompt=init_system_prompt,
                     workflow=workflow,
                     judge=judge_func,
                     model=student,
@@ -109,37 +108,15 @@ def tune_prompt(
         )
 
 
-def choose_proposer(config: PromptTuneConfig, student: Candidate | None, prompt_model: Any) -> Candidate | LiteLlmModel:
-    """The model that proposes prompts."""
+def choose_proposer(config: PromptTuneConfig, student: Candidate | None, prompt_model: Any) -> Candidate | None:
+    """The model that proposes prompts; None if it is the one that the config names."""
     if prompt_model is not None:
         is_same = student is not None and prompt_model is student.given
         return student if is_same and student else build_candidate(prompt_model, label="prompt_model")
     if student is not None and "lm_model_name" not in config.model_fields_set:
         return student
-    api_key = None
-    if config.lm_api_key_env is not None:
-        api_key = os.environ.get(config.lm_api_key_env)
-        if api_key is None:
-            raise ConfigError(f"lm_api_key_env: the environment variable {config.lm_api_key_env} is not set")
-    return LiteLlmModel(name=config.lm_model_name, base_url=config.lm_base_url, api_key=api_key)
-
-
-def describe_tuning(config: PromptTuneConfig, initial_prompt: str) -> PromptTuning:
-    return PromptTuning(
-        initial_prompt=initial_prompt,
-        level=config.optimization_level,
-        num_candidates=config.num_candidates,
-        num_trials=config.num_trials,
-        limits=RunLimits(
-            max_concurrency=config.eval_num_threads,
-            timeout_s=config.timeout_s,
-            max_failure_rate=config.max_failure_rate,
-            seed=config.seed,
-        ),
-        is_compared=config.compare_performance,
-        num_shown_tasks=config.eval_display_table,
-        has_progress=config.eval_display_progress,
-    )
+    read_api_key(config.lm_api_key_env, knob="lm_api_key_env")
+    return None
 
 
 def check_dspy() -> None:
@@ -148,47 +125,51 @@ def check_dspy() -> None:
         raise ConfigError(f"tune_prompt needs {' and '.join(missing)}: pip install 'tunesmith[prompt]'")
 
 
-def check_tasks(tasks: Sequence[Task], *, knob: str) -> None:
-    if len(tasks) < MIN_TASKS:
-        raise DataError(f"{knob} has {len(tasks)} row; tune_prompt needs at least {MIN_TASKS}")
-
-
 async def run_prompt_tuning(
-    tuning: PromptTuning,
+    config: PromptTuneConfig,
     tasks: Sequence[Task],
     held_out: Sequence[Task] | None,
     *,
+    initial_prompt: str,
     workflow: Callable[..., Any],
     judge: JudgeType,
     model: Candidate | None,
-    proposer: Candidate | LiteLlmModel,
+    proposer: Candidate | None,
     build_model: BuildModel,
 ) -> PromptTuneResult:
     """`model` is what the workflow receives; None if it has a model of its own. A proposer that is the same object
-    shares its weights."""
+    shares its weights; without one the model of the config proposes."""
+    limits = RunLimits(
+        max_concurrency=config.eval_num_threads,
+        timeout_s=config.timeout_s,
+        max_failure_rate=config.max_failure_rate,
+        seed=config.seed,
+    )
     progress = ConsoleProgress(first_step=0, total_steps=0, has_progress=False, log_interval_steps=1)
-    show: Callable[[str], None] = progress.show_line if tuning.has_progress else lambda line: None
+    show: Callable[[str], None] = progress.show_line if config.eval_display_progress else lambda line: None
     try:
         for each in (model, proposer):
-            if isinstance(each, Candidate):
+            if each is not None:
                 check_candidate(each)
         student = LoadedModel(provider=ExternalModel(None))
         if model is not None:
             student = load_candidate(model, build_model=build_model)
         teacher = None
-        if isinstance(proposer, Candidate):
+        if proposer is not None:
             loaded = student if proposer is model else load_candidate(proposer, build_model=build_model)
-            teacher = Teacher(loaded, seed=tuning.limits.seed)
-        build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=tuning.limits, show=show)
+            teacher = Teacher(loaded, seed=config.seed)
+        build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=limits, show=show)
         runs = build(tasks=tasks)
         search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
-        prompt = await search.optimize(tuning, None if isinstance(proposer, Candidate) else proposer)
-        scores = None if held_out is None else await compare_held_out(build(tasks=held_out), tuning, prompt, progress)
+        prompt = await search.optimize(config, initial_prompt)
+        scores = None
+        if held_out is not None:
+            scores = await compare_held_out(build(tasks=held_out), config, initial_prompt, prompt, progress)
     finally:
         progress.close()
     result = PromptTuneResult.build(
         prompt,
-        initial_prompt=tuning.initial_prompt,
+        initial_prompt=initial_prompt,
         candidates=runs.list_scores(),
         num_runs=runs.num_runs,
         held_out=scores,
@@ -198,30 +179,30 @@ async def run_prompt_tuning(
 
 
 async def compare_held_out(
-    runs: PromptRuns, tuning: PromptTuning, prompt: str, progress: ConsoleProgress
+    runs: PromptRuns, config: PromptTuneConfig, initial_prompt: str, prompt: str, progress: ConsoleProgress
 ) -> HeldOutScores:
     """Run both prompts on all held-out tasks; raises RolloutError if too many runs of the initial one fail."""
     positions = range(len(runs.tasks))
     runs.show("held-out tasks:")
-    if tuning.is_compared:
-        await runs.score(tuning.initial_prompt, positions, name="initial prompt")
-    if prompt != tuning.initial_prompt or not tuning.is_compared:
+    if config.compare_performance:
+        await runs.score(initial_prompt, positions, name="initial prompt")
+    if prompt != initial_prompt or not config.compare_performance:
         await runs.score(prompt, positions, name="tuned prompt")
     tuned = await runs.run(prompt, positions)
-    if not tuning.is_compared:
+    if not config.compare_performance:
         return HeldOutScores(initial=None, tuned=summarize(prompt, tuned), difference=None)
-    initial = await runs.run(tuning.initial_prompt, positions)
+    initial = await runs.run(initial_prompt, positions)
     pairs = [
         (old.reward, new.reward)
         for old, new in zip(initial, tuned, strict=True)
         if old.reward is not None and new.reward is not None
     ]
-    if tuning.num_shown_tasks:
-        progress.show_line(format_held_out(initial, tuned, tuning.num_shown_tasks))
+    if config.eval_display_table:
+        progress.show_line(format_held_out(initial, tuned, config.eval_display_table))
     return HeldOutScores(
-        initial=summarize(tuning.initial_prompt, initial),
+        initial=summarize(initial_prompt, initial),
         tuned=summarize(prompt, tuned),
-        difference=compare_paired(*zip(*pairs, strict=True), seed=tuning.limits.seed) if pairs else None,
+        difference=compare_paired(*zip(*pairs, strict=True), seed=config.seed) if pairs else None,
     )
 
 
@@ -275,7 +256,7 @@ class LoopSearch:
             self._error = self._error or error
             raise _StoppedError from error
 
-    async def optimize(self, tuning: PromptTuning, proposer: LiteLlmModel | None) -> str:
+    async def optimize(self, config: PromptTuneConfig, initial_prompt: str) -> str:
         """The best prompt that the optimizer finds."""
         from tunesmith.commands.tune_prompt.mipro import optimize_prompt  # DSPy is optional and takes seconds
 
@@ -294,7 +275,13 @@ class LoopSearch:
             prompt: str | None = None
             error: BaseException | None = None
             try:
-                prompt = optimize_prompt(self, self._runs.tasks, tuning, proposer=proposer)
+                prompt = optimize_prompt(
+                    self,
+                    self._runs.tasks,
+                    config,
+                    initial_prompt=initial_prompt,
+                    has_proposer=self._teacher is not None,
+                )
             except _StoppedError:
                 error = self._error
             except Exception as raised:  # noqa: BLE001 - raised again on the event loop

@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from tunesmith.cluster.rank_info import shows_console
 from tunesmith.errors import RolloutError, exit_on_signal
@@ -37,34 +37,52 @@ class MainTask(asyncio.Task[T]):
         return super().cancel(msg)
 
 
-class SignalHandlers:
-    """Handles SIGINT and SIGTERM while the main task runs, unless the user installed handlers for them.
+class _Handlers:
+    """Handles SIGINT and SIGTERM within, unless the user installed handlers for them.
 
     In another thread than the main one, where no signal arrives, `interrupt_thread` takes the place of SIGINT.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, main: MainTask[Any]) -> None:
-        self._loop = loop
-        self._main = main
-        self._num_signals = 0
-        self._previous: dict[int, Any] = {}
-        self.signal_number: int | None = None
+    replaced: tuple[type, ...] = ()
+    """Handlers of ours that these replace."""
+    of_threads: ClassVar[dict[int, Any]]
+    """Thread ident -> the handlers in it; the main thread is not in it."""
 
-    def __enter__(self) -> SignalHandlers:
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number, ours in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, exit_on_signal)):
+            for number in (signal.SIGINT, signal.SIGTERM):
                 handler = signal.getsignal(number)
-                if handler in (signal.SIG_DFL, ours):
+                is_replaced = isinstance(getattr(handler, "__self__", None), self.replaced)
+                if is_replaced or handler in (signal.SIG_DFL, signal.default_int_handler, exit_on_signal):
                     self._previous[number] = handler
                     signal.signal(number, self._handle)
         else:
-            _handlers_of_threads[threading.get_ident()] = self
+            self.of_threads[threading.get_ident()] = self
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        _handlers_of_threads.pop(threading.get_ident(), None)
+        self.of_threads.pop(threading.get_ident(), None)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class SignalHandlers(_Handlers):
+    """Handles signals while the main task runs."""
+
+    of_threads: ClassVar[dict[int, SignalHandlers]] = {}
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, main: MainTask[Any]) -> None:
+        super().__init__()
+        self._loop = loop
+        self._main = main
+        self._num_signals = 0
 
     def cancel_main(self) -> bool:
         """Cancel the main task from another thread, as the first SIGINT does; False if it was cancelled before."""
@@ -75,10 +93,6 @@ class SignalHandlers:
         self._loop.call_soon_threadsafe(self._main.cancel)
         return True
 
-    def raise_signal(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit if there was a signal."""
-        raise_signal(self.signal_number)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         self.signal_number = number
@@ -87,36 +101,18 @@ class SignalHandlers:
             self._main.cancel()
             self._loop.call_soon_threadsafe(lambda: None)
         elif self._num_signals <= 2:
-            self.raise_signal()
+            raise_signal(number)
         else:
             os.write(2, f"tunesmith: {signal.Signals(number).name}: ending at once\n".encode())
             os._exit(128 + number)
 
 
-class StopAfterStep:
+class StopAfterStep(_Handlers):
     """Within: the first Ctrl-C or SIGTERM is recorded in `signal_number`, for a loop that ends after its step. The next
-    one is handled as outside. Handlers that the user installed stay."""
+    one is handled as outside."""
 
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopAfterStep:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                is_ours = isinstance(getattr(handler, "__self__", None), SignalHandlers)
-                if is_ours or handler in (signal.SIG_DFL, signal.default_int_handler, exit_on_signal):
-                    self._previous[number] = handler
-                    signal.signal(number, self._handle)
-        else:
-            _stops_of_threads[threading.get_ident()] = self
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        _stops_of_threads.pop(threading.get_ident(), None)
+    replaced = (SignalHandlers,)
+    of_threads: ClassVar[dict[int, StopAfterStep]] = {}
 
     def request(self, number: int) -> bool:
         """Let the loop end after its step; False if it was asked before."""
@@ -154,11 +150,6 @@ def show_signal(number: int, text: str) -> None:
         os.write(2, f"tunesmith: {signal.Signals(number).name}: {text}\n".encode())
 
 
-_handlers_of_threads: dict[int, SignalHandlers] = {}
-"""Thread ident -> handlers of the main task that runs in it; the main thread is not in it."""
-_stops_of_threads: dict[int, StopAfterStep] = {}
-
-
 def interrupt_thread(thread: threading.Thread) -> bool:
     """Interrupt a run in another thread, as Ctrl-C in the main thread: the first call lets it finish its step, the next
     cancels its main task. Without steps and main task, or after these calls, KeyboardInterrupt is raised in the code
@@ -167,7 +158,7 @@ def interrupt_thread(thread: threading.Thread) -> bool:
     ident = thread.ident
     if ident is None or not thread.is_alive():
         return False
-    stop, handlers = _stops_of_threads.get(ident), _handlers_of_threads.get(ident)
+    stop, handlers = StopAfterStep.of_threads.get(ident), SignalHandlers.of_threads.get(ident)
     is_asked = stop is not None and stop.request(signal.SIGINT)
     if is_asked or (handlers is not None and handlers.cancel_main()):
         return False
@@ -182,7 +173,7 @@ def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], handlers: Signa
         try:
             result = loop.run_until_complete(main)
         except asyncio.CancelledError as error:
-            handlers.raise_signal()
+            raise_signal(handlers.signal_number)
             where = "" if main.cancelled_at is None else f", at {main.cancelled_at}"
             raise RolloutError(
                 f"user code cancelled tasks of the run{where}: cancel only tasks that it made itself, not all of "

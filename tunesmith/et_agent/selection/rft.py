@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.commands.eval.comparison import format_table
-from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_file, drop_pending_tools
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_rows, drop_pending_tools
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.protocols import build_conversation
@@ -167,7 +167,7 @@ REASONS = ("wrong answer", "format error", "failed call", "equal to an earlier o
 def check_stage(config: RftFilterSection) -> None:
     check_embedding_model(config.embedding_model)
     for path in config.paths:
-        check_file(path)
+        check_rows(path)
     if config.environment is not None:
         load_environment(drop_pending_tools(config.environment))
 

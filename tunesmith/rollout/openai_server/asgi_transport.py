@@ -1,4 +1,4 @@
-"""HTTP clients and httpx transports that call an ASGI app on an event loop of this process, without a socket.
+"""HTTP clients that call an ASGI app on an event loop of this process, without a socket.
 
 Unlike `httpx.ASGITransport`, a transport returns the response as soon as it starts and streams the body. Closing the
 response, cancelling the caller, or reaching the read timeout of the request appears to the app as a client disconnect.
@@ -18,63 +18,15 @@ from starlette.types import ASGIApp, Message
 from tunesmith.rollout.sync_code import call_on_loop
 
 
-class InProcessTransport(httpx.AsyncBaseTransport):
-    """Sends requests to one ASGI app."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        timeout_s = request.extensions.get("timeout", {}).get("read")
-        exchange = _Exchange(await request.aread(), timeout_s=timeout_s)
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": request.method,
-            "headers": [(name.lower(), value) for name, value in request.headers.raw],
-            "scheme": request.url.scheme,
-            "path": request.url.path,
-            "raw_path": request.url.raw_path.partition(b"?")[0],
-            "query_string": request.url.query,
-            "server": (request.url.host, request.url.port),
-            "client": ("in-process", 0),
-            "root_path": "",
-        }
-        task = asyncio.ensure_future(self._app(scope, exchange.receive, exchange.send))
-        task.add_done_callback(exchange.end)
-        try:
-            start = await exchange.get_message()
-        except (asyncio.CancelledError, httpx.ReadTimeout):
-            await exchange.disconnect(task)
-            raise
-        if start is None:
-            task.result()
-            raise RuntimeError("the app returned without a response")
-        return httpx.Response(start["status"], headers=start["headers"], stream=_Body(exchange, task))
-
-
-class SharedClient(httpx.AsyncClient):
-    """An HTTP client shared by many owners: `aclose` does nothing, only `shut_down` closes it."""
-
-    async def aclose(self) -> None:
-        """Do nothing; other owners still use the client."""
-
-    async def __aexit__(self, *error: object) -> None:
-        """Do nothing, as `aclose`."""
-
-    async def shut_down(self) -> None:
-        await super().aclose()
-
-
 class _Exchange:
     """The ASGI messages of one request, between transport and app."""
 
-    def __init__(self, body: bytes, *, timeout_s: float | None) -> None:
-        """`timeout_s`: how long the client waits for each message; None: without limit."""
+    def __init__(self, body: bytes, *, timeout_s: float | None, library: ModuleType) -> None:
+        """`timeout_s`: how long the client waits for each message; None: without limit. `library`: the client's."""
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._disconnected = asyncio.Event()
         self._timeout_s = timeout_s
+        self._library = library
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         """Messages sent by the app; None after it has returned."""
 
@@ -92,11 +44,11 @@ class _Exchange:
         self._messages.put_nowait(None)
 
     async def get_message(self) -> Message | None:
-        """The app's next message; None after it has returned. Raises `httpx.ReadTimeout`."""
+        """The app's next message; None after it has returned. Raises the `ReadTimeout` of the client's library."""
         try:
             return await asyncio.wait_for(self._messages.get(), self._timeout_s)
         except TimeoutError as error:
-            raise httpx.ReadTimeout(f"nothing was received for {self._timeout_s} s") from error
+            raise self._library.ReadTimeout(f"nothing was received for {self._timeout_s} s") from error
 
     async def disconnect(self, task: asyncio.Future[None]) -> None:
         """Send the app a disconnect and wait until it has returned."""
@@ -104,31 +56,66 @@ class _Exchange:
         await asyncio.wait({task})
 
 
-class _Body(httpx.AsyncByteStream):
-    """The streamed body of a response."""
+def build_transport(app: ASGIApp, library: ModuleType) -> Any:
+    """A transport of httpx, or of a library with its interface, such as httpx2."""
 
-    def __init__(self, exchange: _Exchange, task: asyncio.Future[None]) -> None:
-        self._exchange = exchange
-        self._task = task
+    class Body(library.AsyncByteStream):  # type: ignore[name-defined]
+        """The streamed body of a response."""
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (message := await self._exchange.get_message()) is not None:
-            if message.get("body"):
-                yield message["body"]
-            if not message.get("more_body", False):
-                return
-        self._task.result()
+        def __init__(self, exchange: _Exchange, task: asyncio.Future[None]) -> None:
+            self._exchange = exchange
+            self._task = task
 
-    async def aclose(self) -> None:
-        if not self._task.done():
-            await self._exchange.disconnect(self._task)
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while (message := await self._exchange.get_message()) is not None:
+                if message.get("body"):
+                    yield message["body"]
+                if not message.get("more_body", False):
+                    return
+            self._task.result()
+
+        async def aclose(self) -> None:
+            if not self._task.done():
+                await self._exchange.disconnect(self._task)
+
+    class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined]
+        async def handle_async_request(self, request: Any) -> Any:
+            timeout_s = request.extensions.get("timeout", {}).get("read")
+            exchange = _Exchange(await request.aread(), timeout_s=timeout_s, library=library)
+            scope = {
+                "type": "http",
+                "asgi": {"version": "3.0"},
+                "http_version": "1.1",
+                "method": request.method,
+                "headers": [(name.lower(), value) for name, value in request.headers.raw],
+                "scheme": request.url.scheme,
+                "path": request.url.path,
+                "raw_path": request.url.raw_path.partition(b"?")[0],
+                "query_string": request.url.query,
+                "server": (request.url.host, request.url.port),
+                "client": ("in-process", 0),
+                "root_path": "",
+            }
+            task = asyncio.ensure_future(app(scope, exchange.receive, exchange.send))
+            task.add_done_callback(exchange.end)
+            try:
+                start = await exchange.get_message()
+            except (asyncio.CancelledError, library.ReadTimeout):
+                await exchange.disconnect(task)
+                raise
+            if start is None:
+                task.result()
+                raise RuntimeError("the app returned without a response")
+            return library.Response(start["status"], headers=start["headers"], stream=Body(exchange, task))
+
+    return Transport()
 
 
 class SyncTransport(httpx.BaseTransport):
     """Sends the requests of other threads to an ASGI app on an event loop."""
 
     def __init__(self, app: ASGIApp, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = InProcessTransport(app)
+        self._transport = build_transport(app, httpx)
         self._loop = loop
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -156,64 +143,14 @@ class _SyncBody(httpx.SyncByteStream):
         call_on_loop(self._loop, self._stream.aclose)
 
 
-class _SharedSyncClient(httpx.Client):
+def build_client(kind: type[Any], transport: Any) -> Any:
     """A client shared by many owners: closing it does nothing, since it holds no connection."""
 
-    def close(self) -> None:
-        """Do nothing; other owners still use the client."""
+    async def do_nothing(*_: object) -> None:
+        return None
 
-    def __exit__(self, *error: object) -> None:
-        """Do nothing, as `close`."""
-
-
-def build_sync_client(app: ASGIApp, loop: asyncio.AbstractEventLoop) -> httpx.Client:
-    """A synchronous HTTP client for threads, which may be shared."""
-    return _SharedSyncClient(transport=SyncTransport(app, loop), trust_env=False, timeout=None)
-
-
-def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
-    """An async HTTP client of a library with httpx's interface, such as httpx2; it may be shared."""
-    transport = InProcessTransport(app)
-
-    class Body(library.AsyncByteStream):  # type: ignore[name-defined]
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            try:
-                async for part in self._stream:
-                    yield part
-            except httpx.ReadTimeout as error:
-                raise library.ReadTimeout(str(error)) from error
-
-        async def aclose(self) -> None:
-            await self._stream.aclose()
-
-    class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined]
-        async def handle_async_request(self, request: Any) -> Any:
-            content = await request.aread()
-            copied = httpx.Request(
-                request.method,
-                str(request.url),
-                headers=request.headers.raw,
-                content=content,
-                extensions={"timeout": request.extensions.get("timeout", {})},
-            )
-            try:
-                response = await transport.handle_async_request(copied)
-            except httpx.ReadTimeout as error:
-                raise library.ReadTimeout(str(error), request=request) from error
-            headers = response.headers.raw
-            return library.Response(response.status_code, headers=headers, stream=Body(response.stream))
-
-    class SharedClient(library.AsyncClient):  # type: ignore[name-defined]
-        async def aclose(self) -> None:
-            """Do nothing; other owners still use the client."""
-
-        async def __aexit__(self, *error: object) -> None:
-            """Do nothing, as `aclose`."""
-
-    return SharedClient(transport=Transport(), trust_env=False, timeout=None)
+    shared = {"close": lambda _: None, "__exit__": lambda *_: None, "aclose": do_nothing, "__aexit__": do_nothing}
+    return type(f"Shared{kind.__name__}", (kind,), shared)(transport=transport, trust_env=False, timeout=None)
 
 
 class InProcessClients:
@@ -234,10 +171,10 @@ class InProcessClients:
         if self._loop is None:
             raise RuntimeError("a synchronous client needs the event loop of the rollouts, which is not running")
         if self._sync is None or self._sync[0] is not self._loop:
-            self._sync = (self._loop, build_sync_client(self._app, self._loop))
+            self._sync = (self._loop, build_client(httpx.Client, SyncTransport(self._app, self._loop)))
         return self._sync[1]
 
-    def get_async_client(self, library: ModuleType) -> Any:
+    def get_async_client(self, library: ModuleType = httpx) -> Any:
         if library not in self._async:
-            self._async[library] = build_async_client(self._app, library)
+            self._async[library] = build_client(library.AsyncClient, build_transport(self._app, library))
         return self._async[library]

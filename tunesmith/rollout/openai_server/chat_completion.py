@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Send
@@ -22,53 +24,23 @@ from tunesmith.errors import EngineError
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest
 from tunesmith.rollout.openai_server.response import (
-    ChunkEvents,
-    CompletionHeader,
+    END_OF_STREAM,
+    Event,
     Events,
     TokenLogprobs,
     build_delta,
+    build_error,
     build_finish_reason,
     build_logprobs,
     build_message,
     build_usage,
+    encode_event,
     list_tokens,
 )
 from tunesmith.rollout.recording.recorder import Session, SessionCall, SessionClosedError
 from tunesmith.types import Completion, OnTokens, TokenDetails
 
 Request = TypeVar("Request", bound=CompletionRequest)
-
-
-class ChoiceStream(ABC):
-    """Turns the tokens of one choice into stream chunks."""
-
-    def __init__(self, renderer: Renderer, parser: IncrementalParser, index: int, *, hidden: Sequence[int]) -> None:
-        """`hidden`: ids of tokens without text."""
-        self._parser = parser
-        self._detokenizer = renderer.build_incremental_detokenizer(extra_hidden_ids=hidden)
-        self._index = index
-        self._is_first = True
-        self._tokens: list[TokenLogprobs] = []
-        self._entropies: list[float] = []
-        """Both since the last chunk."""
-
-    def add_tokens(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
-    ) -> dict[str, Any] | None:
-        """The next chunk, if these tokens complete one."""
-        details = details or TokenDetails()
-        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
-        self._entropies += details.entropies or ()
-        text = "".join(map(self._detokenizer.feed, token_ids))
-        return self._build_next(self._parser.feed(text) if text else Delta())
-
-    @abstractmethod
-    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
-        """The chunk of the tokens since the last one, unless it would be empty."""
-
-    @abstractmethod
-    def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunks: held-back text, then the finish reason."""
 
 
 class PendingCompletion(ABC, Generic[Request]):
@@ -80,6 +52,8 @@ class PendingCompletion(ABC, Generic[Request]):
     """The `object` fields of a complete response and of stream chunks."""
     prefix_ids: tuple[int, ...] = ()
     """The start of each reply that is not sampled."""
+    open_events: Callable[[], Events] | None = None
+    """Opens the events of an API whose responses have another form."""
 
     def __init__(
         self, session: Session, renderer: Renderer, request: Request, calls: Sequence[SessionCall], *, model_name: str
@@ -89,8 +63,8 @@ class PendingCompletion(ABC, Generic[Request]):
         self.renderer = renderer
         self.request = request
         self.calls = calls
-        completion_id = f"{self.id_prefix}-{session.key[:8]}-{calls[0].index}"
-        self.header = CompletionHeader(completion_id=completion_id, model=model_name)
+        self.request_id = f"{session.key[:8]}-{calls[0].index}"
+        self.model_name = model_name
         self.sampling = request.sampling
 
     @property
@@ -100,6 +74,16 @@ class PendingCompletion(ABC, Generic[Request]):
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(call.prompt_ids) + len(self.prefix_ids) for call in self.calls)
+
+    def start_body(self, kind: str) -> dict[str, Any]:
+        """The fields that a complete response and each chunk begin with."""
+        created = int(time.time())
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
+            "object": kind,
+            "created": created,
+            "model": self.model_name,
+        }
 
     def find_call(self, choice: int) -> SessionCall:
         """The call that a choice belongs to; choices of one prompt are consecutive."""
@@ -117,20 +101,73 @@ class PendingCompletion(ABC, Generic[Request]):
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The body of a complete response."""
-        body = self.header.to_json(self.body_object)
+        body = self.start_body(self.body_object)
         body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
+        if self.request.has_token_ids:
+            self.add_prompt_ids(body)
         return body
 
-    @abstractmethod
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """One choice of a complete response."""
+        parser = self.build_parser()
+        hidden = self.request.sampling.stop_token_ids
+        message = parser.parse(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden))
+        self.record_reply(index, message, parser.stop_string)
+        tokens: list[TokenLogprobs] = []
+        if self.has_token_fields:
+            tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
+        choice = self.build_part(index, self.build_message(message), tokens, completion.entropies or ())
+        return choice | build_end(completion, message, parser)
+
+    def build_part(
+        self, index: int, content: Mapping[str, Any], tokens: Sequence[TokenLogprobs], entropies: Sequence[float]
+    ) -> dict[str, Any]:
+        """A choice of a complete response, or of one chunk, before its end."""
+        choice: dict[str, Any] = {"index": index, **content, "finish_reason": None, "logprobs": None}
+        if self.request.has_logprobs and tokens:
+            choice["logprobs"] = self.build_logprobs(tokens)
+        if self.request.has_token_ids:
+            choice["token_ids"] = [token_id for token_id, *_ in tokens]
+        if self.request.sampling.return_entropy:
+            choice["entropies"] = list(entropies)
+        return choice
+
+    @property
+    def has_token_fields(self) -> bool:
+        return self.request.has_logprobs or self.request.has_token_ids
+
+    def add_prompt_ids(self, body: dict[str, Any]) -> None:
+        """Add the prompts' ids to a complete response, or to a choice's first chunk."""
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = list(self.find_call(choice["index"]).prompt_ids)
+
+    def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
+        """Store the reply of a choice for later calls; `stop_string` ended its text."""
 
     @abstractmethod
-    def open_choice_stream(self, index: int) -> ChoiceStream: ...
+    def build_parser(self) -> IncrementalParser: ...
 
-    def open_events(self) -> Events:
-        return ChunkEvents()
+    @abstractmethod
+    def build_message(self, message: Message) -> dict[str, Any]:
+        """The reply as a field of a complete choice."""
+
+    @abstractmethod
+    def build_delta(self, delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
+        """A part of the reply as a field of a chunk's choice; `num_calls`: of tool calls in earlier chunks."""
+
+    @abstractmethod
+    def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]: ...
+
+
+def build_end(completion: Completion, message: Message, parser: IncrementalParser) -> dict[str, Any]:
+    """Fields of the end of a choice."""
+    has_calls = bool(message.tool_calls)
+    reason = build_finish_reason(completion, has_calls=has_calls, is_stopped=parser.is_stopped)
+    return {"finish_reason": reason} | ({} if parser.stop_string is None else {"stop_reason": parser.stop_string})
+
+
+OpenEvents = Callable[["PendingChatCompletion"], Events]
 
 
 class PendingChatCompletion(PendingCompletion[ChatRequest]):
@@ -139,10 +176,18 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
     id_prefix, body_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, session: Session, renderer: Renderer, request: ChatRequest, call: SessionCall, *, model_name: str
+        self,
+        session: Session,
+        renderer: Renderer,
+        request: ChatRequest,
+        call: SessionCall,
+        *,
+        model_name: str,
+        open_events: OpenEvents | None = None,
     ) -> None:
         super().__init__(session, renderer, request, [call], model_name=model_name)
         self.call = call
+        self.open_events = None if open_events is None else partial(open_events, self)
         self._prefix_text = ""
         if request.tool_choice == "required":
             self._prefix_text, self.prefix_ids = renderer.build_call_prefix(
@@ -151,10 +196,6 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         self._is_single_call = request.is_single_call and request.has_callable_tools
         if self._is_single_call:  # sampling stops after the call
             self.sampling = renderer.limit_to_one_call(request.sampling)
-
-    def build_id(self, kind: str) -> str:
-        """The request's id as an object of another API."""
-        return f"{kind}_{self.header.completion_id.removeprefix('chatcmpl-')}"
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -166,57 +207,41 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
             new_call_id=self.session.build_call_id,
             has_tools=self.request.has_callable_tools,
             has_reasoning=self.request.has_reasoning_field,
-            tools=self.request.prompt.tools,
+            tools=self.request.tools,
             is_single_call=self._is_single_call,
             stop=self.request.sampling.stop,
             keeps_stop=self.request.keeps_stop,
             prefix=self._prefix_text,
         )
 
-    def parse_completion(self, completion: Completion) -> tuple[Message, str, str | None]:
-        """The sampled message, its finish reason, and the stop string found in its text."""
-        parser = self.build_parser()
-        text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
-        message = parser.parse(text)
-        reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
-        return message, reason, parser.stop_string
-
     def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
         """Store the reply of a choice for later calls; `stop_string` ended its text."""
         if self.request.has_callable_tools:
-            self.renderer.watch_calls(message, self.request.prompt.tools)
+            self.renderer.watch_calls(message, self.request.tools)
         cut_stop = "" if self.request.keeps_stop else stop_string or ""
         self.session.record_reply(self.call, index, message, cut_stop=cut_stop)
 
-    def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """One choice of a complete response."""
-        message, reason, stop_string = self.parse_completion(completion)
-        self.record_reply(index, message, stop_string)
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": build_message(message),
-            "finish_reason": reason,
-            "logprobs": None,
-        }
-        if stop_string is not None:
-            choice["stop_reason"] = stop_string
-        if self.request.has_logprobs:
-            tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
-            choice["logprobs"] = build_logprobs(tokens, self.renderer.format_token)
-        if self.request.has_token_ids:
-            choice["token_ids"] = list(completion.sampled_ids)
-        if completion.entropies is not None:
-            choice["entropies"] = list(completion.entropies)
-        return choice
+    def build_message(self, message: Message) -> dict[str, Any]:
+        return {"message": build_message(message)}
+
+    def build_delta(self, delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
+        return {"delta": build_delta(delta, num_calls=num_calls, is_first=is_first)}
+
+    def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return build_logprobs(tokens, self.renderer.format_token)
+
+    def add_prompt_ids(self, body: dict[str, Any]) -> None:
+        body["prompt_token_ids"] = list(self.prompt_ids)
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         body = super().build_body(completions)
-        if self.request.has_token_ids:
-            body["prompt_token_ids"] = list(self.prompt_ids)
-        return body
-
-    def open_choice_stream(self, index: int) -> ChatChoiceStream:
-        return ChatChoiceStream(self, index)
+        if self.open_events is None:
+            return body
+        events = self.open_events()
+        choices = [{**choice, "delta": choice["message"]} for choice in body["choices"]]
+        events.translate(body | {"choices": choices})
+        events.finish()
+        return events.build_body()
 
 
 async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
@@ -233,53 +258,53 @@ async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
     return pending.build_body(completions)
 
 
-class ChatChoiceStream(ChoiceStream):
-    """Turns the tokens of one choice into chat completion chunks."""
+class ChoiceStream:
+    """Turns the tokens of one choice into chunks."""
 
-    def __init__(self, pending: PendingChatCompletion, index: int) -> None:
+    def __init__(self, pending: PendingCompletion[Any], index: int) -> None:
         hidden = pending.request.sampling.stop_token_ids
-        super().__init__(pending.renderer, pending.build_parser(), index, hidden=hidden)
         self._pending = pending
+        self._index = index
+        self._parser = pending.build_parser()
+        self._detokenizer = pending.renderer.build_incremental_detokenizer(extra_hidden_ids=hidden)
         self._deltas: list[Delta] = []
+        """One for each chunk."""
         self._num_calls = 0
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
+        """Both since the last chunk."""
 
-    def _build_next(self, delta: Delta) -> dict[str, Any] | None:
-        return self._build_chunk(delta) if delta or self._is_first else None
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
+        """The next chunk, if these tokens complete one."""
+        details = details or TokenDetails()
+        if self._pending.has_token_fields:
+            self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
+        text = "".join(map(self._detokenizer.feed, token_ids))
+        delta = self._parser.feed(text) if text else Delta()
+        return self._build_chunk(delta) if delta or not self._deltas else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
+        """The last chunks: held-back text, then the finish reason."""
         deltas = [self._parser.feed(self._detokenizer.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
         self._pending.record_reply(self._index, message, self._parser.stop_string)
         last = self._build_chunk(Delta())
-        last["choices"][0]["finish_reason"] = build_finish_reason(
-            completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
-        )
-        if self._parser.stop_string is not None:
-            last["choices"][0]["stop_reason"] = self._parser.stop_string
+        last["choices"][0] |= build_end(completion, message, self._parser)
         return [*chunks, last]
 
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
-        request = self._pending.request
-        choice: dict[str, Any] = {
-            "index": self._index,
-            "delta": build_delta(delta, num_calls=self._num_calls, is_first=self._is_first),
-            "finish_reason": None,
-            "logprobs": None,
-        }
-        if request.has_logprobs and self._tokens:
-            choice["logprobs"] = build_logprobs(self._tokens, self._pending.renderer.format_token)
-        if request.sampling.return_entropy:
-            choice["entropies"] = self._entropies
-        chunk = self._pending.header.to_json(self._pending.chunk_object)
-        chunk["choices"] = [choice]
-        if request.has_token_ids:
-            choice["token_ids"] = [token_id for token_id, *_ in self._tokens]
-            if self._is_first:
-                chunk["prompt_token_ids"] = list(self._pending.prompt_ids)
+        pending, is_first = self._pending, not self._deltas
+        content = pending.build_delta(delta, num_calls=self._num_calls, is_first=is_first)
+        chunk = pending.start_body(pending.chunk_object)
+        chunk["choices"] = [pending.build_part(self._index, content, self._tokens, self._entropies)]
+        if is_first and pending.request.has_token_ids:
+            pending.add_prompt_ids(chunk)
         self._deltas.append(delta)
         self._num_calls += len(delta.tool_calls)
-        self._is_first = False
         self._tokens, self._entropies = [], []
         return chunk
 
@@ -292,7 +317,7 @@ async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict
     """The chunks of all choices while they are sampled; closing the generator cancels them."""
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
     tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
-    choices = [pending.open_choice_stream(index) for index in range(len(tasks))]
+    choices = [ChoiceStream(pending, index) for index in range(len(tasks))]
     num_open = len(tasks)
     try:
         while num_open:
@@ -307,9 +332,29 @@ async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict
                 yield chunk
         if pending.request.has_stream_usage:
             usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
-            yield pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage}
+            yield pending.start_body(pending.chunk_object) | {"choices": [], "usage": usage}
     finally:
         await cancel_all(tasks)
+
+
+async def iterate_events(pending: PendingCompletion[Any]) -> AsyncGenerator[Event, None]:
+    """The events of a stream: the chunks, or what the events of another API make of them."""
+    events = None if pending.open_events is None else pending.open_events()
+    is_started = False
+    try:
+        async with contextlib.aclosing(iterate_chunks(pending)) as chunks:
+            async for chunk in chunks:
+                for event in (chunk,) if events is None else events.translate(chunk):
+                    is_started = True
+                    yield event
+    except (EngineError, SessionClosedError) as error:
+        if not is_started:
+            raise
+        message = f"{type(error).__name__}: {error}"
+        yield build_error(message, status=500) if events is None else events.fail(message)
+    else:
+        for event in () if events is None else events.finish():
+            yield event
 
 
 async def stream_completion(pending: PendingCompletion[Any], send: Send) -> None:
@@ -317,20 +362,16 @@ async def stream_completion(pending: PendingCompletion[Any], send: Send) -> None
 
     Nothing is sent before the first token, so that a request that fails at once gets an error status.
     """
-    sender, events = _EventSender(send), pending.open_events()
-    try:
-        async with contextlib.aclosing(iterate_chunks(pending)) as chunks:
-            async for chunk in chunks:
-                for event in events.translate(chunk):
-                    await sender.send_event(event)
-    except (EngineError, SessionClosedError) as error:
-        if not sender.is_started:
-            raise
-        await sender.send_event(events.fail(f"{type(error).__name__}: {error}"))
-    else:
-        for event in events.finish():
-            await sender.send_event(event)
-    await sender.finish(events.end_of_stream)
+    is_started = False
+    async with contextlib.aclosing(iterate_events(pending)) as events:
+        async for event in events:
+            if not is_started:
+                is_started = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
+    end = END_OF_STREAM if pending.open_events is None else b""
+    await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 def _start_choice(
@@ -342,21 +383,3 @@ def _start_choice(
     task = asyncio.ensure_future(pending.sample_choice(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
     return task
-
-
-class _EventSender:
-    """Sends server-sent events; the first one starts the HTTP response."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_started = False
-
-    async def send_event(self, event: bytes) -> None:
-        if not self.is_started:
-            self.is_started = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-
-    async def finish(self, end_of_stream: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": end_of_stream, "more_body": False})

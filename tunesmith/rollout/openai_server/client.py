@@ -22,8 +22,9 @@ from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
-from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
-from tunesmith.rollout.openai_server.response import build_error
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
+from tunesmith.rollout.openai_server.fields import ApiError
+from tunesmith.rollout.openai_server.response import build_error_body
 
 BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) - {
     "self", "stream", "extra_headers", "extra_query", "extra_body", "timeout",
@@ -32,11 +33,6 @@ BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) -
 NUM_CACHED_VALUES, MAX_VALUE_BYTES = 16384, 4096
 """Cache size and key length of the check whether a message or a list of tools is plain JSON."""
 SCALARS = frozenset({str, bool, int})
-ERRORS: dict[int, type[openai.APIStatusError]] = {
-    400: openai.BadRequestError,
-    401: openai.AuthenticationError,
-    404: openai.NotFoundError,
-}
 
 
 class InProcessClient(openai.AsyncOpenAI):
@@ -93,7 +89,9 @@ class _Completions(AsyncCompletions):
         try:
             body = await endpoint.complete(self._client.api_key, fields)
         except ApiError as error:
-            raise _build_status_error(error, str(self._client.base_url)) from error
+            request = httpx.Request("POST", f"{self._client.base_url}chat/completions")
+            response = httpx.Response(error.status, json=build_error_body(error), request=request)
+            raise self._client._make_status_error_from_response(response) from error
         return ChatCompletion.model_validate(body)
 
 
@@ -155,11 +153,3 @@ def _encode_object(value: Any) -> Any:
     if isinstance(value, Iterable):
         return list(value)
     raise TypeError(f"{type(value).__name__} in a chat request is not JSON")
-
-
-def _build_status_error(error: ApiError, base_url: str) -> openai.APIStatusError:
-    body = build_error(str(error), status=error.status, param=error.param, code=error.code)
-    request = httpx.Request("POST", f"{base_url}chat/completions")
-    response = httpx.Response(error.status, json=body, request=request)
-    kind = ERRORS.get(error.status, openai.InternalServerError)
-    return kind(f"Error code: {error.status} - {error}", response=response, body=body["error"])

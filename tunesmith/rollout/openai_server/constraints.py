@@ -33,13 +33,10 @@ from tunesmith.grammar.grammars import (
 )
 from tunesmith.grammar.tagged_arguments import ArgumentTexts
 from tunesmith.grammar.terms import has_llguidance, write_tag
-from tunesmith.rollout.openai_server.fields import RequestError
+from tunesmith.rollout.openai_server.fields import OBJECT, Fields, Read, RequestError, keep, read_fields, read_object
 
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
-"""Fields of `structured_outputs`, one of which may be set; `guided_<kind>` are the same."""
 ARGUMENTS_END = re.compile(r'^"\s*\}')
 """What closes the last argument of a rendered call, and its arguments."""
-GUIDED = ("json", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,85 +48,86 @@ class Constraint:
     build_grammar: Callable[[], str]
 
 
-def parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
-    """The constraint that a request sets in one of its fields."""
-    found = [_parse_response_format(body.get("response_format")), _parse_structured(body.get("structured_outputs"))]
-    found += [_parse_kind(kind, body.get(f"guided_{kind}"), param=f"guided_{kind}") for kind in GUIDED]
-    constraints = [each for each in found if each is not None]
-    if len(constraints) > 1:
-        params = " and ".join(each.param for each in constraints)
-        raise RequestError(f"{params} both constrain the reply: give one", param=constraints[1].param)
-    return constraints[0] if constraints else None
-
-
-def _parse_response_format(raw: Any) -> Constraint | None:
-    param = "response_format"
-    if raw is None:
-        return None
-    if not isinstance(raw, dict):
-        raise RequestError("response_format must be an object with a type", param=param)
-    kind = raw.get("type")
-    _check_keys(raw, ("type", "json_schema") if kind == "json_schema" else ("type",), where=param, param=param)
-    if kind is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return _parse_kind("json", ANY_OBJECT, param=param)
-    if kind == "json_schema":
-        wrapper = raw.get("json_schema")
-        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-        if not (isinstance(wrapper, dict) and isinstance(schema, dict)):
-            raise RequestError("response_format.json_schema.schema must be a JSON schema", param=param)
-        allowed = ("name", "description", "schema", "strict")
-        _check_keys(wrapper, allowed, where="response_format.json_schema", param=param)
-        return _parse_kind("json", schema, param=param)
-    raise RequestError(f"response_format.type={kind!r}; allowed: text, json_object, json_schema", param=param)
-
-
-def _check_keys(given: Mapping[str, Any], allowed: Sequence[str], *, where: str, param: str) -> None:
-    """Raise RequestError for a key without effect, such as a schema beside type json_object."""
-    for key, value in given.items():
-        if key not in allowed and value is not None:
-            raise RequestError(f"{where} has {key!r}; with this type it has only {', '.join(allowed)}", param=param)
-
-
-def _parse_structured(raw: Any) -> Constraint | None:
-    param = "structured_outputs"
-    if raw is None:
-        return None
-    fields = {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
-    if len(fields) != 1 or not fields.keys() <= set(KINDS):
-        raise RequestError(f"structured_outputs must be an object with one of {', '.join(KINDS)}", param=param)
-    [(kind, value)] = fields.items()
-    if kind == "json_object":
-        return _parse_kind("json", ANY_OBJECT, param=param) if value is True else None
-    return _parse_kind(kind, value, param=param)
-
-
-def _parse_kind(kind: str, value: Any, *, param: str) -> Constraint | None:
-    if value is None:
-        return None
-    if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-            raise RequestError(f"{param} must be a list of non-empty texts", param=param)
-        return Constraint(param=param, build_grammar=lambda: build_choice_grammar(value))
-    if kind == "json":
-        schema = _load_schema(value, param=param)
-        return Constraint(param=param, build_grammar=lambda: build_json_grammar(schema))
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"{param} must be non-empty text", param=param)
-    build = build_regex_grammar if kind == "regex" else build_rule_grammar
-    return Constraint(param=param, build_grammar=lambda: build(value))
-
-
-def _load_schema(value: Any, *, param: str) -> Mapping[str, Any]:
+def constrain_json(value: Any, name: str) -> Constraint:
+    """A JSON schema, or its text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise RequestError(f"{param} is not JSON: {error}", param=param) from error
+            raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise RequestError(f"{param} must be a JSON schema", param=param)
-    return value
+        raise ValueError(f"{name} must be a JSON schema")
+    schema = value
+    return Constraint(param=name.partition(".")[0], build_grammar=lambda: build_json_grammar(schema))
+
+
+def constrain_choice(value: Any, name: str) -> Constraint:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        raise ValueError(f"{name} must be a list of non-empty texts")
+    return Constraint(param=name.partition(".")[0], build_grammar=lambda: build_choice_grammar(value))
+
+
+def constrain_by(build: Callable[[str], str]) -> Read:
+    """A field whose text `build` turns into a grammar."""
+
+    def read(value: Any, name: str) -> Constraint:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} must be non-empty text")
+        return Constraint(param=name.partition(".")[0], build_grammar=lambda: build(value))
+
+    return read
+
+
+GUIDED: Fields = {
+    "json": constrain_json,
+    "regex": constrain_by(build_regex_grammar),
+    "choice": constrain_choice,
+    "grammar": constrain_by(build_rule_grammar),
+}
+STRUCTURED: Fields = {
+    **GUIDED,
+    "json_object": lambda value, name: constrain_json(ANY_OBJECT, name) if value is True else None,
+}
+"""Fields of `structured_outputs`, one of which may be set."""
+JSON_SCHEMA: Fields = {"name": keep, "description": keep, "strict": keep, "schema": constrain_json}
+
+
+def constrain_format(value: Any, name: str) -> Constraint | None:
+    """`response_format`."""
+    kind = OBJECT(value, name).get("type") or "text"
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError(f"{name}.type={kind!r}; allowed: text, json_object, json_schema")
+    known: dict[str, Read] = {"type": keep}
+    if kind == "json_schema":
+        given = read_fields(value, known | {"json_schema": read_object(JSON_SCHEMA)}, name)
+        schema: Constraint | None = given.get("json_schema", {}).get("schema")
+        return schema or constrain_json(None, f"{name}.json_schema.schema")
+    read_fields(value, known, name)
+    return None if kind == "text" else constrain_json(ANY_OBJECT, name)
+
+
+def constrain_structure(value: Any, name: str) -> Constraint | None:
+    """`structured_outputs`."""
+    given = {key: each for key, each in OBJECT(value, name).items() if each is not None}
+    if len(given) != 1 or not given.keys() <= STRUCTURED.keys():
+        raise ValueError(f"{name} must be an object with one of {', '.join(STRUCTURED)}")
+    return next(iter(read_fields(given, STRUCTURED, name).values()), None)
+
+
+CONSTRAINT_FIELDS: Fields = {
+    "response_format": constrain_format,
+    "structured_outputs": constrain_structure,
+    **{f"guided_{kind}": read for kind, read in GUIDED.items()},
+}
+
+
+def choose_constraint(given: Mapping[str, Any]) -> Constraint | None:
+    """The constraint that a request sets in one of its fields."""
+    constraints = [given[name] for name in CONSTRAINT_FIELDS if name in given]
+    if len(constraints) > 1:
+        params = " and ".join(each.param for each in constraints)
+        raise RequestError(f"{params} both constrain the reply: give one", param=constraints[1].param)
+    return constraints[0] if constraints else None
 
 
 def constrain_reply(

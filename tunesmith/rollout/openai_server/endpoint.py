@@ -7,21 +7,21 @@ refused with a reason. Every error that a client can receive is an `ApiError` wi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
-from tunesmith.chat.renderer import PromptTooLongError
+from tunesmith.chat.renderer import Prompt, PromptTooLongError
 from tunesmith.errors import EngineError, ReplayError
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion
+from tunesmith.rollout.openai_server.chat_completion import OpenEvents, PendingChatCompletion, create_completion
 from tunesmith.rollout.openai_server.constraints import (
     constrain_call,
     constrain_reply,
     constrain_text,
 )
-from tunesmith.rollout.openai_server.fields import RequestError
+from tunesmith.rollout.openai_server.fields import ApiError, RequestError
 from tunesmith.rollout.openai_server.request import (
     ChatRequest,
     RequestParser,
@@ -39,42 +39,21 @@ from tunesmith.rollout.recording.recorder import (
 from tunesmith.types import Sampling
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
+Admitted = TypeVar("Admitted")
 
 NO_KEY_MESSAGE = "no API key: use the key of the trajectory as the API key, or /t/<key>/v1 as the base URL"
 INVALID_KEY_MESSAGE = "the API key belongs to no open trajectory: it is wrong, or the trajectory has ended"
 
 
-class ContextLengthError(RequestError):
-    """The prompt leaves no room for a sampled token."""
-
-
-class ApiError(Exception):
-    """A refused or failed request."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        """Machine-readable error code, if the HTTP status is not specific enough."""
-        self.param = param
-        """The invalid request field."""
-
-
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Convert errors of a request to `ApiError`."""
+    """Convert errors of sessions and engines to `ApiError`."""
     try:
         yield
-    except ContextLengthError as error:
-        raise ApiError(400, str(error), param=error.param, code=CONTEXT_LENGTH_EXCEEDED) from error
-    except RequestError as error:
-        raise ApiError(404 if error.param == "model" else 400, str(error), param=error.param) from error
-    except SamplingRefusedError as error:
+    except (SamplingRefusedError, ReplayError) as error:
         raise ApiError(400, str(error)) from error
     except SessionClosedError as error:
         raise ApiError(401, INVALID_KEY_MESSAGE) from error
-    except ReplayError as error:
-        raise ApiError(400, str(error)) from error
     except EngineError as error:
         raise ApiError(500, f"the engine failed: {error}") from error
 
@@ -95,50 +74,47 @@ class ChatEndpoint:
 
     def describe_model(self, name: str | None = None) -> dict[str, Any]:
         """The model object of /v1/models; a `name` other than the served model's is a 404."""
-        with translate_errors():
-            self._check_model(name)
+        self._check_model(name)
         card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "tunesmith"}
         return card | {"max_model_len": self.recorder.engine.max_model_len}
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model_name):
             message = f"model {name!r} does not exist; this endpoint serves {self.model_name!r}"
-            raise RequestError(message, param="model")
+            raise RequestError(message, param="model", status=404)
 
     async def admit(
         self,
         session: Session,
         fields: Any,
         *,
-        build: Callable[..., PendingChatCompletion] = PendingChatCompletion,
+        open_events: OpenEvents | None = None,
     ) -> PendingChatCompletion:
-        """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `build`: its class."""
+        """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `open_events`: of an API
+        whose responses have another form."""
         renderer = self.recorder.renderer
         with translate_errors():
-            request = self._parse_request(session, fields)
+            request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
-            call = await self._admit(session, session.admit(request.prompt), param="messages")
+            call = await self._admit(session.admit(prompt), session, param="messages")
             request = self._resolve_ids(request, self._build_chat_grammar(request, call))
-            pending = build(session, renderer, request, call, model_name=self.model_name)
+            pending = PendingChatCompletion(
+                session, renderer, request, call, model_name=self.model_name, open_events=open_events
+            )
             self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
 
-    def _parse_request(self, session: Session, fields: Any) -> ChatRequest:
+    def _parse_request(self, session: Session, fields: Any) -> tuple[ChatRequest, Prompt]:
         return self._parser.parse(fields, session.sampling, parse_messages=session.conversations.parse)
 
     async def count_prompt_tokens(self, session: Session, fields: Any) -> int:
         """Number of prompt tokens of a chat request in this session; nothing is sampled or recorded."""
         with translate_errors():
-            request = self._parse_request(session, fields)
+            request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
-            try:
-                return len(await session.build_prompt_ids(request.prompt))
-            except PromptTooLongError as error:
-                raise ContextLengthError(self._format_context_error(str(error)), param="messages") from error
-            except ValueError as error:
-                raise RequestError(str(error), param="messages") from error
+            return len(await self._admit(session.build_prompt_ids(prompt), param="messages"))
 
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
@@ -148,7 +124,7 @@ class ChatEndpoint:
             calls = []
             for text in request.prompts:
                 admission = session.admit_text(text, adds_special_tokens=request.adds_special_tokens)
-                calls.append(await self._admit(session, admission, param="prompt"))
+                calls.append(await self._admit(admission, session, param="prompt"))
             for call in calls:
                 self._check_context(session, len(call.prompt_ids), param="prompt")
             grammar = "" if request.constraint is None else constrain_text(request.constraint)
@@ -163,7 +139,7 @@ class ChatEndpoint:
         is_callable = request.has_callable_tools and renderer.has_tool_calls
         tools = [
             tool | {"function": tool["function"] | {"strict": tool["function"]["name"] in request.strict_tools}}
-            for tool in map(dict, request.prompt.tools if is_callable else ())
+            for tool in map(dict, request.tools if is_callable else ())
         ]
         if request.constraint is None:
             return constrain_call(tools, renderer, name=request.called_tool, is_single_call=request.is_single_call)
@@ -186,13 +162,16 @@ class ChatEndpoint:
         distribution = replace(distribution, end_ids=tuple(sorted(end_ids)), bad_words=words, grammar=grammar)
         return replace(request, sampling=replace(sampling, distribution=distribution))
 
-    async def _admit(self, session: Session, admission: Coroutine[Any, Any, SessionCall], *, param: str) -> SessionCall:
-        """Await the session's admission of a prompt and convert its errors."""
+    async def _admit(
+        self, admission: Coroutine[Any, Any, Admitted], session: Session | None = None, *, param: str
+    ) -> Admitted:
+        """Await the admission of a prompt and convert its errors; `session` counts one that is too long."""
         try:
             return await admission
         except PromptTooLongError as error:
-            session.num_overlong += 1
-            raise ContextLengthError(self._format_context_error(str(error)), param=param) from error
+            if session is not None:
+                session.num_overlong += 1
+            raise self._build_context_error(str(error), param) from error
         except ValueError as error:
             raise RequestError(str(error), param=param) from error
 
@@ -200,14 +179,14 @@ class ChatEndpoint:
         """Refuse a prompt that leaves no room for a sampled token."""
         if num_tokens >= self.recorder.engine.max_model_len:
             session.num_overlong += 1
-            raise ContextLengthError(self._format_context_error(f"the prompt has {num_tokens} tokens"), param=param)
+            raise self._build_context_error(f"the prompt has {num_tokens} tokens", param)
 
-    def _format_context_error(self, found: str) -> str:
-        length = self.recorder.engine.max_model_len
-        return (
-            f"this model's maximum context length is {length} tokens and {found}; shorten the messages, "
-            "or raise model.max_model_len"
+    def _build_context_error(self, found: str, param: str) -> RequestError:
+        message = (
+            f"this model's maximum context length is {self.recorder.engine.max_model_len} tokens and {found}; shorten "
+            "the messages, or raise model.max_model_len"
         )
+        return RequestError(message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
     async def complete(self, key: str, fields: Any) -> dict[str, Any]:
         """Response body of a non-streaming chat request."""

@@ -2,41 +2,47 @@
 
 Input: JSON from any client, and the session's sampling defaults. Output: a `ChatRequest` or a `TextRequest`. Fields of
 the request override the defaults. An option that is not supported, or not known, raises a `RequestError`; only keys
-without effect on the result (`INERT_FIELDS`) are ignored.
+without effect on the result (`ignore`) are ignored.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
-from tunesmith.rollout.openai_server.constraints import Constraint, parse_constraint
+from tunesmith.rollout.openai_server.constraints import CONSTRAINT_FIELDS, Constraint, choose_constraint
 from tunesmith.rollout.openai_server.fields import (
-    CHAT_FIELDS,
-    CONTINUATION_FIELDS,
-    EXTENDED_FIELDS,
-    INERT_FIELDS,
+    FLAG,
     MAX_NUMBER,
-    NEUTRAL_VALUES,
-    SHARED_FIELDS,
-    TEXT_FIELDS,
+    OBJECT,
+    TEXT,
+    Fields,
+    Read,
     RequestError,
-    get_field,
-    get_number,
-    parse_sampling,
+    ignore,
+    keep,
+    only,
+    read_fields,
+    read_number,
+    read_object,
+    read_texts,
+    read_value,
     shorten,
 )
-from tunesmith.types import Sampling
+from tunesmith.types import MIN_TEMPERATURE, Sampling
 
-STREAM_OPTIONS = ("include_usage",)
 MAX_CHOICES = 128
 MAX_BAD_WORDS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_PENALTY = 2.0
+"""Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
 NUM_CACHED_OPTIONS, MAX_CACHED_BYTES = 1024, 16384
 """Cache size and key length for the fields of chat requests other than the messages."""
 
@@ -63,9 +69,11 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(CompletionRequest):
-    """One chat completion request."""
+    """One chat completion request, without its messages."""
 
-    prompt: Prompt
+    tools: tuple[Mapping[str, Any], ...]
+    variables: tuple[tuple[str, Any], ...]
+    """Both as in `Prompt`."""
     tool_choice: ToolChoice
     forced_tool: str | None
     """The tool that must be called, if the request names one."""
@@ -73,6 +81,8 @@ class ChatRequest(CompletionRequest):
     """Names of the tools whose schemas must be enforced completely, or refused."""
     is_single_call: bool
     """The response may contain at most one tool call."""
+    is_continued: bool
+    """The reply continues the last message."""
     keeps_stop: bool
     """The stop string that ended the reply is part of its text."""
     has_reasoning_field: bool
@@ -81,13 +91,12 @@ class ChatRequest(CompletionRequest):
     @property
     def called_tool(self) -> str | None:
         """With `tool_choice` "required" the tool that must be called: the requested one or the only one; else None."""
-        tools = self.prompt.tools
-        only = tools[0]["function"]["name"] if len(tools) == 1 else None
-        return self.forced_tool or only
+        only_tool = self.tools[0]["function"]["name"] if len(self.tools) == 1 else None
+        return self.forced_tool or only_tool
 
     @property
     def has_callable_tools(self) -> bool:
-        return bool(self.prompt.tools) and self.tool_choice != "none"
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,52 +109,182 @@ class TextRequest(CompletionRequest):
     """Whether the tokenizer adds its special tokens to text prompts, such as a BOS token."""
 
 
-def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
-    """Parse the body of a completion request."""
-    if not isinstance(body, dict):
-        raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body, TEXT_FIELDS)
-    prompts = _parse_prompts(body.get("prompt"))
-    num_top = get_number(body, "logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
-    shared = _parse_shared(body, defaults, num_top=num_top, has_logprobs=body.get("logprobs") is not None)
-    num_choices = shared["num_choices"]
-    if len(prompts) * num_choices > MAX_CHOICES:
-        requested = f"{len(prompts)} prompts with n={num_choices}"
-        raise RequestError(f"{requested} ask for more than {MAX_CHOICES} completions at once", param="n")
-    if body.get("top_logprobs"):
-        raise RequestError("top_logprobs is for chat completions: give logprobs as a number", param="top_logprobs")
-    return TextRequest(prompts=prompts, adds_special_tokens=get_field(body, "add_special_tokens", bool, True), **shared)
+def read_temperature(value: Any, name: str) -> float:
+    number: float = read_number(float, 0)(value, name)
+    if 0 < number < MIN_TEMPERATURE:
+        raise ValueError(f"{name}={number} must be 0 or at least {MIN_TEMPERATURE}")
+    return number
 
 
-def _parse_shared(body: Mapping[str, Any], defaults: Sampling, *, num_top: int, has_logprobs: bool) -> dict[str, Any]:
-    """The fields of `CompletionRequest`."""
-    return {
-        "sampling": parse_sampling(body, defaults, num_top=num_top),
-        "bad_words": _parse_bad_words(body),
-        "constraint": parse_constraint(body),
-        "seed": get_field(body, "seed", int, None),
-        "num_choices": get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
-        "is_stream": get_field(body, "stream", bool, False),
-        "has_stream_usage": _has_stream_usage(body),
-        "has_logprobs": has_logprobs,
-        "has_token_ids": get_field(body, "return_token_ids", bool, False),
-        "model": get_field(body, "model", str, None),
-    }
+def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...] | None:
+    """Pairs of token id and bias; None if there is none."""
+    try:
+        pairs = sorted((int(token_id), float(bias)) for token_id, bias in value.items())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError(f"{name} must map token ids to numbers", param=name) from error
+    if not all(token_id >= 0 and math.isfinite(bias) for token_id, bias in pairs):
+        raise ValueError(f"{name} must map token ids to finite numbers")
+    return tuple(pairs) or None
 
 
-def _parse_prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
+def read_ids(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise ValueError(f"{name} must be a list of token ids")
+    return tuple(value)
+
+
+def read_prompts(value: Any, name: str) -> tuple[str | tuple[int, ...], ...]:
     """Text, token ids, or a list of either."""
-    prompts = raw if isinstance(raw, list) and not all(type(each) is int for each in raw) else [raw]
+    prompts = value if isinstance(value, list) and not all(type(each) is int for each in value) else [value]
     for prompt in prompts:
         if not prompt or not (isinstance(prompt, str) or _is_token_ids(prompt)):
-            raise RequestError(
-                "prompt must be text, token ids, or a list of either, none of them empty", param="prompt"
-            )
+            raise ValueError("prompt must be text, token ids, or a list of either, none of them empty")
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
 def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
+
+
+def read_tools(value: Any, name: str) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
+    """The tools, and the names of those that are declared `strict`."""
+    tools = parse_tools(value)
+    return tools, frozenset(tool["function"]["name"] for tool in value if tool["function"].get("strict"))
+
+
+def read_variables(value: Any, name: str) -> dict[str, Any]:
+    variables: dict[str, Any] = OBJECT(value, name)
+    if not all(isinstance(each, str) and each.isidentifier() for each in variables):
+        raise ValueError(f"{name} must name template variables")
+    reserved = variables.keys() & {"messages", "tools", "conversation", "tokenize", "add_generation_prompt"}
+    if reserved:
+        raise ValueError(f"{name} cannot set {sorted(reserved)}")
+    return variables
+
+
+PENALTY: Read = read_number(float, -MAX_PENALTY, MAX_PENALTY)
+DISTRIBUTION_FIELDS: Fields = {
+    "temperature": read_temperature,
+    "top_p": read_number(float, 0, 1, is_low_open=True),
+    "top_k": lambda value, name: max(0, read_number(int, -1)(value, name)),
+    "min_p": read_number(float, 0, 1),
+    "logit_bias": read_logit_bias,
+    "repetition_penalty": read_number(float, 0, is_low_open=True),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "min_tokens": read_number(int, 0),
+}
+"""Fields with the name and the meaning of those of `Distribution`."""
+SAMPLING_FIELDS: Fields = {
+    **dict.fromkeys(("ignore_eos", "return_entropy"), FLAG),
+    "max_tokens": read_number(int, 1),
+    "stop": read_texts(MAX_STOPS, also_one=True),
+    "stop_token_ids": read_ids,
+}
+"""Fields with the name and the meaning of those of `Sampling`."""
+IGNORED_FIELDS = (
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "store", "user",
+)  # fmt: skip
+"""Who asks, and how it is billed, stored or sped up."""
+SHARED_FIELDS: Fields = {
+    **DISTRIBUTION_FIELDS,
+    **SAMPLING_FIELDS,
+    **CONSTRAINT_FIELDS,
+    **dict.fromkeys(IGNORED_FIELDS, ignore),
+    "max_completion_tokens": read_number(int, 1),
+    "bad_words": read_texts(MAX_BAD_WORDS),
+    **dict.fromkeys(("return_token_ids", "stream"), FLAG),
+    "model": TEXT,
+    "n": read_number(int, 1, MAX_CHOICES),
+    "seed": read_value(int),
+    "stream_options": read_object(
+        {"include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": only(False)}
+    ),
+    "add_generation_prompt": only(True),
+    "allowed_token_ids": only([]),
+    "best_of": only(1),
+    "continue_final_message": only(False),
+    "documents": only([]),
+    "echo": only(False),
+    "function_call": only("none"),
+    "functions": only([]),
+    "include_stop_str_in_output": only(False),
+    "length_penalty": only(1),
+    "modalities": only(["text"]),
+    "skip_special_tokens": only(True),
+    "suffix": only(""),
+    "typical_p": only(1),
+    "use_beam_search": only(False),
+    "verbosity": only("medium"),
+}
+CHAT_FLAGS = (
+    "add_generation_prompt", "continue_final_message", "include_stop_str_in_output", "logprobs", "parallel_tool_calls",
+    "separate_reasoning",
+)  # fmt: skip
+CHAT_FIELDS: Fields = {
+    **SHARED_FIELDS,
+    **dict.fromkeys(CHAT_FLAGS, FLAG),
+    "chat_template_kwargs": read_variables,
+    "reasoning_effort": TEXT,
+    "tool_choice": keep,
+    "tools": read_tools,
+    "top_logprobs": read_number(int, 0, MAX_TOP_LOGPROBS),
+}
+"""All but the messages."""
+TEXT_FIELDS: Fields = {
+    **SHARED_FIELDS,
+    "add_special_tokens": FLAG,
+    "logprobs": read_number(int, 0, MAX_TOP_LOGPROBS),
+    "prompt": read_prompts,
+    "top_logprobs": only(0),
+}
+
+
+def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
+    """Parse the body of a completion request."""
+    given = read_fields(body, TEXT_FIELDS)
+    prompts = given.get("prompt") or read_prompts(None, "prompt")
+    num_choices = given.get("n", 1)
+    if len(prompts) * num_choices > MAX_CHOICES:
+        requested = f"{len(prompts)} prompts with n={num_choices}"
+        raise RequestError(f"{requested} ask for more than {MAX_CHOICES} completions at once", param="n")
+    return TextRequest(
+        prompts=prompts,
+        adds_special_tokens=given.get("add_special_tokens", True),
+        **_build_shared(given, defaults, num_top=given.get("logprobs", 0), has_logprobs="logprobs" in given),
+    )
+
+
+def _build_shared(given: Mapping[str, Any], defaults: Sampling, *, num_top: int, has_logprobs: bool) -> dict[str, Any]:
+    """The fields of `CompletionRequest`."""
+    return {
+        "sampling": _build_sampling(given, defaults, num_top=num_top),
+        "bad_words": given.get("bad_words", ()),
+        "constraint": choose_constraint(given),
+        "seed": given.get("seed"),
+        "num_choices": given.get("n", 1),
+        "is_stream": given.get("stream", False),
+        "has_stream_usage": given.get("stream_options", {}).get("include_usage", False),
+        "has_logprobs": has_logprobs,
+        "has_token_ids": given.get("return_token_ids", False),
+        "model": given.get("model"),
+    }
+
+
+def _build_sampling(given: Mapping[str, Any], defaults: Sampling, *, num_top: int) -> Sampling:
+    """The defaults, with what the request sets; `num_top`: the tokens whose logprobs it asks for."""
+    old, new = given.get("max_tokens"), given.get("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            f"max_tokens={old} and max_completion_tokens={new} are one limit: give one of them", param="max_tokens"
+        )
+    distribution = {name: given[name] for name in DISTRIBUTION_FIELDS if name in given}
+    fields = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    fields |= {} if new is None else {"max_tokens": new}
+    return replace(
+        defaults, distribution=replace(defaults.distribution, **distribution), top_logprobs=num_top, **fields
+    )
 
 
 class RequestParser:
@@ -163,26 +302,29 @@ class RequestParser:
 
     def parse(
         self, body: Any, defaults: Sampling, *, parse_messages: Callable[[Any], tuple[Message, ...]] = parse_messages
-    ) -> ChatRequest:
-        """The request; raises `RequestError`. `parse_messages` parses its messages."""
-        if not isinstance(body, dict):
-            raise RequestError("the request body must be a JSON object")
-        fields = {**body, "messages": None}
+    ) -> tuple[ChatRequest, Prompt]:
+        """The request, and its messages as a prompt; raises `RequestError`. `parse_messages` parses the messages."""
+        fields = {**OBJECT(body, "the request body"), "messages": None}
         cache_key = build_cache_key(fields)
         key = None if cache_key is None or len(cache_key) > MAX_CACHED_BYTES else (cache_key, defaults)
         request = None if key is None else self._options.get(key)
         if request is None:
-            _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
-        messages = _parse_field("messages", parse_messages, body.get("messages"))
-        messages, reply_start = _split_reply_start(body, messages)
-        if request is None:
             request = _parse_options(fields if key is None else load_cache_key(key[0]), defaults, self._uses_variable)
             if key is not None:
                 self._cache(key, request)
-        if reply_start and request.tool_choice == "required":
-            raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
-        prompt = replace(request.prompt, messages=messages, reply_start=reply_start)
-        return replace(request, prompt=prompt)
+        try:
+            messages = parse_messages(body.get("messages"))
+        except ValueError as error:
+            raise RequestError(str(error), param="messages") from error
+        reply_start = ""
+        if request.is_continued:
+            messages, reply_start = _split_reply_start(messages)
+            if reply_start and request.tool_choice == "required":
+                raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
+        # a request that is cached is not copied: that takes as long as all else here
+        return request, Prompt(
+            messages=messages, tools=request.tools, variables=request.variables, reply_start=reply_start
+        )
 
     def _cache(self, key: tuple[bytes, Sampling], request: ChatRequest) -> None:
         self._options[key] = request
@@ -192,17 +334,20 @@ class RequestParser:
 
 def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str], bool]) -> ChatRequest:
     """All fields but the messages."""
-    prompt = Prompt(
-        messages=(),
-        tools=_parse_field("tools", parse_tools, body.get("tools")),
-        variables=_parse_variables(body, uses_variable),
-    )
-    tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
-    has_logprobs = get_field(body, "logprobs", bool, False)
-    num_top = get_number(body, "top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
+    given = read_fields(body, CHAT_FIELDS)
+    tools, strict_tools = given.get("tools", ((), frozenset()))
+    tool_choice, forced_tool = _parse_tool_choice(given.get("tool_choice"), tools)
+    has_logprobs, num_top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if num_top and not has_logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-    shared = _parse_shared(body, defaults, num_top=num_top, has_logprobs=has_logprobs)
+    is_continued = given.get("continue_final_message", False)
+    if given.get("add_generation_prompt", not is_continued) == is_continued:
+        raise RequestError(
+            "add_generation_prompt must be the opposite of continue_final_message, as the reply either begins after "
+            "the last message or continues it",
+            param="add_generation_prompt",
+        )
+    shared = _build_shared(given, defaults, num_top=num_top, has_logprobs=has_logprobs)
     constraint = shared["constraint"]
     if constraint is not None and tool_choice == "required":
         raise RequestError(
@@ -210,29 +355,21 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
             "only one of them", param=constraint.param,
         )  # fmt: skip
     return ChatRequest(
-        prompt=prompt,
+        tools=tools,
+        variables=_choose_variables(given, uses_variable),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
-        strict_tools=_find_strict(body.get("tools") or ()),
-        is_single_call=bool(prompt.tools)
-        and (forced_tool is not None or get_field(body, "parallel_tool_calls", bool, True) is False),
-        keeps_stop=get_field(body, "include_stop_str_in_output", bool, False),
-        has_reasoning_field=get_field(body, "separate_reasoning", bool, True),
+        strict_tools=strict_tools,
+        is_single_call=bool(tools) and (forced_tool is not None or not given.get("parallel_tool_calls", True)),
+        is_continued=is_continued,
+        keeps_stop=given.get("include_stop_str_in_output", False),
+        has_reasoning_field=given.get("separate_reasoning", True),
         **shared,
     )
 
 
-def _split_reply_start(body: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
-    """With `continue_final_message`, the messages before the last, and the last one's text."""
-    is_continued = get_field(body, "continue_final_message", bool, False)
-    if get_field(body, "add_generation_prompt", bool, not is_continued) == is_continued:
-        raise RequestError(
-            "add_generation_prompt must be the opposite of continue_final_message, as the reply either begins after "
-            "the last message or continues it",
-            param="add_generation_prompt",
-        )
-    if not is_continued:
-        return messages, ""
+def _split_reply_start(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
+    """The messages before the last, and the last one's text, which the reply continues."""
     last = messages[-1]
     if len(messages) == 1 or last.role != "assistant" or last.tool_calls or last.reasoning:
         raise RequestError(
@@ -242,46 +379,13 @@ def _split_reply_start(body: Mapping[str, Any], messages: tuple[Message, ...]) -
     return messages[:-1], last.content
 
 
-def _refuse_unsupported(
-    body: Mapping[str, Any], own_fields: frozenset[str], *, allowed: frozenset[str] = frozenset()
-) -> None:
-    unknown = body.keys() - own_fields - SHARED_FIELDS - EXTENDED_FIELDS - INERT_FIELDS - NEUTRAL_VALUES.keys()
-    for key in sorted(map(str, unknown)):
-        if body.get(key) is not None:
-            raise RequestError(f"{key} is not a field of this endpoint; leave it out", param=key)
-    for key in sorted((NEUTRAL_VALUES.keys() & body.keys()) - allowed):
-        value = body[key]
-        if value is not None and value not in NEUTRAL_VALUES[key]:
-            raise RequestError(f"{key}={shorten(value)} is not supported by this endpoint; leave it out", param=key)
-
-
-def _has_stream_usage(body: Mapping[str, Any]) -> bool:
-    options = get_field(body, "stream_options", dict, {})
-    for key, value in options.items():
-        if key not in STREAM_OPTIONS and value:
-            raise RequestError(f"stream_options.{key} is not supported; leave it out", param="stream_options")
-    return bool(options.get("include_usage"))
-
-
-def _parse_field(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
-    try:
-        return parse(raw)
-    except ValueError as error:
-        raise RequestError(str(error), param=param) from error
-
-
-def _parse_variables(body: Mapping[str, Any], uses_variable: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
-    variables = dict(get_field(body, "chat_template_kwargs", dict, {}))
-    effort = get_field(body, "reasoning_effort", str, None)
-    if effort is not None:
+def _choose_variables(given: Mapping[str, Any], uses_variable: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
+    """The template variables that a request sets."""
+    variables = dict(given.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in given:
         if not uses_variable("reasoning_effort"):
             raise RequestError("reasoning_effort is not used by this model's chat template", param="reasoning_effort")
-        variables["reasoning_effort"] = effort
-    if not all(isinstance(name, str) and name.isidentifier() for name in variables):
-        raise RequestError("chat_template_kwargs must name template variables", param="chat_template_kwargs")
-    reserved = variables.keys() & {"messages", "tools", "conversation", "tokenize", "add_generation_prompt"}
-    if reserved:
-        raise RequestError(f"chat_template_kwargs cannot set {sorted(reserved)}", param="chat_template_kwargs")
+        variables["reasoning_effort"] = given["reasoning_effort"]
     unused = {name for name in variables if not uses_variable(name)}
     named = sorted(name for name in unused if variables[name] is not None)
     if named:
@@ -310,15 +414,3 @@ def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tup
     if not tools:
         raise RequestError("tool_choice='required' needs tools", param="tool_choice")
     return "required", None
-
-
-def _parse_bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:
-    words = get_field(body, "bad_words", list, [])
-    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
-        raise RequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} non-empty texts", param="bad_words")
-    return tuple(words)
-
-
-def _find_strict(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Names of the tools that are declared `strict`; the tools are valid."""
-    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pydantic_core
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.types import Completion, TopLogprobs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionHeader:
-    """Fields repeated in every chunk of a response."""
-
-    completion_id: str
-    model: str
-
-    def to_json(self, kind: str) -> dict[str, Any]:
-        return {"id": self.completion_id, "object": kind, "created": int(time.time()), "model": self.model}
 
 
 def build_finish_reason(completion: Completion, *, has_calls: bool, is_stopped: bool) -> str:
@@ -121,6 +109,10 @@ def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> di
     }
 
 
+def build_error_body(error: ApiError) -> dict[str, Any]:
+    return build_error(str(error), status=error.status, param=error.param, code=error.code)
+
+
 def build_error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The API's error body; the default code is the HTTP status."""
     kinds = {401: "authentication_error", 404: "not_found_error"}
@@ -133,48 +125,29 @@ def encode_json(value: Any) -> bytes:
     return pydantic_core.to_json(value)
 
 
-def encode_event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode_json(value) + b"\n\n"
+Event = Mapping[str, Any]
+
+
+def encode_event(event: Event) -> bytes:
+    """One server-sent event; its field `type`, if it has one, is its name."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return name.encode() + b"data: " + encode_json(event) + b"\n\n"
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 class Events(Protocol):
-    """Turns the chunks of one response into encoded events."""
+    """Turns the chunks of one response into the events of another API, and into its complete body."""
 
-    end_of_stream: bytes
-    """What follows the last event."""
-
-    def translate(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+    def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:
         """Events of the next chunk."""
-        ...
 
-    def finish(self) -> Iterable[bytes]:
+    def finish(self) -> Iterable[Event]:
         """Events after the last chunk."""
-        ...
 
-    def fail(self, message: str) -> bytes:
+    def fail(self, message: str) -> Event:
         """The event of an engine error or an ended session after the first event."""
-        ...
 
-
-class ChunkEvents:
-    """The chunks themselves, as chat completions and completions send them."""
-
-    end_of_stream = END_OF_STREAM
-
-    def translate(self, chunk: dict[str, Any]) -> Iterable[bytes]:
-        return (encode_event(chunk),)
-
-    def finish(self) -> Iterable[bytes]:
-        return ()
-
-    def fail(self, message: str) -> bytes:
-        return encode_event(build_error(message, status=500))
-
-
-def encode_named_event(event: Mapping[str, Any]) -> bytes:
-    """An event whose name is its field `type`."""
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + encode_json(event) + b"\n\n"
+    def build_body(self) -> dict[str, Any]:
+        """The body of a complete response, after `finish`."""

@@ -5,68 +5,53 @@ sampled, or is refused. Input items that belong to one reply (reasoning, message
 message, so that a conversation continues its recorded turn. Responses are stored with their session, unless `store` is
 false, so that `previous_response_id` can continue them.
 
-The response object has a chat completion's body, or the parts of one, as output items. In a stream the reasoning item
-ends when content or a call starts. The message item stays open until the end, so that content after a call belongs to
-the same message as content before it.
+The events of a stream are made from the chunks of a chat completion. The reasoning item ends when content or a call
+starts. The message item stays open until the end, so that content after a call belongs to the same message as content
+before it. A complete response is the one in the last event.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
-from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, translate_errors
-from tunesmith.rollout.openai_server.fields import RequestError, check_fields, read_list, read_text
-from tunesmith.rollout.openai_server.response import Events, encode_named_event
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
+from tunesmith.rollout.openai_server.fields import (
+    FLAG,
+    TEXT,
+    Fields,
+    RequestError,
+    check,
+    ignore,
+    keep,
+    only,
+    read_fields,
+    read_list,
+    read_text,
+    rename,
+    translate_fields,
+)
+from tunesmith.rollout.openai_server.response import Event
 from tunesmith.rollout.recording.recorder import Session
-from tunesmith.types import Completion
-
-FIELDS: Mapping[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys([
-        "input", "instructions", "max_output_tokens", "model", "parallel_tool_calls", "previous_response_id",
-        "reasoning", "store", "stream", "stream_options", "temperature", "text", "tool_choice", "tools", "top_logprobs",
-        "top_p", "include", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "top_k", "min_p", "seed", "chat_template_kwargs",
-    ]),
-    "background": (False,),
-    "service_tier": ("auto", "default"),
-    "truncation": ("disabled",),
-}  # fmt: skip
-"""Fields that are read; a tuple has the only accepted values. The identifiers, `metadata` and the cache fields have no
-effect on what is sampled."""
-
-SAME_FIELDS = ("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed",
-               "chat_template_kwargs")  # fmt: skip
-"""Fields with the same name and meaning in a chat request."""
 
 LOGPROBS = "message.output_text.logprobs"
 MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
+IGNORED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Identifiers, and fields of the cache."""
+
+ChatMessages = list[dict[str, Any]]
 
 
 def translate_request(body: Any) -> dict[str, Any]:
     """The chat request of a Responses request; its `messages` hold the new input only."""
-    given = check_fields(body, FIELDS)
-    fields = {key: given[key] for key in SAME_FIELDS if key in given}
-    fields["messages"] = translate_input(given.get("input"))
-    if "max_output_tokens" in given:
-        fields["max_completion_tokens"] = given["max_output_tokens"]
-    if "tools" in given:
-        fields["tools"] = [_translate_tool(tool) for tool in read_list(given["tools"], "tools")]
-    if "tool_choice" in given:
-        fields["tool_choice"] = _translate_tool_choice(given["tool_choice"])
-    if "reasoning" in given:
-        fields |= _translate_reasoning(given["reasoning"])
-    if "text" in given:
-        fields |= _translate_text(given["text"])
-    fields |= _translate_logprobs(given)
-    if given.get("stream"):
-        _check_stream_options(given.get("stream_options", {}))
-        fields["stream_options"] = {"include_usage": True}
-    return fields
+    fields = translate_fields(body, FIELDS)
+    if "messages" not in fields:
+        raise RequestError("input must be text or a non-empty list of items", param="input")
+    return fields | ({"stream_options": {"include_usage": True}} if fields.get("stream") else {})
 
 
 def translate_input(raw: Any) -> list[dict[str, Any]]:
@@ -114,109 +99,63 @@ def _open_reply(messages: list[dict[str, Any]], *, unless: tuple[str, ...]) -> d
     return messages[-1]
 
 
-def _translate_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RequestError(
-            f"tools has a tool of type {tool.get('type')!r}; only functions are supported", param="tools"
-        )
+def _translate_tools(value: Any, name: str) -> dict[str, Any]:
+    tools = read_list(value, name)
+    for tool in tools:
+        if tool.get("type") != "function":
+            raise ValueError(f"{name} has a tool of type {tool.get('type')!r}; only functions are supported")
     keys = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
+    functions = [{key: tool[key] for key in keys if tool.get(key) is not None} for tool in tools]
+    return {"tools": [{"type": "function", "function": each} for each in functions]}
 
 
-def _translate_tool_choice(choice: Any) -> Any:
+def _translate_tool_choice(choice: Any, name: str) -> dict[str, Any]:
     if isinstance(choice, dict):
         if choice.get("type") != "function":
-            message = f"tool_choice of type {choice.get('type')!r} is not supported; name a function"
-            raise RequestError(message, param="tool_choice")
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+            raise ValueError(f"{name} of type {choice.get('type')!r} is not supported; name a function")
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return {name: choice}
 
 
-def _translate_reasoning(reasoning: Any) -> dict[str, Any]:
-    if not isinstance(reasoning, dict):
-        raise RequestError("reasoning must be an object", param="reasoning")
-    others = {key for key, value in reasoning.items() if value is not None} - {"effort"}
-    if others:
-        message = f"reasoning.{min(others)} is not supported: reasoning is returned as text, without a summary"
-        raise RequestError(message, param="reasoning")
-    return {} if reasoning.get("effort") is None else {"reasoning_effort": reasoning["effort"]}
-
-
-def _translate_text(text: Any) -> dict[str, Any]:
-    if not isinstance(text, dict):
-        raise RequestError("text must be an object", param="text")
-    unknown = {key for key, value in text.items() if value is not None} - {"format", "verbosity"}
-    if unknown:
-        raise RequestError(f"text.{min(unknown)} is not supported", param="text")
-    fields = {} if text.get("verbosity") is None else {"verbosity": text["verbosity"]}
-    form = text.get("format") or {"type": "text"}
+def _translate_text(text: Any, name: str) -> dict[str, Any]:
+    given = read_fields(text, {"format": keep, "verbosity": keep}, name)
+    form = given.pop("format", {"type": "text"})
     if isinstance(form, dict) and form.get("type") == "json_schema":
-        schema = {key: value for key, value in form.items() if key != "type"}
-        return fields | {"response_format": {"type": "json_schema", "json_schema": schema}}
-    return fields | {"response_format": form}
+        form = {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
+    return given | {"response_format": form}
 
 
-def _translate_logprobs(given: Mapping[str, Any]) -> dict[str, Any]:
-    include = given.get("include", [])
+def _translate_include(include: Any, name: str) -> dict[str, Any]:
     if not isinstance(include, list) or not set(map(str, include)) <= {LOGPROBS}:
-        raise RequestError(f"include={include!r:.80} is not supported; allowed: {LOGPROBS}", param="include")
-    fields: dict[str, Any] = {"logprobs": True} if include or "top_logprobs" in given else {}
-    return fields | ({"top_logprobs": given["top_logprobs"]} if "top_logprobs" in given else {})
+        raise ValueError(f"{name}={include!r:.80} is not supported; allowed: {LOGPROBS}")
+    return {"logprobs": True} if include else {}
 
 
-def _check_stream_options(options: Any) -> None:
-    if not isinstance(options, dict) or options.keys() - {"include_obfuscation"} or options.get("include_obfuscation"):
-        raise RequestError("stream_options is not supported; events are not obfuscated", param="stream_options")
-
-
+FIELDS: Fields = {
+    **{name: rename(name) for name in (
+        "model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed",
+        "chat_template_kwargs",
+    )},
+    **dict.fromkeys(IGNORED, ignore),
+    "background": only(False),
+    "include": _translate_include,
+    "input": lambda value, _: {"messages": translate_input(value)},
+    "instructions": check(TEXT),
+    "max_output_tokens": rename("max_completion_tokens"),
+    "previous_response_id": check(TEXT),
+    "reasoning": lambda value, name: translate_fields(value, {"effort": rename("reasoning_effort")}, name),
+    "service_tier": only("auto", "default"),
+    "store": check(FLAG),
+    "stream_options": lambda value, name: read_fields(value, {"include_obfuscation": only(False)}, name),
+    "text": _translate_text,
+    "tool_choice": _translate_tool_choice,
+    "tools": _translate_tools,
+    "top_logprobs": lambda value, name: {"logprobs": True, name: value},
+    "truncation": only("disabled"),
+}  # fmt: skip
+"""`instructions`, `previous_response_id` and `store` are read by `ResponsesApi`."""
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
 """Request fields that the response repeats."""
-
-
-def build_response(
-    response_id: str,
-    fields: Mapping[str, Any],
-    *,
-    created: int,
-    model: str,
-    status: str,
-    output: list[dict[str, Any]],
-    usage: Mapping[str, Any] | None = None,
-    error: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The response object; `fields`: the request's."""
-    text = fields.get("text") or {}
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": created,
-        "status": status,
-        "error": error,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": model,
-        "output": output,
-        "usage": usage,
-        "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
-        "reasoning": {"effort": (fields.get("reasoning") or {}).get("effort"), "summary": None},
-        "store": fields.get("store") is not False,
-        "text": {"format": text.get("format") or {"type": "text"}},
-        "tool_choice": fields.get("tool_choice") or "auto",
-        "tools": fields.get("tools") or [],
-        "truncation": "disabled",
-    } | {key: fields.get(key) for key in ECHOED}
-
-
-def build_output(
-    response_id: str, message: Mapping[str, Any], *, status: str, logprobs: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Output items of a chat message: reasoning, message, function calls."""
-    calls = message.get("tool_calls") or []
-    items = []
-    if message.get("reasoning_content"):
-        items.append(build_reasoning(response_id, message["reasoning_content"]))
-    if message.get("content") or not calls:
-        items.append(build_message(response_id, message.get("content") or "", status=status, logprobs=logprobs))
-    return items + [build_call(call) for call in calls]
 
 
 def build_reasoning(response_id: str, text: str | None, *, status: str = "completed") -> dict[str, Any]:
@@ -248,40 +187,26 @@ def build_call(call: Mapping[str, Any], *, arguments: str | None = None, status:
     }
 
 
-def build_usage(usage: Mapping[str, Any], *, num_reasoning_tokens: int) -> dict[str, Any]:
-    """Token counts; those of the reasoning are the tokens of its text."""
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
-        "total_tokens": usage["total_tokens"],
-    }
-
-
-def get_status(finish_reason: str | None) -> str:
-    return "incomplete" if finish_reason == "length" else "completed"
-
-
-BuildResponse = Callable[[str, list[dict[str, Any]], Mapping[str, Any] | None, Mapping[str, Any] | None, str],
-                         dict[str, Any]]  # fmt: skip
-"""Status, output items, usage of the chat completion, error, and reasoning -> the response object."""
-
-
 class ResponseEvents:
     """The events of one response."""
 
-    end_of_stream = b""
-
     def __init__(
-        self, response_id: str, build_response: BuildResponse, on_end: Callable[[dict[str, Any]], None]
+        self,
+        pending: PendingChatCompletion,
+        *,
+        fields: Mapping[str, Any],
+        messages: ChatMessages,
+        stored: dict[str, ChatMessages],
     ) -> None:
-        """`on_end` receives the chat message that was sampled."""
-        self._response_id = response_id
-        self._build_response = build_response
-        self._on_end = on_end
+        """`fields`: the request's; `messages`: those of its chat request; `stored`: the session's conversations."""
+        self._pending = pending
+        self._fields = fields
+        self._messages = messages
+        self._stored = stored
+        self._response_id = f"resp_{pending.request_id}"
+        self._created = int(time.time())
+        self._events: list[Event] = []
         self._number = 0
-        self._pending: list[bytes] = []
         self._items: list[dict[str, Any]] = []
         """Output items by index; open ones without their content."""
         self._reasoning_index: int | None = None
@@ -290,17 +215,18 @@ class ResponseEvents:
         self._reasoning = self._content = ""
         self._logprobs: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
-        self._finish_reason: str | None = None
+        self._status = "in_progress"
         self._usage: Mapping[str, Any] | None = None
 
-    def translate(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+    def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:
         if self._number == 0:
             for kind in ("response.created", "response.in_progress"):
-                self._add(kind, response=self._build("in_progress"))
+                self._add(kind, response=self.build_body())
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            self._finish_reason = choice["finish_reason"] or self._finish_reason
+            if choice["finish_reason"] is not None:
+                self._status = "incomplete" if choice["finish_reason"] == "length" else "completed"
             logprobs = (choice.get("logprobs") or {}).get("content") or []
             if delta.get("reasoning_content"):
                 self._add_reasoning(delta["reasoning_content"])
@@ -311,35 +237,66 @@ class ResponseEvents:
                 self._add_call(call)
         return self._take()
 
-    def finish(self) -> Iterable[bytes]:
+    def finish(self) -> Iterable[Event]:
         self._end_reasoning()
-        status = get_status(self._finish_reason)
         if self._message_index is None and not self._calls:
             self._open_message()
         if self._message_index is not None:
-            self._end_message(self._message_index, status)
+            self._end_message(self._message_index)
         reply: dict[str, Any] = {"role": "assistant", "content": self._content}
         reply |= {"reasoning_content": self._reasoning} if self._reasoning else {}
         reply |= {"tool_calls": self._calls} if self._calls else {}
-        self._on_end(reply)
-        self._add(f"response.{status}", response=self._build(status))
+        if self._fields.get("store") is not False:
+            self._stored[self._response_id] = [*self._messages, reply]
+        self._add(f"response.{self._status}", response=self.build_body())
         return self._take()
 
-    def fail(self, message: str) -> bytes:
-        error = {"code": "server_error", "message": message}
-        self._add("response.failed", response=self._build("failed", error))
-        return b"".join(self._take())
+    def fail(self, message: str) -> Event:
+        self._status = "failed"
+        self._add("response.failed", response=self.build_body({"code": "server_error", "message": message}))
+        return self._take()[0]
 
-    def _build(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return self._build_response(status, list(self._items), self._usage, error, self._reasoning)
+    def build_body(self, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The response object so far."""
+        fields = self._fields
+        text = fields.get("text") or {}
+        return {
+            "id": self._response_id,
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "model": self._pending.model_name,
+            "output": list(self._items),
+            "usage": None if self._usage is None else self._build_usage(self._usage),
+            "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+            "reasoning": {"effort": (fields.get("reasoning") or {}).get("effort"), "summary": None},
+            "store": fields.get("store") is not False,
+            "text": {"format": text.get("format") or {"type": "text"}},
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
+            "truncation": "disabled",
+        } | {key: fields.get(key) for key in ECHOED}
+
+    def _build_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Token counts; those of the reasoning are the tokens of its text."""
+        num_reasoning = len(self._pending.renderer.encode(self._reasoning)) if self._reasoning else 0
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": dict(usage["prompt_tokens_details"]),
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": usage["total_tokens"],
+        }
 
     def _add(self, kind: str, **fields: Any) -> None:
-        self._pending.append(encode_named_event({"type": kind, "sequence_number": self._number, **fields}))
+        self._events.append({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
 
-    def _take(self) -> list[bytes]:
-        pending, self._pending = self._pending, []
-        return pending
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
     def _open(self, item: dict[str, Any]) -> int:
         self._items.append(item)
@@ -387,11 +344,11 @@ class ResponseEvents:
         self._content += text
         self._add("response.output_text.delta", **self._place(index), delta=text, logprobs=logprobs)
 
-    def _end_message(self, index: int, status: str) -> None:
+    def _end_message(self, index: int) -> None:
         place, part = self._place(index), build_text(self._content, logprobs=self._logprobs)
         self._add("response.output_text.done", **place, text=self._content, logprobs=self._logprobs)
         self._add("response.content_part.done", **place, part=part)
-        item = build_message(self._response_id, self._content, status=status, logprobs=self._logprobs)
+        item = build_message(self._response_id, self._content, status=self._status, logprobs=self._logprobs)
         self._end(index, item)
 
     def _add_call(self, call: dict[str, Any]) -> None:
@@ -405,9 +362,6 @@ class ResponseEvents:
         self._end(index, build_call(call))
 
 
-ChatMessages = list[dict[str, Any]]
-
-
 class ResponsesApi:
     """Admits Responses requests and stores their conversations."""
 
@@ -417,81 +371,18 @@ class ResponsesApi:
         """Messages up to each stored response, without the instructions."""
 
     async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
-        with translate_errors():
-            chat_fields = translate_request(fields)
-            messages = self._find_previous(session, fields) + chat_fields["messages"]
-            instructions = fields.get("instructions")
-            if instructions is not None and not isinstance(instructions, str):
-                raise RequestError("instructions must be text", param="instructions")
-        system = [{"role": "system", "content": instructions}] if instructions else []
+        chat_fields = translate_request(fields)
         stored = self._stored.setdefault(session, {})
-        build = partial(PendingResponse, fields=fields, messages=messages, stored=stored)
-        return await self._endpoint.admit(session, chat_fields | {"messages": [*system, *messages]}, build=build)
-
-    def _find_previous(self, session: Session, fields: Mapping[str, Any]) -> ChatMessages:
         response_id = fields.get("previous_response_id")
-        if response_id is None:
-            return []
-        stored = self._stored.get(session, {})
-        if response_id not in stored:
+        if response_id is not None and response_id not in stored:
             message = (
                 f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
             )
             raise RequestError(message, param="previous_response_id")
-        return stored[response_id]
-
-
-class PendingResponse(PendingChatCompletion):
-    """An admitted Responses request: a chat request whose body and events have another form."""
-
-    def __init__(
-        self,
-        *admitted: Any,
-        fields: Mapping[str, Any],
-        messages: ChatMessages,
-        stored: dict[str, ChatMessages],
-        **options: Any,
-    ) -> None:
-        """`fields`: the request's; `messages`: those of its chat request; `stored`: the session's conversations."""
-        super().__init__(*admitted, **options)
-        self._fields = fields
-        self._messages = messages
-        self._stored = stored
-        self._response_id = self.build_id("resp")
-        self._created = int(time.time())
-
-    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        body = super().build_body(completions)
-        (choice,) = body["choices"]
-        message, status = choice["message"], get_status(choice["finish_reason"])
-        logprobs = (choice.get("logprobs") or {}).get("content") or []
-        output = build_output(self._response_id, message, status=status, logprobs=logprobs)
-        self._store(message)
-        return self._build(status, output, body["usage"], None, message.get("reasoning_content") or "")
-
-    def open_events(self) -> Events:
-        return ResponseEvents(self._response_id, self._build, self._store)
-
-    def _build(
-        self,
-        status: str,
-        output: list[dict[str, Any]],
-        usage: Mapping[str, Any] | None,
-        error: Mapping[str, Any] | None,
-        reasoning: str,
-    ) -> dict[str, Any]:
-        num_reasoning_tokens = len(self.renderer.encode(reasoning)) if reasoning and usage is not None else 0
-        return build_response(
-            self._response_id,
-            self._fields,
-            created=self._created,
-            model=self.header.model,
-            status=status,
-            output=output,
-            usage=None if usage is None else build_usage(usage, num_reasoning_tokens=num_reasoning_tokens),
-            error=error,
+        messages = stored.get(response_id, []) + chat_fields["messages"]
+        instructions = fields.get("instructions")
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        open_events = partial(ResponseEvents, fields=fields, messages=messages, stored=stored)
+        return await self._endpoint.admit(
+            session, chat_fields | {"messages": [*system, *messages]}, open_events=open_events
         )
-
-    def _store(self, message: Mapping[str, Any]) -> None:
-        if self._fields.get("store") is not False:
-            self._stored[self._response_id] = [*self._messages, dict(message)]

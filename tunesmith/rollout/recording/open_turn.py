@@ -68,22 +68,18 @@ class OpenTurn:
             self.sampled_ids, self.logprobs = list(kept.sampled_ids), list(kept.logprobs)
             self.policy_versions, self.entropies = list(kept.policy_versions), list(kept.entropies or ())
 
-    def to_turn(self) -> Turn:
-        """The turn of a choice that was cancelled."""
-        self.collect()
-        return Turn(
-            prompt_ids=self.prompt_ids,
-            sampled_ids=tuple(self.sampled_ids),
-            logprobs=tuple(self.logprobs),
-            policy_versions=tuple(self.policy_versions),
-            distribution=self.sampling.distribution,
-            stop_reason="cancelled",
-            entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
-        )
-
-    def finish(self, completion: Completion) -> Turn:
-        """The turn of a choice that was sampled to its end."""
+    def to_turn(self, completion: Completion | None = None) -> Turn:
+        """The turn of a choice; without a completion it was cancelled."""
         is_kept = self.deferred is not None and self.deferred.read is not None
+        if completion is None:
+            self.collect()
+            completion = Completion(
+                sampled_ids=tuple(self.sampled_ids),
+                logprobs=tuple(self.logprobs),
+                policy_versions=tuple(self.policy_versions),
+                stop_reason="cancelled",
+                entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
+            )
         assert is_kept or completion.sampled_ids == tuple(self.sampled_ids), "the engine reports each token it samples"
         return Turn(
             prompt_ids=self.prompt_ids,

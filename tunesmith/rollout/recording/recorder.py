@@ -252,7 +252,7 @@ class Session:
         except Exception as error:
             self._record(choice_id, open_turn.to_turn())
             raise self._translate_error(error, open_turn) from error
-        turn = open_turn.finish(completion)
+        turn = open_turn.to_turn(completion)
         self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError

@@ -29,8 +29,9 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from tunesmith.rollout.failures import WorkerError
 from tunesmith.rollout.openai_server.app import run_while_connected
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.response import build_error
-from tunesmith.rollout.task_server.queue import Attempt, QueueError, TaskQueue
+from tunesmith.rollout.task_server.queue import Attempt, TaskQueue
 from tunesmith.rollout.task_server.request import (
     FailureReport,
     NextTask,
@@ -73,7 +74,7 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *
 
 
 async def answer_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, QueueError)
+    assert isinstance(error, ApiError)
     return answer_error(error.status, str(error))
 
 
@@ -100,7 +101,7 @@ def answer_error(status: int, message: str) -> JSONResponse:
 
 
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
-    QueueError: answer_refusal,
+    ApiError: answer_refusal,
     HTTPException: answer_unknown,
     ClientDisconnect: answer_nobody,
     Exception: answer_failure,
@@ -144,9 +145,9 @@ class _Handlers:
         attempt_id = self._find_attempt(request)
         report = await read_fields(request, RewardReport, max_bytes=self._limits.max_body_bytes)
         if self._queue.has_judge and report.reward is not None:
-            raise QueueError(400, "reward: the judge of the run gives the reward; post the response only")
+            raise ApiError(400, "reward: the judge of the run gives the reward; post the response only")
         if not self._queue.has_judge and report.reward is None:
-            raise QueueError(400, "reward: missing, and the run has no judge; post a number, or a failure")
+            raise ApiError(400, "reward: missing, and the run has no judge; post a number, or a failure")
         output = WorkflowOutput(reward=report.reward, response=report.response, metrics=report.metrics)
         await self._queue.report(attempt_id, output)
         return JSONResponse({"status": "accepted"})
@@ -180,7 +181,7 @@ class _ModelRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt_id, _, rest = scope["path"].removeprefix("/attempts/").partition("/")
         if self._queue.is_elsewhere(attempt_id):
-            raise QueueError(404, "the model of this attempt is served at the base_url of its task")
+            raise ApiError(404, "the model of this attempt is served at the base_url of its task")
         attempt = self._queue.find_open(attempt_id)
         path = f"/t/{attempt_id}/{rest}"
         inner = {**scope, "path": path, "raw_path": path.encode(), "root_path": "", "path_params": {}}

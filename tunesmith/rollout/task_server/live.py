@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelService
-from tunesmith.rollout.task_server.queue import QueueError, remember
+from tunesmith.rollout.task_server.queue import remember
 from tunesmith.rollout.time_limit import uncounted_time
 from tunesmith.types import Sampling, Turn, WorkflowOutput
 
@@ -116,7 +117,7 @@ class LiveSessions:
     def find_or_open(self, session_id: str) -> LiveSession:
         """The session of a model call."""
         if self._is_finished:
-            raise QueueError(410, "the run has ended: it serves no model any more")
+            raise ApiError(410, "the run has ended: it serves no model any more")
         live = self._open.get(session_id)
         if live is None:
             if len(self._open) >= self._max_sessions:
@@ -130,15 +131,15 @@ class LiveSessions:
         return live
 
     def check_open(self, session_id: str) -> None:
-        """Raise QueueError if there is no session that waits for feedback."""
+        """Raise ApiError if there is no session that waits for feedback."""
         live = self._open.get(session_id)
         if live is not None:
             if live.session.num_calls == 0:
-                raise QueueError(409, "the session has no model call to give feedback on")
+                raise ApiError(409, "the session has no model call to give feedback on")
             return
         if session_id in self._rewarded:
-            raise QueueError(409, "the session has its feedback, and no model call since")
-        raise QueueError(404, "no session of this id waits for feedback: it never existed, or was dropped")
+            raise ApiError(409, "the session has its feedback, and no model call since")
+        raise ApiError(404, "no session of this id waits for feedback: it never existed, or was dropped")
 
     def add_feedback(self, session_id: str, feedback: WorkflowOutput) -> None:
         """End a session and let it wait for training; calls in flight are cancelled."""

@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, RequestLimit, ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
-from tunesmith.rollout.task_server.queue import QueueError
 from tunesmith.rollout.task_server.request import MAX_NAME_CHARS, RewardReport, check_key, read_fields
 from tunesmith.types import WorkflowOutput
 
@@ -38,7 +38,7 @@ def build_live_app(sessions: LiveSessions, model_app: ASGIApp, limits: ServerLim
         sessions.check_open(session_id)
         report = await read_fields(request, RewardReport, max_bytes=limits.max_body_bytes)
         if report.reward is None:
-            raise QueueError(400, "reward: missing; post a number")
+            raise ApiError(400, "reward: missing; post a number")
         feedback = WorkflowOutput(reward=report.reward, response=report.response, metrics=report.metrics)
         sessions.add_feedback(session_id, feedback)
         return JSONResponse({"status": "accepted"})
@@ -71,7 +71,7 @@ class _LiveModel:
         session_id = scope["path_params"].get("session_id") or headers.get(SESSION_HEADER, "").strip()
         if not 0 < len(session_id) <= MAX_NAME_CHARS:
             advice = f"send the header X-Session-Id (1 to {MAX_NAME_CHARS} characters), or use /sessions/ID/v1"
-            raise QueueError(400, f"the request names no conversation: {advice}")
+            raise ApiError(400, f"the request names no conversation: {advice}")
         live = self._sessions.find_or_open(session_id)
         with live.call():
             await self._pass(f"/t/{live.session.key}/v1/{rest}", scope, receive, send)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import WorkerError, WorkerLostError
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.time_limit import uncounted_time
 from tunesmith.types import WorkflowOutput
 
@@ -30,14 +31,6 @@ REPORTED = "it has its report"
 
 T = TypeVar("T")
 Report = WorkflowOutput | WorkerError
-
-
-class QueueError(Exception):
-    """A refused request of a worker, with its HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -193,7 +186,7 @@ class TaskQueue:
             self._waiting.remove(attempt)
             return attempt
         if self._is_finished:
-            raise QueueError(410, "the run has ended: there are no more tasks")
+            raise ApiError(410, "the run has ended: there are no more tasks")
         poll: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self._polls.append(poll)
         try:
@@ -210,15 +203,15 @@ class TaskQueue:
                 self._polls.remove(poll)
 
     def find_open(self, attempt_id: str, *, is_report: bool = False) -> Attempt:
-        """An attempt at work; raises QueueError if it has ended or never existed. A second report is a conflict."""
+        """An attempt at work; raises ApiError if it has ended or never existed. A second report is a conflict."""
         attempt = self._open.get(attempt_id)
         if attempt is not None and not attempt.report.done():
             attempt.taken.set()
             return attempt
         reason = REPORTED if attempt is not None else self._ended.get(attempt_id)
         if reason is None:
-            raise QueueError(404, "there is no such attempt: use the attempt_id of a task that you took")
-        raise QueueError(409 if is_report and reason == REPORTED else 410, f"the attempt has ended: {reason}")
+            raise ApiError(404, "there is no such attempt: use the attempt_id of a task that you took")
+        raise ApiError(409 if is_report and reason == REPORTED else 410, f"the attempt has ended: {reason}")
 
     def note_rank(self, attempt_id: str, pass_on: PassOn) -> None:
         """The attempt is another rank's, which receives its reports."""
@@ -248,7 +241,7 @@ class TaskQueue:
         self._is_finished = True
         for poll in self._polls:
             if not poll.done():
-                poll.set_exception(QueueError(410, "the run has ended: there are no more tasks"))
+                poll.set_exception(ApiError(410, "the run has ended: there are no more tasks"))
 
     async def wait_for_workers(self, timeout_s: float) -> None:
         """After `finish`: wait until those that are away have asked for a task again, and know of the end."""

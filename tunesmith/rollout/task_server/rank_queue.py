@@ -5,7 +5,7 @@ attempts over links, and it passes reports on. A task's `base_url` is that of it
 
     rank 1 to rank 0   OfferAttempt    the attempt waits in the queue of the first rank
     rank 0 to rank 1   AttemptTaken    a worker has it: its time limit begins
-    rank 0 to rank 1   PassReport      answered with ReportAnswer: the attempt's rank alone knows whether it has ended
+    rank 0 to rank 1   PassReport      answered with the refusal, if any: its rank alone knows whether it has ended
     rank 1 to rank 0   EndAttempt      it has its report, is out of time, or its worker is lost
 
 The links are not those of the dispatcher: a rank carries out the messages of these one after the other, and an
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,8 @@ from tunesmith.cluster.links import Link, Links
 from tunesmith.errors import RankError
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.failures import WorkerLostError
-from tunesmith.rollout.task_server.queue import Attempt, QueueError, Report, TaskQueue
+from tunesmith.rollout.openai_server.fields import ApiError
+from tunesmith.rollout.task_server.queue import Attempt, Report, TaskQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,11 @@ class AttemptTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
+    """Answered with the HTTP status and the reason if it is refused, else with None."""
+
     attempt_id: str
     report: Report | None
     """None: a heartbeat."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportAnswer:
-    refusal: tuple[int, str] | None
-    """The HTTP status and the reason."""
 
 
 class FirstRank:
@@ -109,9 +105,9 @@ class FirstRank:
                 refusal = None
                 try:
                     self._queue.receive_report(message.attempt_id, message.report)
-                except QueueError as error:
+                except ApiError as error:
                     refusal = (error.status, str(error))
-                self._link.send(ReportAnswer(refusal=refusal))
+                self._link.answer(refusal)
 
     def _fail_if_lost(self, attempt: Attempt) -> None:
         if self._error is None:
@@ -130,48 +126,35 @@ class OtherRank:
         self._rank = rank
         self._offers: dict[str, asyncio.Task[None]] = {}
         """By attempt."""
-        self._answers: deque[asyncio.Future[tuple[int, str] | None]] = deque()
-        """Of reports that are not answered, in order."""
-        self._lost: tuple[int, str] | None = None
-        """How reports are refused once the rank has ended."""
 
     async def follow(self) -> None:
         """Carry out the rank's messages. Its attempts end with it."""
-        reason = "the run has ended"
         try:
             while True:
                 self._receive(await self._link.receive())
-        except RankError as error:
-            reason = str(error)
+        except RankError:
+            return  # reports say so
         finally:
-            self._lost = (503, f"the rank of the attempt does not answer ({reason}); try again later")
-            for answer in self._answers:
-                if not answer.done():
-                    answer.set_result(self._lost)
+            self._link.fail(RankError("the run has ended"))
             await cancel_all(self._offers.values())
 
     async def report(self, attempt_id: str, report: Report | None) -> None:
-        """Pass a report on; raises QueueError if the rank refuses it."""
-        answer: asyncio.Future[tuple[int, str] | None] = asyncio.get_running_loop().create_future()
-        if self._lost is None:
-            self._answers.append(answer)
-            self._link.send(PassReport(attempt_id=attempt_id, report=report))
-        else:
-            answer.set_result(self._lost)
-        if (refusal := await answer) is not None:
-            raise QueueError(*refusal)
+        """Pass a report on; raises ApiError if the rank refuses it."""
+        try:
+            refusal = await self._link.ask(PassReport(attempt_id=attempt_id, report=report))
+        except RankError as error:
+            message = f"the rank of the attempt does not answer ({error}); try again later"
+            raise ApiError(503, message) from error
+        if refusal is not None:
+            raise ApiError(*refusal)
 
-    def _receive(self, message: OfferAttempt | EndAttempt | ReportAnswer) -> None:
+    def _receive(self, message: OfferAttempt | EndAttempt) -> None:
         match message:
             case OfferAttempt():
                 self._queue.note_rank(message.attempt_id, self.report)
                 self._offers[message.attempt_id] = asyncio.create_task(self._offer(message))
             case EndAttempt():
                 self._offers.pop(message.attempt_id).cancel()
-            case ReportAnswer():
-                answer = self._answers.popleft()
-                if not answer.done():  # the worker has closed its request
-                    answer.set_result(message.refusal)
 
     async def _offer(self, offer: OfferAttempt) -> None:
         """Offer an attempt until cancelled."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.types import Scope
 
-from tunesmith import http_server
-from tunesmith.rollout.task_server.queue import QueueError
+from tunesmith.http_server import has_key
+from tunesmith.rollout.openai_server.app import parse_json, read_limited_body
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.types import MAX_METRIC, MAX_REWARD
 
 MAX_WAIT_S = 60.0
@@ -47,24 +47,12 @@ class FailureReport(BaseModel):
 
 async def read_fields(request: Request, kind: type[Body], *, max_bytes: int) -> Body:
     """The fields of a request: its JSON body, or the query of a request without one."""
-    body = await read_body(request, max_bytes=max_bytes)
-    try:
-        fields = json.loads(body) if body else dict(request.query_params)
-    except (ValueError, RecursionError) as error:
-        raise QueueError(400, f"the request body is not JSON: {error}") from error
+    body = await read_limited_body(request.scope, request.receive, max_bytes)
+    fields = parse_json(body) if body else dict(request.query_params)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise QueueError(400, "; ".join(map(_describe, error.errors()))) from error
-
-
-async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """The body of a request; raises QueueError if it is too large."""
-    try:
-        return await http_server.read_body(request.scope, request.receive, max_bytes)
-    except http_server.BodyTooLargeError as error:
-        limit = f"rollout.max_body_mib={max_bytes / 2**20:g}"
-        raise QueueError(413, f"the request is larger than {limit}: shorten it") from error
+        raise ApiError(400, "; ".join(map(_describe, error.errors()))) from error
 
 
 def _describe(error: Any) -> str:
@@ -74,6 +62,6 @@ def _describe(error: Any) -> str:
 
 
 def check_key(scope: Scope, api_key: str | None) -> None:
-    """Raise QueueError unless the request has the key; None asks for no key."""
-    if not http_server.has_key(scope, api_key):
-        raise QueueError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+    """Raise ApiError unless the request has the key; None asks for no key."""
+    if not has_key(scope, api_key):
+        raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
-
 from tunesmith.cluster.links import NO_LINKS, Links
 from tunesmith.http_server import serve_app
-from tunesmith.rollout.openai_server.app import build_app
+from tunesmith.rollout.openai_server.app import EndpointApp
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.task_server.app import ServerLimits, answer_unknown, build_task_app
+from tunesmith.rollout.task_server.app import ServerLimits, build_task_app
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.live_app import build_live_app
 from tunesmith.rollout.task_server.queue import TaskQueue
@@ -38,7 +35,8 @@ async def serve_tasks(
     So do the others, if they ask for a task within `end_grace_s` seconds. Each rank calls this with links of its own
     between the first one and the others. Workers take the tasks of all ranks from the first one.
     """
-    app = build_task_app(queue, build_model_app(service, limits), limits, has_tasks=rank == 0)
+    model_app = EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes)
+    app = build_task_app(queue, model_app, limits, has_tasks=rank == 0)
     public_url = None if limits.public_url is None else limits.public_url.replace("{rank}", str(rank))
     has_key = limits.api_key is not None
     async with (
@@ -66,7 +64,7 @@ async def serve_live(
     """Serve live traffic until the block ends, and yield the URL; there is one rank."""
     assert rank == 0 and not links.by_rank
     sessions.bind(service)
-    app = build_live_app(sessions, build_model_app(service, limits), limits)
+    app = build_live_app(sessions, EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes), limits)
     server = serve_app(
         app, has_key=limits.api_key is not None, host=host, port=port, knob=KNOB, public_url=limits.public_url
     )
@@ -75,10 +73,3 @@ async def serve_live(
             yield url
         finally:
             sessions.finish()
-
-
-def build_model_app(service: ModelService, limits: ServerLimits) -> ASGIApp:
-    """The model endpoint; unknown routes are JSON errors too."""
-    app = build_app(service.endpoint, max_body_bytes=limits.max_body_bytes)
-    app.add_exception_handler(HTTPException, answer_unknown)
-    return app

@@ -9,12 +9,12 @@ A step of a run whose groups end with the step, on the link to one rank:
 
     first rank                                   rank
     SetVersion(policy_version=3)            ->   its engine samples with version 3
-                                            <-   VersionSet(policy_version=3, dropped=())
+                                            <-   Answer([])
     StartGroups(requests=(number 13, 15))   ->
                                             <-   GroupFinished(number=15, group=reference, ...)
                                             <-   GroupFinished(number=13, group=reference, ...)
     Pause()                                 ->   its engine pauses
-                                            <-   WorkerStatistics(...)
+                                            <-   Answer(WorkerStatistics(...))
     (the update: both ranks take part in its collectives)
 
 A rank that only samples receives the weights with `SetVersion`, sends whole groups, and is never paused.
@@ -27,9 +27,8 @@ first rank begins the next windows, or ends the phase if enough groups have fini
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.cluster.links import Link
@@ -48,18 +47,12 @@ from tunesmith.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetVersion:
-    """Drop groups that are too old for a step of this version, and sample with its weights."""
+    """Drop groups that are too old for a step of this version, and sample with its weights; answered with the numbers
+    of the dropped ones."""
 
     policy_version: int
     num_weights: int | None = None
     """Number of values that the first rank sends now, in a collective; None: the rank has the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSet:
-    policy_version: int
-    dropped: Sequence[int]
-    """Numbers of the groups that were too old."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,28 +97,21 @@ class ReportStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
+    """Answered with the groups."""
+
     requests: Sequence[GroupRequest]
     policy_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGroups:
-    """Send kept groups although no update follows."""
+    """Answered with these kept groups although no update follows."""
 
     numbers: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupsSent:
-    """The answer to `Evaluate` and to `SendGroups`."""
-
-    groups: Sequence[Group]
-
-
 WorkerMessage = SetVersion | StartGroups | BeginWindow | EndSampling | Pause | ReportStatistics | Evaluate | SendGroups
 """From the first rank."""
-RankMessage = VersionSet | GroupFinished | WindowEnded | WorkerStatistics | GroupsSent
-"""From another rank."""
 
 
 class RankWorker:
@@ -160,8 +146,6 @@ class RankWorker:
         self._running: dict[int, GroupRequest] = {}
         self._finished: dict[int, FinishedGroup] = {}
         """Both by number."""
-        self._answers: deque[asyncio.Future[Any]] = deque()
-        """Of questions that are not answered, in order."""
         self._statistics: asyncio.Future[WorkerStatistics] | None = None
         """Since the last pause."""
         self._error: Exception | None = None
@@ -197,9 +181,7 @@ class RankWorker:
         # a rank that only samples goes on with weights that it has; one that trains was paused for the update
         if not self.only_samples or policy_version != self._version:
             self._version = policy_version
-            answer = await self._ask(SetVersion(policy_version=policy_version, num_weights=self._num_weights))
-            assert isinstance(answer, VersionSet)
-            dropped += answer.dropped
+            dropped += await self._link.ask(SetVersion(policy_version=policy_version, num_weights=self._num_weights))
         # groups that such a rank has sent are known only here, so they age here
         if self.only_samples:
             ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
@@ -228,24 +210,22 @@ class RankWorker:
         return [self._finished.pop(number) for number in numbers]
 
     async def fetch(self, numbers: Sequence[int]) -> list[Group]:
-        answer = await self._ask(SendGroups(numbers=numbers))
-        assert isinstance(answer, GroupsSent)
-        return list(answer.groups)
+        groups: list[Group] = await self._link.ask(SendGroups(numbers=numbers))
+        return groups
 
     def pause(self) -> None:
         """A rank that only samples goes on."""
         if not self.only_samples:
-            self._statistics = self._ask(Pause())
+            self._statistics = self._link.ask(Pause())
 
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
-        answer = await self._ask(Evaluate(requests=requests, policy_version=policy_version))
-        assert isinstance(answer, GroupsSent)
-        for group in answer.groups:
+        groups: list[Group] = await self._link.ask(Evaluate(requests=requests, policy_version=policy_version))
+        for group in groups:
             self.progress.add(group.trajectories)
-        return list(answer.groups)
+        return groups
 
     async def take_statistics(self) -> WorkerStatistics:
-        counting, self._statistics = self._statistics or self._ask(ReportStatistics()), None
+        counting, self._statistics = self._statistics or self._link.ask(ReportStatistics()), None
         counted = await counting
         if counted.branching is not None and self._branching is not None:
             self._branching.stats.add(counted.branching)
@@ -255,40 +235,22 @@ class RankWorker:
         if self._reading is not None:
             self._reading.cancel()
 
-    def _ask(self, question: WorkerMessage) -> asyncio.Future[Any]:
-        """The answer, which other messages may precede."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the dispatcher raises the error
-        if self._error is not None:
-            answer.set_exception(self._error)
-            return answer
-        self._answers.append(answer)
-        self._link.send(question)
-        return answer
-
     async def _read(self) -> None:
         try:
             while True:
                 self._receive(await self._link.receive())
         except Exception as error:  # noqa: BLE001 - raised where the dispatcher waits
             self._error = error
-            for answer in self._answers:
-                if not answer.done():
-                    answer.set_exception(error)
+            self._link.fail(error)
             self.on_change()
 
-    def _receive(self, message: RankMessage) -> None:
+    def _receive(self, message: GroupFinished | WindowEnded) -> None:
         match message:
             case GroupFinished():
                 self._add(message)
             case WindowEnded():
                 if message.phase == self._phase:
                     self._window = message.window
-            case _:
-                answer = self._answers.popleft()
-                if not answer.done():
-                    answer.set_result(message)
-                return
         self.on_change()
 
     def _add(self, message: GroupFinished) -> None:
@@ -367,15 +329,15 @@ class ServedWorker:
                 worker.end_sampling()
             case Pause():
                 worker.pause()
-                self._link.send(await self._count())
+                self._link.answer(await self._count())
             case ReportStatistics():
-                self._link.send(await self._count())
+                self._link.answer(await self._count())
             case Evaluate():
                 groups = await worker.evaluate(message.requests, policy_version=message.policy_version)
                 worker.progress.finished.clear()
-                self._link.send(GroupsSent(groups=groups))
+                self._link.answer(groups)
             case SendGroups():
-                self._link.send(GroupsSent(groups=[self.kept[number] for number in message.numbers]))
+                self._link.answer([self.kept[number] for number in message.numbers])
             case _:
                 raise RankError(f"a rank received {type(message).__name__}, which it does not know")
 
@@ -394,7 +356,7 @@ class ServedWorker:
         # one that only samples keeps no groups
         if take is None:
             dropped += self._drop_kept(message.policy_version)
-        self._link.send(VersionSet(policy_version=message.policy_version, dropped=dropped))
+        self._link.answer(dropped)
 
     def _drop_kept(self, policy_version: int) -> list[int]:
         """Forget kept groups that are too old, unless a step has trained them already; returns their numbers."""
@@ -406,11 +368,7 @@ class ServedWorker:
 
     async def _count(self) -> WorkerStatistics:
         counted = await self._worker.take_statistics()
-        if self._branching is None:
-            return counted
-        return WorkerStatistics(
-            engine=counted.engine, recorder=counted.recorder, branching=self._branching.stats.take()
-        )
+        return counted if self._branching is None else replace(counted, branching=self._branching.stats.take())
 
     def _note_change(self) -> None:
         """Report groups that have finished and the end of a window."""

@@ -8,13 +8,12 @@ text of the message it is in.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 from tunesmith.chat.parsers import HARMONY, HarmonyParser, IncrementalParser, ReplyParser
-from tunesmith.experience.samples import chain_turns
 from tunesmith.types import Turn
 from tunesmith.viewer.reading.run import StoredRollout
 from tunesmith.viewer.reading.token_text import CLOSE, OPEN, ReplyFormat, TokenText
@@ -41,37 +40,34 @@ HERMES_REPLY = ReplyFormat()
 
 def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str, Any]]:
     """The conversations of a trajectory: messages in order, with the numbers of the turn that sampled them."""
-    turns = stored.trajectory.turns
-    index_of = {id(turn): index for index, turn in enumerate(turns)}
     conversations = []
-    for chain in chain_turns(turns):
+    for turns in stored.iter_chains():
         messages: list[dict[str, Any]] = []
         known: tuple[int, ...] = ()
-        for turn in chain:
+        for number, turn, advantage in turns:
             messages += split_messages(text.decode_marked(turn.prompt_ids[len(known) :]), text.reply_format)
             if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"].strip():
                 messages.pop()  # the header of the reply
-            messages.append(describe_reply(turn, index_of[id(turn)], stored, text))
+            messages.append(describe_reply(number, turn, advantage, text))
             known = turn.prompt_ids + turn.sampled_ids
         conversations.append({"messages": [message for message in messages if not is_blank(message)]})
     return conversations
 
 
-def describe_reply(turn: Turn, index: int, stored: StoredRollout, text: TokenText) -> dict[str, Any]:
+def describe_reply(number: int, turn: Turn, advantage: float | None, text: TokenText) -> dict[str, Any]:
     """The message that a turn sampled."""
-    advantages = stored.turn_advantages
     prompt_end, tags = text.decode_marked(turn.prompt_ids[-8:]), text.reply_format.tags
     last = prompt_end.rpartition(tags.opening)[2]
     is_open = last != prompt_end and tags.closing not in last
     sampled = drop_controls(text.decode_marked(turn.sampled_ids), text.reply_format)
     return parse_reply(sampled, text.reply_format, is_reasoning_open=is_open) | {
         "sampled": True,
-        "turn": index,
+        "turn": number,
         "stop_reason": turn.stop_reason,
         "num_tokens": len(turn.sampled_ids),
         "logprob": fmean(turn.logprobs) if turn.logprobs else None,
-        "advantage": advantages[index] if advantages else stored.advantage,
-        "trained": turn.is_trained and stored.advantage is not None,
+        "advantage": advantage,
+        "trained": advantage is not None,
         "temperature": turn.distribution.temperature,
         "versions": sorted(set(turn.policy_versions)),
     }
@@ -95,17 +91,12 @@ def split_messages(marked: str, reply_format: ReplyFormat = HERMES_REPLY) -> lis
 
 def parse_reply(content: str, reply_format: ReplyFormat, *, is_reasoning_open: bool = False) -> dict[str, Any]:
     """An assistant's text as reasoning, content and tool calls."""
-    numbers = count(1)
-
-    def build_id() -> str:
-        return f"call{next(numbers)}"
-
     parser: IncrementalParser
     if reply_format.call_format is HARMONY:
-        parser = HarmonyParser(new_call_id=build_id, has_tool_calls=True)
+        parser = HarmonyParser(new_call_id=str, has_tool_calls=True)
     else:
         parser = ReplyParser(
-            new_call_id=build_id,
+            new_call_id=str,
             has_reasoning=True,
             is_reasoning_open=is_reasoning_open,
             has_tool_calls=True,
@@ -127,11 +118,10 @@ def is_blank(message: dict[str, Any]) -> bool:
     return not message.get("sampled") and not message["content"].strip() and not message.get("tool_calls")
 
 
-def iter_tool_names(replies: Sequence[str], reply_format: ReplyFormat) -> Iterator[str]:
+def list_tool_names(replies: Sequence[str], reply_format: ReplyFormat) -> list[str]:
     """Names of the tools that sampled replies call."""
-    for reply in replies:
-        if reply_format.may_call(reply):
-            yield from (call["name"] for call in parse_reply(reply, reply_format)["tool_calls"])
+    calls = (parse_reply(reply, reply_format)["tool_calls"] for reply in replies if reply_format.may_call(reply))
+    return [call["name"] for call in chain(*calls)]
 
 
 def format_conversation(conversation: dict[str, Any]) -> str:

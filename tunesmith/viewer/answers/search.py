@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.viewer.answers.conversation import iter_tool_names
+from tunesmith.viewer.answers.conversation import list_tool_names
 from tunesmith.viewer.answers.steps import MAX_ANSWER_CHARS, find_title, load_row, to_number
 from tunesmith.viewer.reading.rollout_index import NO_FAILURE, ROW, Rows
 from tunesmith.viewer.reading.run import Run
@@ -111,18 +111,13 @@ def find_candidates(run: Run, filters: Filters) -> Rows:
     """The rows that pass the filters on numbers, in the order of the result; those of the last search are kept."""
     key = (replace(filters, text="", tool=""), run.index.stamp)
     if run.last_candidates is None or run.last_candidates[0] != key:
-        run.last_candidates = (key, compute_candidates(run, filters))
+        parts = [rows[select(run, rows, filters)][::-1] for rows in run.index.iter_rows()]
+        found: Rows = np.concatenate([np.empty(0, ROW), *parts])
+        if (order := SORTS[filters.sort]) is not None:
+            name, sign = order
+            found = found[np.argsort(sign * found[name].astype(np.float64), kind="stable")][:MAX_SORTED]
+        run.last_candidates = (key, found)
     return run.last_candidates[1]
-
-
-def compute_candidates(run: Run, filters: Filters) -> Rows:
-    parts = [rows[select(run, rows, filters)][::-1] for rows in run.index.iter_rows()]
-    found: Rows = np.concatenate(parts) if parts else np.empty(0, ROW)
-    order = SORTS[filters.sort]
-    if order is None or not len(found):
-        return found
-    name, sign = order
-    return found[np.argsort(sign * found[name].astype(np.float64), kind="stable")][:MAX_SORTED]
 
 
 def select(run: Run, rows: Rows, filters: Filters) -> NDArray[np.bool_]:
@@ -172,11 +167,10 @@ def match_block(run: Run, block: Rows, filters: Filters) -> list[dict[str, Any]]
     for position, row in enumerate(rows, start=first):
         if position not in wanted:
             continue
-        replies: list[str] = []
-        tools: list[str] = []
+        replies, tools = [], []
         if needs_replies and text is not None:
             replies = text.decode_batch([turn["sampled_ids"] for turn in row["turns"] or ()])
-            tools = list(iter_tool_names(replies, text.reply_format))
+            tools = list_tool_names(replies, text.reply_format)
         if has_text(row, replies, filters.text) and has_tool(tools, filters.tool):
             matched[position] = row | {"tools": tools, "snippet": find_snippet(row, replies, filters.text)}
     return [describe_match(each, matched[each["position"]]) for each in block if each["position"] in matched]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import fmean, pstdev
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.experience.samples import chain_turns
+from tunesmith.experience.step_files import load_step_json
 from tunesmith.types import Turn
-from tunesmith.viewer.answers.conversation import build_conversations, iter_tool_names
+from tunesmith.viewer.answers.conversation import build_conversations, list_tool_names
 from tunesmith.viewer.reading.run import Run, StoredRollout
 from tunesmith.viewer.reading.token_text import TokenText
 
@@ -32,10 +32,9 @@ def describe_step(run: Run, step: int) -> dict[str, Any]:
     """The groups of a step with the rewards, advantages and lengths of their rollouts."""
     rows = run.index.find_step(step)
     titles: dict[int, tuple[str, str]] = {}
-    for position, row in enumerate(run.rollouts.iter_rows(step, ["group_index", "task_id", "task_row"])):
+    for row in run.rollouts.iter_rows(step, ["group_index", "task_id", "task_row"]):
         if row["group_index"] not in titles:
             titles[row["group_index"]] = (row["task_id"], find_title(load_row(row["task_row"])))
-        assert position < len(rows), "the rows of a step do not change"
     groups = []
     for number, (task_id, title) in titles.items():
         members = rows[rows["group"] == number]
@@ -90,12 +89,8 @@ def summarize_rollout(run: Run, stored: StoredRollout) -> dict[str, Any]:
     """One line about a rollout."""
     trajectory = stored.trajectory
     sampled = [turn.sampled_ids for turn in trajectory.turns]
-    tools = (
-        list(iter_tool_names(run.text.decode_batch(sampled), run.text.reply_format))
-        if run.text is not None and sampled
-        else []
-    )
-    failure = trajectory.failure
+    text, failure = run.text, trajectory.failure
+    tools = [] if text is None else list_tool_names(text.decode_batch(sampled), text.reply_format)
     return {
         "run": trajectory.run_index,
         "reward": trajectory.reward,
@@ -130,14 +125,7 @@ def describe_rollout(run: Run, step: int, group: int, number: int) -> dict[str, 
         "task_id": trajectory.task.task_id,
         "row": dict(trajectory.task.row),
         "response": trajectory.response_text,
-        "failure": None
-        if failure is None
-        else {
-            "where": failure.where,
-            "message": failure.message,
-            "line": failure.line,
-            "traceback": failure.traceback,
-        },
+        "failure": None if failure is None else asdict(failure),
         "has_text": text is not None,
         "conversations": [] if text is None else build_conversations(stored, text),
         "tokens": build_tokens(stored, text),
@@ -146,16 +134,15 @@ def describe_rollout(run: Run, step: int, group: int, number: int) -> dict[str, 
 
 def describe_selection(run: Run, step: int) -> dict[str, Any]:
     """The tasks that the selector chose for a step and why, with what they turned out to be."""
-    selection, groups = run.load_selection(step), describe_step(run, step)["groups"]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for group in groups:
-        found.setdefault(group["task_id"], []).append(group)
+    selection: Mapping[str, Any] = load_step_json(run.paths.selection(step))
+    waiting: dict[str, list[dict[str, Any]]] = {}
+    for group in describe_step(run, step)["groups"]:
+        waiting.setdefault(group["task_id"], []).append(group)
     choices = []
     for choice in selection["choices"]:
-        waiting = found.get(choice["task_id"])
-        group = waiting.pop(0) if waiting else None
-        outcome = {"group": None, "mean": None, "title": ""} if group is None else group
-        choices.append(dict(choice) | {name: outcome[name] for name in ("group", "mean", "title")})
+        groups = waiting.get(choice["task_id"])
+        outcome = groups.pop(0) if groups else {}
+        choices.append(dict(choice) | {name: outcome.get(name) for name in ("group", "mean", "title")})
     return {
         "step": step,
         "choices": choices,
@@ -170,26 +157,20 @@ CONTEXT, TRAINED, UNTRAINED = 0, 1, 2
 
 def build_tokens(stored: StoredRollout, text: TokenText | None) -> list[dict[str, Any]]:
     """One entry for each conversation: lists with one value per token, null where a token was not sampled."""
-    turns = stored.trajectory.turns
-    index_of = {id(turn): index for index, turn in enumerate(turns)}
-    return [list_tokens(chain, [index_of[id(turn)] for turn in chain], stored, text) for chain in chain_turns(turns)]
+    return [list_tokens(chain, text) for chain in stored.iter_chains()]
 
 
-def list_tokens(
-    chain: Sequence[Turn], indices: Sequence[int], stored: StoredRollout, text: TokenText | None
-) -> dict[str, Any]:
-    ids = chain[-1].prompt_ids + chain[-1].sampled_ids
+def list_tokens(chain: Sequence[tuple[int, Turn, float | None]], text: TokenText | None) -> dict[str, Any]:
+    ids = chain[-1][1].prompt_ids + chain[-1][1].sampled_ids
     masks: list[int] = [CONTEXT] * len(ids)
     logprobs: list[float | None] = [None] * len(ids)
     advantages: list[float | None] = [None] * len(ids)
     versions: list[int | None] = [None] * len(ids)
-    for index, turn in zip(indices, chain, strict=True):
+    for _, turn, advantage in chain:
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
-        is_trained = turn.is_trained and stored.advantage is not None
-        advantage = stored.turn_advantages[index] if stored.turn_advantages else stored.advantage
-        masks[start:end] = [TRAINED if is_trained else UNTRAINED] * (end - start)
+        masks[start:end] = [UNTRAINED if advantage is None else TRAINED] * (end - start)
         logprobs[start:end] = [round(value, 5) for value in turn.logprobs]
-        advantages[start:end] = [advantage if is_trained else None] * (end - start)
+        advantages[start:end] = [advantage] * (end - start)
         versions[start:end] = turn.policy_versions
     return {
         "text": [f"<{token_id}>" for token_id in ids] if text is None else text.split(ids),
@@ -250,14 +231,10 @@ def build_trie(rollouts: Sequence[StoredRollout], text: TokenText | None) -> dic
 
 
 def list_paths(stored: StoredRollout) -> list[Path]:
-    paths = []
-    for chain in chain_turns(stored.trajectory.turns):
-        ids = np.array(chain[-1].prompt_ids + chain[-1].sampled_ids)
-        is_sampled = np.zeros(len(ids), dtype=bool)
-        for turn in chain:
-            is_sampled[len(turn.prompt_ids) : len(turn.prompt_ids) + len(turn.sampled_ids)] = True
-        paths.append(Path(run=stored.trajectory.run_index, ids=ids, is_sampled=is_sampled))
-    return paths
+    return [
+        Path(run=stored.trajectory.run_index, ids=np.array(each["id"]), is_sampled=np.array(each["mask"]) != CONTEXT)
+        for each in build_tokens(stored, None)
+    ]
 
 
 def find_fork(members: Sequence[Path], start: int) -> int:

@@ -11,7 +11,14 @@ from typing import Any
 
 from tunesmith.errors import TunesmithError
 from tunesmith.viewer.answers.evaluations import list_answers, list_evaluations
-from tunesmith.viewer.answers.overview import describe_runs, get_metric, get_versions, list_failures
+from tunesmith.viewer.answers.overview import (
+    describe_diagnosis,
+    describe_runs,
+    get_metric,
+    get_versions,
+    list_failures,
+    save_notes,
+)
 from tunesmith.viewer.answers.search import search_rollouts
 from tunesmith.viewer.answers.steps import (
     describe_group,
@@ -21,7 +28,7 @@ from tunesmith.viewer.answers.steps import (
     describe_trie,
 )
 from tunesmith.viewer.answers.tasks import describe_task, diff_rollouts, list_repeated_tasks
-from tunesmith.viewer.reading.run import Run
+from tunesmith.viewer.reading.run import Run, find_new_runs
 
 OF_ALL: Mapping[str, Callable[[Sequence[Run], Mapping[str, str]], Any]] = {
     "runs": lambda runs, _: describe_runs(runs),
@@ -34,6 +41,7 @@ OF_ALL: Mapping[str, Callable[[Sequence[Run], Mapping[str, str]], Any]] = {
 """Answers about all runs, from the parameters of the query."""
 OF_RUN: Mapping[str, Callable[[Run, Mapping[str, str]], Any]] = {
     "failures": lambda run, _: list_failures(run),
+    "diagnosis": lambda run, _: describe_diagnosis(run),
     "tasks": lambda run, _: list_repeated_tasks(run),
     "task": lambda run, params: describe_task(run, params["id"]),
     "search": search_rollouts,
@@ -55,10 +63,13 @@ class UnknownAnswerError(TunesmithError):
 
 
 class Answers:
-    """Answers questions about runs, one at a time: callers are threads that share the runs' caches."""
+    """Answers questions about runs, one at a time: callers are threads that share the runs' caches.
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
+    Runs that appear at `paths` later are appended to `runs`.
+    """
+
+    def __init__(self, runs: list[Run], *, paths: Sequence[str] = ()) -> None:
+        self.runs, self.paths = runs, paths
         self._lock = threading.Lock()
 
     def get_json(self, path: str, params: Mapping[str, str]) -> bytes:
@@ -66,6 +77,13 @@ class Answers:
         with self._lock:
             answer = self.get(path, params)
         return json.dumps(clean(answer), allow_nan=False, separators=(",", ":")).encode()
+
+    def save_notes(self, number: int, given: Any) -> bytes:
+        """Save what the user wrote about a run; the notes as JSON text."""
+        with self._lock:
+            if not 0 <= number < len(self.runs) or not isinstance(given, dict):
+                raise UnknownAnswerError(f"there is no run {number} to write notes of")
+            return json.dumps(save_notes(self.runs[number], given)).encode()
 
     def preload(self) -> None:
         """Read what every page asks for; errors are left to the requests."""
@@ -79,6 +97,8 @@ class Answers:
             raise UnknownAnswerError(f"there is nothing at {path!r}")
         try:
             if not numbers:
+                if kind == "versions" and self.paths:
+                    find_new_runs(self.runs, self.paths)
                 return OF_ALL[kind](self.runs, params)
             run, keys = self.runs[int(numbers[0])], [int(number) for number in numbers[1:]]
             return OF_STEPS[kind, len(keys)](run, *keys) if keys else OF_RUN[kind](run, params)

@@ -62,15 +62,21 @@ def list_repeated_tasks(run: Run) -> dict[str, Any]:
     parts = [average_groups(rows) for rows in run.index.iter_rows() if len(rows)]
     if not parts:
         return {"tasks": [], "num_tasks": 0}
-    task_G, step_G, mean_G = (np.concatenate(column) for column in zip(*parts[::-1], strict=True))
+    task_G, step_G, position_G, mean_G = (np.concatenate(column) for column in zip(*parts[::-1], strict=True))
     counts = np.bincount(task_G)
     chosen = np.argsort(-counts, kind="stable")[:MAX_TASKS]
-    tasks = []
+    tasks, task_ids = [], run.index.task_ids
     for code in chosen[counts[chosen] > 0]:
         members = np.flatnonzero(task_G == code)
+        task_id = task_ids[code]
+        if task_id not in run.titles:
+            step, position = int(step_G[members[-1]]), int(position_G[members[-1]])
+            (stored,) = run.rollouts.iter_rows(step, ["task_row"], first=position, num_rows=1)
+            run.titles[task_id] = find_title(load_row(stored["task_row"]))
         tasks.append(
             {
-                "task_id": run.index.task_ids[code],
+                "task_id": task_id,
+                "title": run.titles[task_id],
                 "steps": step_G[members].tolist(),
                 "means": [to_number(value) for value in mean_G[members]],
             }
@@ -78,15 +84,15 @@ def list_repeated_tasks(run: Run) -> dict[str, Any]:
     return {"tasks": tasks, "num_tasks": int(np.count_nonzero(counts))}
 
 
-def average_groups(rows: Rows) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Task, step and mean reward of each group of a file; the rollouts of a group are adjacent."""
+def average_groups(rows: Rows) -> tuple[NDArray[Any], ...]:
+    """Task, step, first row in the step, and mean reward of each group of a file; a group's rollouts are adjacent."""
     differs = (rows["step"][1:] != rows["step"][:-1]) | (rows["group"][1:] != rows["group"][:-1])
     starts = np.concatenate([[0], np.flatnonzero(differs) + 1])
     is_known = ~np.isnan(rows["reward"])
     sums = np.add.reduceat(np.where(is_known, rows["reward"], 0.0), starts)
     numbers = np.add.reduceat(is_known.astype(np.int64), starts)
     means = np.divide(sums, numbers, out=np.full(len(starts), np.nan), where=numbers > 0)
-    return rows["task"][starts], rows["step"][starts], means
+    return rows["task"][starts], rows["step"][starts], rows["position"][starts], means
 
 
 def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any]:

@@ -58,8 +58,6 @@ class RolloutIndex:
     """The rows of `ROW` of all rollouts that `extend` has read so far."""
 
     def __init__(self, files: RolloutFiles) -> None:
-        self.task_ids: list[str] = []
-        self.causes: list[Cause] = []
         self._files = files
         self._codes: dict[str, int] = {}
         self._cause_codes: dict[Cause, int] = {}
@@ -87,6 +85,14 @@ class RolloutIndex:
             except FileNotFoundError:
                 continue  # merged with others just now; the next call finds it
         return True
+
+    @property
+    def task_ids(self) -> list[str]:
+        return list(self._codes)
+
+    @property
+    def causes(self) -> list[Cause]:
+        return list(self._cause_codes)
 
     @property
     def num_rows(self) -> int:
@@ -151,10 +157,7 @@ class RolloutIndex:
         encoded = column.combine_chunks().dictionary_encode()
         codes = np.empty(len(encoded.dictionary), np.int32)
         for number, task_id in enumerate(encoded.dictionary.to_pylist()):
-            if task_id not in self._codes:
-                self._codes[task_id] = len(self.task_ids)
-                self.task_ids.append(task_id)
-            codes[number] = self._codes[task_id]
+            codes[number] = self._codes.setdefault(task_id, len(self._codes))
         return codes[read_numbers(encoded.indices)] if len(encoded) else codes
 
     def _encode_failures(self, table: pa.Table) -> NDArray[np.int16]:
@@ -164,16 +167,9 @@ class RolloutIndex:
                 table.column(name)[int(row)].as_py() if name in table.column_names else None
                 for name in ("failure_where", "failure_message", "failure_line")
             )
-            found[row] = self._encode_cause(find_cause(where or "", message or "", line))
+            next_code = min(len(self._cause_codes), MAX_CAUSES - 1)
+            found[row] = self._cause_codes.setdefault(find_cause(where or "", message or "", line), next_code)
         return found
-
-    def _encode_cause(self, cause: Cause) -> int:
-        if cause not in self._cause_codes:
-            if len(self.causes) == MAX_CAUSES:
-                return MAX_CAUSES - 1
-            self._cause_codes[cause] = len(self.causes)
-            self.causes.append(cause)
-        return self._cause_codes[cause]
 
 
 def find_cause(where: str, message: str, line: str | None) -> Cause:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError
-from tunesmith.experience.step_files import load_step_json
+from tunesmith.experience.samples import chain_turns
 from tunesmith.experience.store import parse_row
 from tunesmith.runs.record import RunRecord, find_run_folders
-from tunesmith.types import Trajectory
+from tunesmith.types import Trajectory, Turn
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, Rows
 from tunesmith.viewer.reading.token_text import TokenText, find_reply_format, find_tokenizer
 
@@ -30,18 +31,32 @@ class StoredRollout:
     turn_advantages: Sequence[float] | None
     baseline_reward: float | None
 
+    def iter_chains(self) -> Iterator[list[tuple[int, Turn, float | None]]]:
+        """Conversations as turns that extend each other, with their numbers and, if they are trained, advantages."""
+        turns = self.trajectory.turns
+        numbers = {id(turn): number for number, turn in enumerate(turns)}
+        values: Sequence[float | None] = self.turn_advantages or [self.advantage] * len(turns)
+        for chain in chain_turns(turns):
+            found = [(numbers[id(turn)], turn) for turn in chain]
+            is_used = self.advantage is not None
+            yield [(number, turn, values[number] if turn.is_trained and is_used else None) for number, turn in found]
+
 
 class Run(RunRecord):
     """The folder of a training run, of a fine-tuning, or of a comparison of models."""
 
-    def __init__(self, root: Path, *, name: str) -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.name = name
+        self.name = root.name
         self.index = RolloutIndex(self.rollouts)
         self.last_candidates: tuple[Any, Rows] | None = None
         """Filters of the last search and the rows of the index that they select."""
+        self.titles: dict[str, str] = {}
+        """The question of each task that has been listed."""
+        self.last_diagnosis: tuple[str, dict[str, Any]] | None = None
+        """The version of the run that the doctor looked at last, and what he said."""
         self._text: TokenText | None = None
-        self._groups: dict[tuple[int, int, tuple[int, int]], list[StoredRollout]] = {}
+        self._load_group = functools.lru_cache(maxsize=NUM_KEPT_GROUPS)(self._read_group)
 
     @property
     def text(self) -> TokenText | None:
@@ -49,16 +64,6 @@ class Run(RunRecord):
         if self._text is None and (path := find_tokenizer(self)) is not None:
             self._text = TokenText(path, find_reply_format(path.parent, self.settings))
         return self._text
-
-    @property
-    def has_selection(self) -> bool:
-        """Whether a selector explained its choices."""
-        return self.paths.selection(0).parent.is_dir()
-
-    def load_selection(self, step: int) -> Mapping[str, Any]:
-        """The choices of a selector for a step."""
-        loaded: Mapping[str, Any] = load_step_json(self.paths.selection(step))
-        return loaded
 
     def load_rollout(self, step: int, group: int, run: int) -> StoredRollout:
         """One trajectory with its tokens."""
@@ -69,44 +74,46 @@ class Run(RunRecord):
 
     def load_group(self, step: int, group: int) -> list[StoredRollout]:
         """The trajectories of a group with their tokens; those of the last groups are kept."""
-        key = (step, group, self.rollouts.stamp(step))
-        if key not in self._groups:
-            self._groups = dict([*self._groups.items()][1 - NUM_KEPT_GROUPS :])
-            self._groups[key] = self._load_group(step, group)
-        return self._groups[key]
+        return self._load_group(step, group, self.rollouts.stamp(step))
 
-    def _load_group(self, step: int, group: int) -> list[StoredRollout]:
+    def _read_group(self, step: int, group: int, stamp: tuple[int, int]) -> list[StoredRollout]:
         rows: Rows = self.index.find_step(step)
         positions = rows["position"][rows["group"] == group]
         if not len(positions):
             raise StorageError(f"step {step} has no group {group}")
         first, last = int(positions.min()), int(positions.max())
         found = self.rollouts.iter_rows(step, ROLLOUT, first=first, num_rows=last - first + 1)
-        return [parse_rollout(row) for row in found if row["group_index"] == group]
-
-
-def parse_rollout(row: dict[str, Any]) -> StoredRollout:
-    return StoredRollout(
-        trajectory=parse_row(row),
-        advantage=row["advantage"],
-        turn_advantages=row["turn_advantages"],
-        baseline_reward=row["baseline_reward"],
-    )
+        names = ("advantage", "turn_advantages", "baseline_reward")
+        return [
+            StoredRollout(trajectory=parse_row(row), **{name: row[name] for name in names})
+            for row in found
+            if row["group_index"] == group
+        ]
 
 
 def open_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs at the paths, each a run folder, one of its checkpoints, a folder of `tunesmith eval`, or a folder that
     holds such folders. StorageError if a path has none."""
-    roots: dict[Path, None] = {}
+    runs: list[Run] = []
+    find_new_runs(runs, paths, may_be_none=False)
+    return runs
+
+
+def find_new_runs(runs: list[Run], paths: Sequence[str | Path], *, may_be_none: bool = True) -> None:
+    """Append the runs that have appeared at the paths, so that the numbers of the others stay; name all of them by the
+    shortest ends of their paths that tell them apart."""
+    known = {run.root for run in runs}
     for path in paths:
-        roots |= dict.fromkeys(find_run_folders(Path(path).expanduser().absolute()))
-    return [Run(root, name=name) for root, name in zip(roots, name_runs(list(roots)), strict=True)]
-
-
-def name_runs(roots: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
-    for length in range(1, max(len(root.parts) for root in roots) + 1):
-        names = ["/".join(root.parts[-length:]) for root in roots]
-        if len(set(names)) == len(names):
-            return names
-    return [str(root) for root in roots]
+        try:
+            roots = find_run_folders(Path(path).expanduser().absolute())
+        except StorageError:
+            if may_be_none:
+                continue  # no run has started there
+            raise
+        runs += [Run(root) for root in roots if root not in known]
+        known |= {*roots}
+    length = 1
+    while len({run.root.parts[-length:] for run in runs}) < len(runs):
+        length += 1
+    for run in runs:
+        run.name = "/".join(run.root.parts[-length:])

@@ -22,7 +22,8 @@ from tunesmith.chat.parsers import (
     find_call_format,
     find_reasoning_parser,
 )
-from tunesmith.runs.record import MODEL, RunRecord
+from tunesmith.runs.record import RunRecord
+from tunesmith.storage import load_json
 
 ALWAYS_SHOWN = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"})
 
@@ -58,16 +59,11 @@ def find_reply_format(folder: Path, config: Mapping[str, Any]) -> ReplyFormat:
 
 def read_template(folder: Path) -> str:
     """The source of the chat template that is saved with a tokenizer; empty if there is none."""
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
-        pass
-    try:
-        saved = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    template = saved.get("chat_template") if isinstance(saved, dict) else None
-    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False) if template else ""
+    own, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    template = load_json(config).get("chat_template", "") if config.is_file() else ""
+    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
 
 
 TOKENIZER = "tokenizer.json"
@@ -96,10 +92,6 @@ class TokenText:
             pieces.append((piece or "") if known else f"<{token_id}>")
         return pieces
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids without control tokens."""
-        return self._tokenizer.decode([each for each in ids if each not in self._control_ids])
-
     def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]:
         """The text of several lists of ids, with control tokens."""
         return self._tokenizer.decode_batch([list(ids) for ids in batch], skip_special_tokens=False)
@@ -122,24 +114,13 @@ class TokenText:
 
 
 def find_tokenizer(run: RunRecord) -> Path | None:
-    """The tokenizer of a run: that of its newest checkpoint, or of the model it started from."""
+    """The tokenizer in the folder of a run. Earlier versions kept it in checkpoints alone; then there may be none but
+    that of the model, if its path is a folder."""
     model = run.settings.get("model")
     given = [model.get(key) for key in ("path", "base_path")] if isinstance(model, dict) else []
-    names = [str(name) for name in given if name]
-    folders = [*reversed(run.checkpoints), run.root / MODEL, *(Path(name).expanduser() for name in names)]
-    for folder in folders:
-        if (folder / TOKENIZER).is_file():
-            return folder / TOKENIZER
-    return next((found for name in names if (found := find_cached(name)) is not None), None)
-
-
-def find_cached(name: str) -> Path | None:
-    """The tokenizer of a hub model in the local cache; nothing is downloaded."""
-    from huggingface_hub import try_to_load_from_cache  # takes a while to import and is rarely needed
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, TOKENIZER)
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
+    folders = [
+        run.paths.tokenizer,
+        *reversed(run.checkpoints),
+        *(Path(str(name)).expanduser() for name in given if name),
+    ]
+    return next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)

@@ -24,6 +24,11 @@ export async function fetchAnswer(path, params, signal) {
   return response.json();
 }
 
+export async function sendNotes(run, notes) {
+  const response = await fetch(`api/notes/${run}`, { method: "PUT", body: JSON.stringify(notes) });
+  if (!response.ok) throw new Error(await response.text());
+}
+
 // The answer for a path, fetched again when `version` changes; the old one stays until the new one is there.
 // A path of null asks nothing.
 export function useAnswer(path, params, version = 0) {

@@ -1,21 +1,22 @@
 // The page: navigation, the chosen run, and following runs that are still going.
-import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { fetchAnswer, report } from "./api.js";
 import { Failures, Selector } from "./causes.js";
 import { Curves } from "./curves.js";
-import { Config, Evaluations } from "./evaluations.js";
+import { Evaluations } from "./evaluations.js";
 import { Help, useKeys } from "./keys.js";
 import { Failed, Note } from "./parts.js";
 import { Rollout } from "./rollout.js";
 import { go, link, useRoute } from "./route.js";
+import { Run } from "./run.js";
 import { Search } from "./search.js";
 import { Group, Step } from "./steps.js";
 import { Task } from "./task.js";
 
-const PAGES = { curves: Curves, step: Step, group: Group, rollout: Rollout, search: Search, task: Task, failures: Failures, selector: Selector, evaluations: Evaluations, config: Config };
-const TABS = [["curves", "Curves"], ["step", "Rollouts"], ["search", "Search"], ["task", "Tasks"], ["failures", "Failures"], ["selector", "Selector"],
-  ["evaluations", "Evaluations"], ["config", "Config"]];
-const TAB_OF = { group: "step", rollout: "step" };
+const PAGES = { curves: Curves, step: Step, group: Group, rollout: Rollout, search: Search, task: Task, failures: Failures, selector: Selector, evaluations: Evaluations, run: Run, config: Run };
+const TABS = [["curves", "Curves"], ["run", "Run"], ["step", "Rollouts"], ["search", "Search"], ["task", "Tasks"], ["failures", "Failures"], ["selector", "Selector"],
+  ["evaluations", "Evaluations"]];
+const TAB_OF = { group: "step", rollout: "step", config: "run" };
 const WITHOUT_RUN = new Set(["curves", "evaluations"]);
 const FAST_MS = 2000;
 const SLOW_MS = 10000;
@@ -51,15 +52,18 @@ function useTheme() {
   return [theme, toggle];
 }
 
-// The runs, described again whenever their files change.
+// The runs, described again whenever their files change; `reload` asks at once.
 function useRuns() {
   const [state, setState] = useState({ data: null, error: null, version: 0, isLost: false });
+  const reload = useRef(() => {});
   useEffect(() => {
     let versions = null;
     let timer = null;
     let isEnded = false;
+    let last = 0;
     const load = async () => {
       let wait = SLOW_MS;
+      const number = (last += 1);
       try {
         if (!document.hidden || versions === null) {
           const now = report ? { versions: [], is_running: false } : await fetchAnswer("versions");
@@ -74,19 +78,20 @@ function useRuns() {
       } catch (error) {
         if (!isEnded) setState((old) => ({ ...old, error: old.data ? null : error.message, isLost: true }));
       }
-      if (!isEnded && !report) timer = setTimeout(load, wait);
+      if (!isEnded && !report && number === last) timer = setTimeout(load, wait);
     };
     load();
+    reload.current = () => { clearTimeout(timer); load(); };
     return () => { isEnded = true; clearTimeout(timer); };
   }, []);
-  return state;
+  return { ...state, reload: reload.current };
 }
 
 function App() {
   const route = useRoute();
   const [theme, toggleTheme] = useTheme();
   const [isHelpOpen, setHelp] = useState(false);
-  const { data, error, version, isLost } = useRuns();
+  const { data, error, version, isLost, reload } = useRuns();
   const firstWithRollouts = data ? Math.max(data.runs.findIndex((run) => run.steps.length), 0) : 0;
   const [lastRun, setLastRun] = useState(null);
   const isOfRun = !WITHOUT_RUN.has(route.page) && route.args[0] !== undefined;
@@ -95,15 +100,15 @@ function App() {
   useEffect(() => scrollTo(0, 0), [route.page, route.args.join("/")]);
   const pages = TABS.map(([page]) => link(page, WITHOUT_RUN.has(page) ? [] : [run]));
   const choose = (id) => go(TAB_OF[route.page] || route.page, WITHOUT_RUN.has(route.page) ? [] : [id], {});
-  const nextRun = () => data && choose((run + 1) % data.runs.length);
+  const nextRun = () => data && data.runs.length && choose((run + 1) % data.runs.length);
   useKeys({ setHelp, pages, nextRun, toggleTheme });
   if (error) return html`<${Failed} message=${error} />`;
   if (!data) return html`<${Note}>Loading<//>`;
   const Page = PAGES[route.page];
   const tab = TAB_OF[route.page] || route.page;
-  const app = { runs: data.runs, metrics: data.metrics, version, theme };
+  const app = { runs: data.runs, metrics: data.metrics, version, theme, reload };
   const args = WITHOUT_RUN.has(route.page) || route.args.length ? route.args : [String(run)];
-  return html`<header class="top"><a class="brand" href="#/">tunesmith</a>
+  return html`<header class="top"><h1 class="brand"><a href="#/">tunesmith</a></h1>
       <nav>${TABS.map(([page, label], index) => html`<a key=${page} href=${pages[index]} class=${tab === page ? "on" : ""} aria-current=${tab === page ? "page" : undefined}>${label}</a>`)}</nav>
       ${!WITHOUT_RUN.has(route.page) && html`<label class="runpicker">run <select value=${String(run)} onChange=${(event) => choose(Number(event.target.value))}>
         ${data.runs.map((each) => html`<option key=${each.id} value=${String(each.id)} selected=${each.id === run}>${each.name}</option>`)}</select></label>`}
@@ -113,7 +118,7 @@ function App() {
         <button onClick=${toggleTheme} title="dark or light (d)" aria-label="dark or light">◐</button><button onClick=${() => setHelp(true)} title="keys (?)" aria-label="keys">?</button></span></header>
     ${report && report.left_out.length > 0 && html`<details class="leftout"><summary>This report leaves out ${report.left_out.length} kinds of content</summary>
       <ul>${report.left_out.map((text) => html`<li key=${text}>${text}</li>`)}</ul></details>`}
-    <main>${Page ? html`<${Page} key=${route.page} app=${app} args=${args} params=${route.params} />` : html`<${Note}>There is no page ${route.page}.<//>`}</main>
+    <main>${!data.runs.length ? html`<${Note}>No run has started yet. Each run is shown here as soon as it starts.<//>` : Page ? html`<${Page} key=${route.page} app=${app} args=${args} params=${route.params} />` : html`<${Note}>There is no page ${route.page}.<//>`}</main>
     ${isHelpOpen && html`<${Help} close=${() => setHelp(false)} />`}`;
 }
 

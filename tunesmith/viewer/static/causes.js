@@ -2,7 +2,7 @@
 import { html } from "./vendor/htm-preact.js";
 import { useAnswer } from "./api.js";
 import { listSteps, num, plural } from "./format.js";
-import { Loaded, Note } from "./parts.js";
+import { Bars, Loaded, Note, Table } from "./parts.js";
 import { link } from "./route.js";
 import { StepPicker } from "./steps.js";
 
@@ -16,20 +16,18 @@ export function Failures({ app, args }) {
     <p class="summary">${data.num_failures} of ${plural(data.num_rollouts, "rollout")} failed, ${plural(data.num_causes, "cause")}</p>
     ${data.causes.map((cause, index) => html`<article key=${index} class="cause" data-row tabindex="-1">
       <header><b class="count">${cause.count}</b> <b>${cause.where}</b> <span class="error">${cause.error}</span> <span class="dim">${cause.line}</span></header>
-      <${Histogram} bars=${cause.steps} last=${run.last_step} />
+      <${Bars} ...${countSteps(cause.steps, run.last_step)} />
       <div class="links"><a href=${link("rollout", [id, cause.example.step, cause.example.group, cause.example.run])}>newest, step ${cause.example.step}</a>
-        <span class="dim">${cause.task_id}</span> <span class="dim">first in step ${cause.first_step}</span></div>
+        <span class="dim">${cause.task_id}</span> <span class="dim">first in step ${cause.steps[0][0]}</span></div>
       <div class="text">${cause.message}</div>${cause.traceback && html`<details open=${data.causes.length <= 4}><summary>traceback</summary><pre>${cause.traceback}</pre></details>`}</article>`)}`}<//></section>`;
 }
 
 // Counts over steps, in at most 120 bars.
-function Histogram({ bars, last }) {
+function countSteps(bars, last) {
   const size = Math.max(1, Math.ceil((last + 1) / 120));
   const counts = new Array(Math.ceil((last + 1) / size)).fill(0);
   for (const [step, count] of bars) counts[Math.min(Math.floor(step / size), counts.length - 1)] += count;
-  const top = Math.max(...counts, 1);
-  return html`<div class="histogram" aria-hidden="true">${counts.map((count, index) => html`<i key=${index} title=${`step ${index * size}: ${count}`}
-    style=${{ height: `${Math.round((24 * count) / top)}px` }}></i>`)}</div>`;
+  return { counts, titles: counts.map((count, index) => `step ${index * size}: ${count}`) };
 }
 
 export function Selector({ app, args }) {
@@ -42,13 +40,14 @@ export function Selector({ app, args }) {
   }
   return html`<section class="page"><div class="bar"><${StepPicker} run=${run} step=${step} page="selector" /></div>
     <${Loaded} answer=${answer}>${(data) => html`<div class="selector">
-      <figure><figcaption>expected pass rates of all tasks</figcaption><div class="histogram tall">${data.histogram.map((count, index) => html`<i key=${index}
-        title=${`${index / data.histogram.length} to ${(index + 1) / data.histogram.length}: ${count} tasks`}
-        style=${{ height: `${Math.round((80 * count) / Math.max(...data.histogram, 1))}px` }}></i>`)}</div><div class="ends"><span>0</span><span>1</span></div></figure>
+      <figure class="distribution"><figcaption>expected pass rates of all tasks</figcaption><${Bars} className="tall" height=${80} counts=${data.histogram}
+        titles=${data.histogram.map((count, index) => `${index / data.histogram.length} to ${(index + 1) / data.histogram.length}: ${count} tasks`)} />
+        <div class="ends"><span>0</span><span>1</span></div></figure>
       <dl class="fields">${Object.entries(data.summary).map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${num(value)}</dd>`)}</dl></div>
-    <table class="list"><thead><tr><th>task</th><th>why</th><th class="r">expected</th><th class="r">times chosen</th><th class="r">mean reward</th></tr></thead>
-      <tbody>${data.choices.map((choice, index) => html`<tr key=${index} data-row tabindex="-1"><td class="main half">${
-        choice.group === null ? choice.task_id : html`<a href=${link("group", [run.id, step, choice.group])}>${choice.title || choice.task_id}</a> <span class="dim">${choice.task_id}</span>`}</td>
-        <td class="main half" title=${JSON.stringify(choice.numbers)}>${choice.reason}</td><td class="r">${num(choice.numbers.expected_pass_rate)}</td>
-        <td class="r">${num(choice.numbers.num_selected)}</td><td class="r">${num(choice.mean)}</td></tr>`)}</tbody></table>`}<//></section>`;
+    <${Table} rows=${data.choices} columns=${[
+      ["task", "main half", (each) => (each.group === null ? each.task_id
+        : html`<a href=${link("group", [run.id, step, each.group])}>${each.title || each.task_id}</a> <span class="dim">${each.task_id}</span>`)],
+      ["why", "main half", (each) => html`<span title=${JSON.stringify(each.numbers)}>${each.reason}</span>`],
+      ["expected", "r", (each) => num(each.numbers.expected_pass_rate)], ["times chosen", "r", (each) => num(each.numbers.num_selected)], ["mean reward", "r", (each) => num(each.mean)],
+    ]} />`}<//></section>`;
 }

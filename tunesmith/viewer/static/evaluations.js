@@ -1,13 +1,9 @@
-// Evaluation questions with the answers of models next to each other; the files of a run's settings.
+// Evaluation questions with the answers of models next to each other.
 import { html } from "./vendor/htm-preact.js";
 import { useAnswer } from "./api.js";
 import { num, rewardColor, runColor } from "./format.js";
-import { Choice, Fields, Filter, Loaded, LongText, Note } from "./parts.js";
+import { Choice, Fields, Filter, Loaded, LongText, Note, Table } from "./parts.js";
 import { setParams } from "./route.js";
-
-export function defaultColumns(columns) {
-  return columns.length > 1 ? [columns[0].key, columns[columns.length - 1].key] : columns.map((column) => column.key);
-}
 
 export function Evaluations({ app, params }) {
   const answer = useAnswer("evaluations", {}, app.version);
@@ -22,7 +18,7 @@ export function Evaluations({ app, params }) {
 function EvaluationSet({ name, names, columns, params, version }) {
   const known = new Map(columns.map((column) => [column.key, column]));
   const asked = (params.columns || "").split(",").filter((key) => known.has(key));
-  const chosen = asked.length ? asked : defaultColumns(columns);
+  const chosen = asked.length ? asked : columns.filter((column) => column.is_first_shown).map((column) => column.key);
   const toggle = (key) => setParams({ columns: columns.map((each) => each.key).filter((each) => (each === key) !== chosen.includes(each)).join(","), page: "" });
   const answer = useAnswer("answers", { set: name, columns: chosen.join(","), text: params.text, show: params.show, page: params.page }, version);
   return html`<div class="bar">${names.length > 1 && html`<${Choice} name="set" label="set " value=${name} options=${names.map((each) => [each, each])} />`}
@@ -40,38 +36,13 @@ function Answers({ data, columns, params }) {
   return html`<p class="summary">${data.num_rows} of ${data.num_tasks} questions ${pages > 1 ? html`
       <button data-key="[" disabled=${page === 0} onClick=${() => setParams({ page: page - 1 || "" })}>◂</button> page ${page + 1} of ${pages}
       <button data-key="]" disabled=${page + 1 >= pages} onClick=${() => setParams({ page: page + 1 })}>▸</button>` : ""}</p>
-    <table class="list answers"><thead><tr><th>question</th>${columns.map((column) => html`<th key=${column.key}>${column.label}</th>`)}</tr></thead>
-    <tbody>${data.rows.map((row) => html`<tr key=${row.task_id} data-row tabindex="-1"><td>${Object.keys(row.row).length
-      ? html`<details><summary>${row.title} <span class="dim">${row.task_id}</span></summary><${Fields} row=${row.row} /></details>` : row.task_id}</td>
-      ${row.cells.map((cell, index) => html`<td key=${columns[index].key}>${cell ? html`<${Cell} cell=${cell} />` : html`<span class="dim">–</span>`}</td>`)}</tr>`)}</tbody></table>`;
+    <${Table} className="list answers" rows=${data.rows} columns=${[["question", "", (row) => (Object.keys(row.row).length
+      ? html`<details><summary>${row.title} <span class="dim">${row.task_id}</span></summary><${Fields} row=${row.row} /></details>` : row.task_id)],
+      ...columns.map((column, index) => [column.label, "", (row) => (row.cells[index] ? html`<${Cell} cell=${row.cells[index]} />` : html`<span class="dim">–</span>`)])]} />`;
 }
 
 function Cell({ cell }) {
   return html`<div class="answer"><span class="score" style=${{ borderColor: rewardColor(cell.mean, 0, 1) || "" }}>${num(cell.mean)}</span>
     <div>${cell.answers.map((text, index) => html`<${LongText} key=${index} text=${text || "(empty)"} />`)}
     ${cell.failures.map((text, index) => html`<div key=${index} class="error">${text}</div>`)}</div></div>`;
-}
-
-function flatten(values, prefix = "") {
-  return Object.entries(values).flatMap(([key, value]) => (value && typeof value === "object" && !Array.isArray(value)
-    ? flatten(value, `${prefix}${key}.`) : [[`${prefix}${key}`, JSON.stringify(value)]]));
-}
-
-export function Config({ app, args, params }) {
-  const id = Number(args[0] || 0);
-  const run = app.runs[id];
-  const other = params.with === undefined || params.with === "" ? null : Number(params.with);
-  const answer = useAnswer(run ? `config/${id}` : null);
-  const compared = useAnswer(other === null ? null : `config/${other}`);
-  if (!run) return html`<${Note}>There is no such run.<//>`;
-  return html`<section class="page"><div class="bar"><${Filter} name="key" label="key " value=${params.key} isMain=${true} />
-      <${Choice} name="with" label="differences from " value=${params.with} options=${[["", "none"], ...app.runs.filter((each) => each.id !== id).map((each) => [String(each.id), each.name])]} />
-      <span class="dim">${run.path}</span></div><${Loaded} answer=${answer}>${(data) => {
-    const values = new Map(flatten(data.config));
-    const others = compared.data ? new Map(flatten(compared.data.config)) : null;
-    const keys = [...new Set([...values.keys(), ...(others ? others.keys() : [])])].sort()
-      .filter((key) => key.includes(params.key || "") && (!others || values.get(key) !== others.get(key)));
-    return html`<table class="list"><thead><tr><th>key</th><th>${run.name}</th>${others && html`<th>${app.runs[other].name}</th>`}</tr></thead>
-      <tbody>${keys.map((key) => html`<tr key=${key} data-row tabindex="-1"><td>${key}</td><td>${values.get(key) ?? "–"}</td>${others && html`<td>${others.get(key) ?? "–"}</td>`}</tr>`)}</tbody></table>`;
-  }}<//></section>`;
 }

@@ -13,6 +13,11 @@ export function num(value, digits = 3) {
   return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : digits);
 }
 
+export function duration(seconds) {
+  const [size, unit] = seconds < 100 ? [1, "s"] : seconds < 6000 ? [60, "min"] : [3600, "h"];
+  return `${Number((seconds / size).toPrecision(3))} ${unit}`;
+}
+
 export function signed(value) {
   return value === null || value === undefined ? "–" : `${value > 0 ? "+" : ""}${num(value)}`;
 }

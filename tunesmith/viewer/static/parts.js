@@ -34,16 +34,32 @@ export function Advantage({ value, scale = 2 }) {
 }
 
 // One cell for each rollout, colored by reward.
-export function Rewards({ rewards, low = 0, high = 1 }) {
-  const columns = { gridTemplateColumns: `repeat(${Math.min(rewards.length, 16)}, 10px)` };
+export function Rewards({ rewards, low = 0, high = 1, names = null }) {
+  const columns = { gridTemplateColumns: `repeat(${Math.min(rewards.length, names ? 30 : 16)}, 10px)` };
   return html`<span class="strip" style=${columns}>${rewards.map((value, index) => html`<i
-    key=${index} class=${value === null ? "failed" : ""} title=${value === null ? "failed" : `rollout ${index}: ${num(value)}`}
+    key=${index} class=${value === null ? "failed" : ""} title=${`${names ? names[index] : `rollout ${index}`}: ${value === null ? "failed" : num(value)}`}
     style=${{ background: rewardColor(value, low, high) || "" }}></i>`)}</span>`;
 }
 
 export function findRange(values) {
   const known = values.filter((value) => value !== null && value !== undefined);
   return known.length ? [Math.min(0, ...known), Math.max(...known)] : [0, 1];
+}
+
+// Rows under named columns: [name, class, cell of a row]. On a narrow screen each row is a card of named cells.
+export function Table({ columns, rows, keyOf = null, className = "list", rowClass = () => "" }) {
+  const shown = columns.filter(Boolean);
+  return html`<table class=${className}><thead><tr>${shown.map(([name, kind]) => html`<th key=${name} class=${kind}>${name}</th>`)}</tr></thead>
+    <tbody>${rows.map((row, index) => html`<tr key=${keyOf ? keyOf(row) : index} data-row tabindex="-1" class=${rowClass(row, index)}>${
+      shown.map(([name, kind, cell]) => html`<td key=${name} data-name=${name} class=${kind}>${cell(row, index)}</td>`)}</tr>`)}</tbody></table>`;
+}
+
+// Bars with their titles; `others` are drawn as outlines in the same scale.
+export function Bars({ counts, titles, height = 24, className = "", others = null }) {
+  const top = Math.max(...counts, ...(others || []), 1e-9);
+  const size = (count) => `${Math.round((height * count) / top)}px`;
+  return html`<div class="histogram ${className}" style=${{ height: `${height + 2}px` }} aria-hidden="true">${counts.map((count, index) => html`<span key=${index} title=${titles[index]}>
+    <i style=${{ height: size(count) }}></i>${others && others[index] > 0 && html`<u style=${{ height: size(others[index]) }}></u>`}</span>`)}</div>`;
 }
 
 export function LongText({ text, className = "" }) {

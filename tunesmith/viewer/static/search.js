@@ -2,7 +2,7 @@
 import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { fetchAnswer, report } from "./api.js";
 import { num } from "./format.js";
-import { Advantage, Choice, Failed, Filter, Note, Reward } from "./parts.js";
+import { Advantage, Choice, Failed, Filter, Note, Reward, Table } from "./parts.js";
 import { link } from "./route.js";
 import { countTools } from "./steps.js";
 
@@ -43,21 +43,21 @@ export function Search({ app, args, params }) {
       <${Filter} name="text" label="text " value=${params.text} isMain=${true} width=${190} placeholder="in task, replies, errors" />
       <${Filter} name="task" label="task id " value=${params.task} width=${90} />
       <${Filter} name="tool" label="tool " value=${params.tool} width=${80} placeholder="name, * or -" />
-      <${Choice} name="status" label="" value=${params.status} options=${[["", "all"], ["scored", "scored"], ["failed", "failed"], ["trained", "trained"], ["untrained", "not trained"]]} />
+      <${Choice} name="status" label="status " value=${params.status} options=${[["", "all"], ["scored", "scored"], ["failed", "failed"], ["trained", "trained"], ["untrained", "not trained"]]} />
       ${[["reward", "min_reward", "max_reward"], ["tokens", "min_tokens", "max_tokens"], ["turns", "min_turns", "max_turns"], ["step", "first_step", "last_step"]].map(([label, low, high]) => html`
         <span key=${label} class="range"><${Filter} name=${low} label=${`${label} `} type="number" width=${58} value=${params[low]} placeholder="min" />
-        <${Filter} name=${high} label="" type="number" width=${58} value=${params[high]} placeholder="max" /></span>`)}
+        <${Filter} name=${high} label="to " type="number" width=${58} value=${params[high]} placeholder="max" /></span>`)}
       <${Choice} name="sort" label="sort " value=${params.sort} options=${SORTED.map((name) => [name === "newest" ? "" : name, name])} />
       <a href=${link("search", [id])}>clear</a></div>
     ${found.error ? html`<${Failed} message=${found.error} />` : html`<p class="summary">${found.matches.length} shown${
-      found.num_candidates !== undefined && found.num_candidates !== null ? ` of ${found.cursor === null ? found.matches.length : `at most ${found.num_candidates}`} that match` : ""}<span>${num(found.num_rollouts ?? 0)} rollouts in the run</span> ${found.isBusy ? html`<progress value=${share ?? 0}></progress>` : ""}</p>`}
-    <table class="list"><thead><tr><th class="r">step</th><th>reward</th><th>advantage</th><th class="r">turns</th><th class="r">tokens</th><th>tools</th>
-      <th>task</th><th>response</th></tr></thead><tbody>${found.matches.map((each) => html`<tr key=${`${each.step}/${each.group}/${each.run}`} data-row tabindex="-1">
-      <td class="r"><a href=${link("rollout", [id, each.step, each.group, each.run])}>${each.step}.${each.group}.${each.run}</a></td>
-      <td><${Reward} value=${each.reward} /></td><td><${Advantage} value=${each.advantage} /></td><td class="r">${each.num_turns}</td>
-      <td class="r">${each.num_tokens}</td><td class="clip tools">${countTools(each.tools)}</td><td class="main half">${each.title} <span class="dim">${each.task_id}</span></td>
-      <td class="main half">${each.failure ? html`<span class="error">${each.failure}</span>` : each.response}
-        ${each.snippet && html`<div class="dim">…${each.snippet}…</div>`}</td></tr>`)}</tbody></table>
+      found.num_candidates !== undefined && found.num_candidates !== null ? ` of ${found.cursor === null ? found.matches.length : `at most ${found.num_candidates}`} that match` : ""}<span>${num(found.num_rollouts ?? 0)} rollouts in the run</span> ${found.isBusy ? html`<progress aria-label="searched" value=${share ?? 0}></progress>` : ""}</p>`}
+    <${Table} rows=${found.matches} keyOf=${(each) => `${each.step}/${each.group}/${each.run}`} columns=${[
+      ["step", "r", (each) => html`<a href=${link("rollout", [id, each.step, each.group, each.run])}>${each.step}.${each.group}.${each.run}</a>`],
+      ["reward", "", (each) => html`<${Reward} value=${each.reward} />`], ["advantage", "", (each) => html`<${Advantage} value=${each.advantage} />`],
+      ["turns", "r", (each) => each.num_turns], ["tokens", "r", (each) => each.num_tokens], ["tools", "clip tools", (each) => countTools(each.tools)],
+      ["task", "main half", (each) => html`${each.title} <span class="dim">${each.task_id}</span>`],
+      ["response", "main half", (each) => html`${each.failure ? html`<span class="error">${each.failure}</span>` : each.response}${each.snippet && html`<div class="dim">…${each.snippet}…</div>`}`],
+    ]} />
     ${found.cursor !== null && !found.isBusy && !found.error && html`<button class="more" onClick=${() => setMore({ key, wanted: found.matches.length + ENOUGH })}>show more</button>`}
     ${found.cursor === null && found.matches.length === 0 && html`<${Note}>No rollout matches.<//>`}</section>`;
 }

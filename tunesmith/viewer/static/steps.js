@@ -2,10 +2,11 @@
 import { html } from "./vendor/htm-preact.js";
 import { useAnswer } from "./api.js";
 import { listSteps, num, plural } from "./format.js";
-import { Advantage, Choice, Fields, Filter, findRange, Loaded, Note, Reward, Rewards, Tabs } from "./parts.js";
+import { Advantage, Bars, Choice, Fields, Filter, findRange, Loaded, Note, Reward, Rewards, Table, Tabs } from "./parts.js";
 import { go, link } from "./route.js";
 import { Trie } from "./trie.js";
 
+const NUM_BARS = 24;
 const SORTS = {
   order: () => 0, mean: (a, b) => (a.mean ?? -1e9) - (b.mean ?? -1e9), std: (a, b) => (b.std ?? -1) - (a.std ?? -1),
   failures: (a, b) => b.num_failures - a.num_failures,
@@ -44,20 +45,49 @@ function Groups({ run, data, params }) {
   const wanted = (params.q || "").toLowerCase();
   const groups = data.groups.filter((group) => `${group.task_id} ${group.title}`.toLowerCase().includes(wanted));
   if (params.sort) groups.sort(SORTS[params.sort] || SORTS.order);
-  const rewards = data.groups.flatMap((group) => group.rewards).filter((value) => value !== null);
+  const rewards = listRewards(data);
+  const step = listSteps(run.steps)[0];
+  const { data: first } = useAnswer(step < data.step ? `step/${run.id}/${step}` : null);
   const failed = data.groups.reduce((sum, group) => sum + group.num_failures, 0);
   return html`<p class="summary">${plural(data.groups.length, "group")}, ${plural(rewards.length + failed, "rollout")}, mean reward
     ${" "}${num(rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null)}${failed ? html`, <b class="error">${failed} failed</b>` : ""}</p>
-    <table class="list"><thead><tr><th class="r">#</th><th>task</th><th>rewards</th><th class="r">mean</th><th class="r">std</th><th>advantages</th>
-    <th class="r">tokens</th></tr></thead><tbody>${groups.map((group) => {
-      const trained = group.advantages.filter((value) => value !== null);
-      return html`<tr key=${group.group} data-row tabindex="-1"><td class="r dim">${group.group}</td>
-        <td class="main"><a href=${link("group", [run.id, data.step, group.group])}>${group.title || group.task_id}</a> <span class="dim">${group.task_id}</span></td>
-        <td><${Rewards} rewards=${group.rewards} low=${low} high=${high} /></td>
-        <td class="r">${num(group.mean)}</td><td class="r">${num(group.std)}</td>
-        <td>${trained.length ? html`${num(Math.min(...trained), 2)} to ${num(Math.max(...trained), 2)}` : html`<span class="dim">not trained</span>`}</td>
-        <td class="r">${num(Math.round(group.num_tokens.reduce((a, b) => a + b, 0) / group.num_tokens.length))}</td></tr>`;
-    })}</tbody></table>`;
+    <div class="distributions"><${Distribution} name="rewards" now=${rewards} then=${first && listRewards(first)} step=${step} />
+      <${Distribution} name="sampled tokens" now=${listLengths(data)} then=${first && listLengths(first)} step=${step} /></div>
+    <${Table} rows=${groups} keyOf=${(group) => group.group} columns=${[
+      ["#", "r dim", (group) => group.group],
+      ["task", "main", (group) => html`<a href=${link("group", [run.id, data.step, group.group])}>${group.title || group.task_id}</a> <span class="dim">${group.task_id}</span>`],
+      ["rewards", "", (group) => html`<${Rewards} rewards=${group.rewards} low=${low} high=${high} />`], ["mean", "r", (group) => num(group.mean)], ["std", "r", (group) => num(group.std)],
+      ["advantages", "", (group) => describeAdvantages(group.advantages.filter((value) => value !== null))],
+      ["tokens", "r", (group) => num(Math.round(group.num_tokens.reduce((a, b) => a + b, 0) / group.num_tokens.length))],
+    ]} />`;
+}
+
+function describeAdvantages(trained) {
+  return trained.length ? `${num(Math.min(...trained), 2)} to ${num(Math.max(...trained), 2)}` : html`<span class="dim">not trained</span>`;
+}
+
+function listRewards(data) {
+  return data.groups.flatMap((group) => group.rewards).filter((value) => value !== null);
+}
+
+function listLengths(data) {
+  return data.groups.flatMap((group) => group.num_tokens);
+}
+
+// How often values occur now, and as outlines in the first step: one bar for each of a few integers, else for equal parts of the range.
+function Distribution({ name, now, then, step }) {
+  const all = [...now, ...(then || [])];
+  if (!all.length) return null;
+  const [low, high] = all.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+  const isFew = high === low || (high - low < NUM_BARS && all.every(Number.isInteger));
+  const [size, width] = isFew ? [Math.round(high - low) + 1, 1] : [NUM_BARS, (high - low) / NUM_BARS];
+  const count = (each) => each.reduce((counts, value) => { counts[Math.min(Math.floor((value - low) / width), size - 1)] += 1; return counts; }, new Array(size).fill(0));
+  const counts = count(now);
+  const titles = counts.map((number, index) => `${num(low + index * width)}${isFew ? "" : ` to ${num(low + (index + 1) * width)}`}: ${plural(number, "rollout")}`);
+  // outlines are scaled to the number of rollouts now
+  const others = then && then.length ? count(then).map((number) => (number * now.length) / then.length) : null;
+  return html`<figure class="distribution" data-name=${name}><figcaption>${name}${others ? html` <span class="dim">outline: step ${step}</span>` : ""}</figcaption>
+    <${Bars} className="tall" height=${56} counts=${counts} titles=${titles} others=${others} /><div class="ends"><span>${num(low)}</span>${high > low && html`<span>${num(high)}</span>`}</div></figure>`;
 }
 
 export function Group({ app, args, params }) {
@@ -80,13 +110,13 @@ export function Group({ app, args, params }) {
 
 function Rollouts({ id, data }) {
   const scale = Math.max(1e-9, ...data.rollouts.map((each) => Math.abs(each.advantage ?? 0)));
-  return html`<table class="list"><thead><tr><th class="r">#</th><th>reward</th><th>advantage</th><th class="r">turns</th>
-    <th class="r">tokens</th><th>ended by</th><th>tools</th><th>response</th></tr></thead><tbody>${data.rollouts.map((each) => html`
-    <tr key=${each.run} data-row tabindex="-1"><td class="r"><a href=${link("rollout", [id, data.step, data.group, each.run])}>${each.run}</a></td>
-      <td><${Reward} value=${each.reward} /></td><td><${Advantage} value=${each.advantage} scale=${scale} /></td>
-      <td class="r">${each.num_turns}</td><td class="r">${each.num_tokens}</td>
-      <td class="dim">${each.stop_reasons[each.stop_reasons.length - 1] || ""}</td><td class="clip tools">${countTools(each.tools)}</td>
-      <td class="main">${each.failure ? html`<span class="error">${each.failure}</span>` : each.response}</td></tr>`)}</tbody></table>`;
+  return html`<${Table} rows=${data.rollouts} keyOf=${(each) => each.run} columns=${[
+    ["#", "r", (each) => html`<a href=${link("rollout", [id, data.step, data.group, each.run])}>${each.run}</a>`],
+    ["reward", "", (each) => html`<${Reward} value=${each.reward} />`], ["advantage", "", (each) => html`<${Advantage} value=${each.advantage} scale=${scale} />`],
+    ["turns", "r", (each) => each.num_turns], ["tokens", "r", (each) => each.num_tokens],
+    ["ended by", "dim", (each) => each.stop_reasons[each.stop_reasons.length - 1] || ""], ["tools", "clip tools", (each) => countTools(each.tools)],
+    ["response", "main", (each) => (each.failure ? html`<span class="error">${each.failure}</span>` : each.response)],
+  ]} />`;
 }
 
 export function countTools(tools) {

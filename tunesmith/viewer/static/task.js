@@ -1,9 +1,11 @@
 // The same task over the steps of a run, and the difference of two of its rollouts.
 import { html } from "./vendor/htm-preact.js";
 import { useAnswer } from "./api.js";
-import { num, plural, rewardColor } from "./format.js";
-import { Advantage, Fields, findRange, Loaded, Note, Reward } from "./parts.js";
+import { num, plural } from "./format.js";
+import { Advantage, Fields, findRange, Loaded, Note, Reward, Rewards, Table } from "./parts.js";
 import { link, setParams } from "./route.js";
+
+const NUM_SHOWN = 60;
 
 export function Task({ app, args, params }) {
   const id = Number(args[0] || 0);
@@ -19,15 +21,17 @@ export function Task({ app, args, params }) {
 function Tasks({ id, data }) {
   const [low, high] = findRange(data.tasks.flatMap((task) => task.means));
   return html`<p class="summary">${plural(data.num_tasks, "task")} tried, those of most steps first</p>
-    <table class="list"><thead><tr><th>task</th><th class="r">times</th><th>mean reward, in order of steps</th><th class="r">first</th><th class="r">last</th></tr></thead>
-    <tbody>${data.tasks.map((task) => html`<tr key=${task.task_id} data-row tabindex="-1"><td><a href=${link("task", [id], { id: task.task_id })}>${task.task_id}</a></td>
-      <td class="r">${task.steps.length}</td><td><span class="strip" style=${{ gridTemplateColumns: `repeat(${Math.min(task.means.length, 60)}, 10px)` }}>${task.means.slice(-60).map((mean, index) => html`<i key=${index}
-        class=${mean === null ? "failed" : ""} title=${`step ${task.steps.slice(-60)[index]}: ${num(mean)}`} style=${{ background: rewardColor(mean, low, high) || "" }}></i>`)}</span></td>
-      <td class="r">${num(task.means[0])}</td><td class="r">${num(task.means[task.means.length - 1])}</td></tr>`)}</tbody></table>`;
+    <${Table} rows=${data.tasks} keyOf=${(task) => task.task_id} columns=${[
+      ["task", "main", (task) => html`<a href=${link("task", [id], { id: task.task_id })}>${task.title || task.task_id}</a> <span class="dim">${task.task_id}</span>`],
+      ["times", "r", (task) => task.steps.length],
+      ["mean reward, in order of steps", "", (task) => html`<${Rewards} rewards=${task.means.slice(-NUM_SHOWN)} low=${low} high=${high} names=${task.steps.slice(-NUM_SHOWN).map((step) => `step ${step}`)} />`],
+      ["first", "r", (task) => num(task.means[0])], ["last", "r", (task) => num(task.means[task.means.length - 1])],
+    ]} />`;
 }
 
 function Steps({ id, data, params }) {
   const scale = Math.max(1e-9, ...data.groups.flatMap((group) => group.rollouts.map((each) => Math.abs(each.advantage ?? 0))));
+  const rows = data.groups.flatMap(({ step, group, rollouts }) => rollouts.map((each, index) => ({ ...each, step, group, isFirst: index === 0, key: `${id}/${step}/${group}/${each.run}` })));
   const isChosen = (key) => params.before === key || params.after === key;
   const choose = (key) => {
     if (params.before === key) setParams({ before: params.after || "", after: "" });
@@ -39,16 +43,13 @@ function Steps({ id, data, params }) {
     <details class="task" open><summary>${data.task_id}</summary><${Fields} row=${data.row} /></details>
     ${params.before && params.after && html`<${Difference} before=${params.before} after=${params.after} />`}
     ${data.num_groups > data.groups.length && html`<p class="summary">the newest ${data.groups.length} of ${data.num_groups} groups</p>`}
-    <table class="list"><thead><tr><th></th><th class="r">step</th><th class="r">rollout</th><th>reward</th><th>advantage</th><th class="r">tokens</th><th>response</th></tr></thead>
-    <tbody>${data.groups.flatMap((group) => group.rollouts.map((each, index) => {
-      const key = `${id}/${group.step}/${group.group}/${each.run}`;
-      return html`<tr key=${key} data-row tabindex="-1" class=${index === 0 ? "first" : ""}>
-        <td><input type="checkbox" aria-label=${`compare step ${group.step} rollout ${each.run}`} checked=${isChosen(key)} onChange=${() => choose(key)} /></td>
-        <td class="r">${index === 0 ? html`<a href=${link("group", [id, group.step, group.group])}>${group.step}</a>` : ""}</td>
-        <td class="r"><a href=${link("rollout", [id, group.step, group.group, each.run])}>${each.run}</a></td><td><${Reward} value=${each.reward} /></td>
-        <td><${Advantage} value=${each.advantage} scale=${scale} /></td><td class="r">${each.num_tokens}</td>
-        <td class="main">${each.failure ? html`<span class="error">${each.failure}</span>` : each.response}</td></tr>`;
-    }))}</tbody></table>`;
+    <${Table} rows=${rows} keyOf=${(each) => each.key} rowClass=${(each) => (each.isFirst ? "first" : "")} columns=${[
+      ["compare", "", (each) => html`<input type="checkbox" aria-label=${`compare step ${each.step} rollout ${each.run}`} checked=${isChosen(each.key)} onChange=${() => choose(each.key)} />`],
+      ["step", "r", (each) => (each.isFirst ? html`<a href=${link("group", [id, each.step, each.group])}>${each.step}</a>` : "")],
+      ["rollout", "r", (each) => html`<a href=${link("rollout", [id, each.step, each.group, each.run])}>${each.run}</a>`],
+      ["reward", "", (each) => html`<${Reward} value=${each.reward} />`], ["advantage", "", (each) => html`<${Advantage} value=${each.advantage} scale=${scale} />`],
+      ["tokens", "r", (each) => each.num_tokens], ["response", "main", (each) => (each.failure ? html`<span class="error">${each.failure}</span>` : each.response)],
+    ]} />`;
 }
 
 function Difference({ before, after }) {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
 from transformers import PreTrainedModel
 
+from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
 from tunesmith.commands.export.gguf.architecture import describe_architecture
 from tunesmith.commands.export.gguf.files import GgufPlan
 from tunesmith.commands.export.gguf.vocabulary import describe_vocabulary

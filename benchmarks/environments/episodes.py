@@ -1,0 +1,175 @@
+"""Episodes of environments with a model that answers at once: what they leave behind, and what the layer costs.
+
+    python -m benchmarks.environments.episodes --out results/environments/episodes.txt
+
+For each set, 5,000 episodes are played, 64 at a time: open sessions, file descriptors, threads, child processes and
+memory before and after. The cost of the layer is the time of an episode of ten steps in an environment that does
+nothing, without its model calls, with 1, 64 and 512 episodes at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from openai.types.chat import ChatCompletion
+
+from tunesmith.environments.episode import TaskEnvironment, count_open_sessions, play, play_seat
+from tunesmith.environments.sets import load_set
+
+SETS = {
+    "reasoning_gym:leg_counting": "<answer>1</answer>",
+    "gymnasium:FrozenLake-v1": "right",
+    "textarena:GuessTheNumber-v0": "[3]",
+    "textarena:TicTacToe-v0": "[4]",
+    "bfcl": "No call.",
+    "bfcl:multi_turn_base": "No call.",
+}
+TRAINING_STEP_S = 2.9
+"""A training step of 64 tasks with 8 rollouts each (Qwen3-0.6B, one H200)."""
+
+
+def build_model(reply: str) -> SimpleNamespace:
+    """A model that answers at once."""
+    message = {"role": "assistant", "content": reply}
+    completion = ChatCompletion.model_validate(
+        {
+            "id": "x", "object": "chat.completion", "created": 0, "model": "m",
+            "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+        }
+    )  # fmt: skip
+
+    async def create(**fields: object) -> ChatCompletion:
+        await asyncio.sleep(0)
+        return completion
+
+    return SimpleNamespace(
+        client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))), model_name="m"
+    )
+
+
+async def play_all(environment: TaskEnvironment, rows: list, reply: str, *, number: int, at_a_time: int) -> int:
+    """Play episodes; returns the number of replies."""
+    model, left, replies = build_model(reply), iter(range(number)), 0
+
+    async def work() -> None:
+        nonlocal replies
+        for index in left:
+            row = rows[index % len(rows)]
+            if environment.num_players > 1:
+                output = await play_seat(row, model, environment, {"opponent": model})
+            else:
+                output = await play(row, model, environment)
+            replies += 1
+            assert output.reward is not None
+
+    await asyncio.gather(*(work() for _ in range(at_a_time)))
+    return replies
+
+
+def measure_process() -> dict[str, int]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "sessions": count_open_sessions(),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": threading.active_count(),
+        "children": len(children),
+        "kB": pages * resource.getpagesize() // 1024,
+    }
+
+
+class Nothing:
+    """Ten steps without work."""
+
+    async def reset(self, task: object) -> str:
+        self.left = 10
+        return "a"
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        return "a", 0.0, not self.left
+
+    async def close(self) -> None:
+        pass
+
+
+class PlainNothing(Nothing):
+    """The same with plain functions, which run in threads."""
+
+    def reset(self, task: object) -> str:
+        self.left = 10
+        return "a"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        return "a", 0.0, not self.left
+
+    def close(self) -> None:
+        pass
+
+
+async def call_model_only(number: int, at_a_time: int) -> None:
+    """The model calls of `play_all` alone."""
+    model, left = build_model("a"), iter(range(number))
+
+    async def work() -> None:
+        for _ in left:
+            for _ in range(10):
+                await model.client.chat.completions.create(model="m", messages=[], stream=False)
+
+    await asyncio.gather(*(work() for _ in range(at_a_time)))
+
+
+def time_of(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--episodes", type=int, default=5000)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    lines = [f"{given.episodes} episodes of each set, 64 at a time: before, after"]
+    for name, reply in SETS.items():
+        environment = load_set(name, {})
+        rows = environment.list_rows("train", number=200, seed=0)
+        asyncio.run(play_all(environment, rows, reply, number=200, at_a_time=64))
+        before = measure_process()
+        seconds = time_of(
+            lambda: asyncio.run(play_all(environment, rows, reply, number=given.episodes, at_a_time=64))  # noqa: B023
+        )
+        after = measure_process()
+        counts = ", ".join(f"{key} {before[key]} -> {after[key]}" for key in before)
+        lines.append(f"{name}: {1e3 * seconds / given.episodes:.2f} ms an episode; {counts}")
+        print(lines[-1], flush=True)
+    lines.append("microseconds of the layer for one step (without the model calls), and 512 steps of a training step")
+    for kind in (Nothing, PlainNothing):
+        environment = TaskEnvironment(name="nothing", create=kind)
+        for at_a_time in (1, 64, 512):
+            number = 1024
+            whole = time_of(
+                lambda: asyncio.run(play_all(environment, [{}], "a", number=number, at_a_time=at_a_time))  # noqa: B023
+            )
+            alone = time_of(lambda: asyncio.run(call_model_only(number, at_a_time)))  # noqa: B023
+            each = (whole - alone) / number / 10
+            share = 512 * each / TRAINING_STEP_S
+            lines.append(f"{kind.__name__}, {at_a_time} at a time: {1e6 * each:.0f} us, {100 * share:.2f} %")
+            print(lines[-1], flush=True)
+    if given.out is not None:
+        given.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""The Berkeley Function Calling Leaderboard, v4: single-turn questions, and conversations with simulated services.
+
+The data are those of the installed package bfcl-eval, or of the folder `args.path`; the package is not imported for
+single-turn questions. These are judged by `bfcl_calls`. In conversations, calls are dispatched by name to an allow
+list of methods, never evaluated as text, and each rollout has services of its own. A turn of the user ends with a
+reply that calls nothing. It is right if all services have the public attributes that the accepted calls produce, and
+every result of these is among the results so far, as in the benchmark's own checker.
+
+Tasks that name the same function in their accepted calls are in the same split, as are conversations that begin in the
+same state of the services.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import decimal
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment, write_result
+from tunesmith.environments.sets.bfcl_calls import find_mistake
+from tunesmith.errors import ConfigError
+from tunesmith.tools.tool import ToolInputError
+
+PACKAGE = "bfcl_eval"
+TRAINED = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple")
+"""Single-turn categories that are split; `bfcl` alone is all of them."""
+HELD_OUT = ("live_parallel", "live_parallel_multiple", "irrelevance", "live_irrelevance", "live_relevance")
+"""Categories of which every task is held out; the last three only ask whether to call."""
+MULTI_TURN = tuple(f"multi_turn_{each}" for each in ("base", "miss_func", "miss_param", "long_context"))
+MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
+"""What the user says, in the benchmark's words, when a function is added."""
+SCHEMA_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
+"""Types of the descriptions that JSON schemas do not have."""
+SERVICES = {
+    "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
+    "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking",
+    "VehicleControlAPI": "vehicle_control",
+}  # fmt: skip
+MAX_DIGITS = 300
+"""Of numbers that calls of MathAPI may ask for; more would hold up the process."""
+
+
+def list_names() -> list[str]:
+    return ["", *TRAINED, *HELD_OUT, *MULTI_TURN]
+
+
+def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
+    path, pays_turns = args.pop("path", None), bool(args.pop("pay_turns", False))
+    if member in MULTI_TURN:
+        for service in SERVICES:
+            load_service(service)
+    if args or (pays_turns and member not in MULTI_TURN):
+        unknown = next(iter(args), "pay_turns")
+        allowed = "path, pay_turns" if member in MULTI_TURN else "path"
+        raise ConfigError(f"environment.args.{unknown} is no argument of bfcl:{member}; allowed are {allowed}")
+    folder = find_data(path)
+    rows = load_rows(folder, member)
+    splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
+    for seed, identity in enumerate(sorted(rows, key=lambda each: hashlib.sha256(each.encode()).digest())):
+        line = rows[identity].line
+        answer = {"answer": json.dumps(line["accepted"])} if "accepted" in line else {}
+        splits["test" if rows[identity].is_held_out else "train"].append(
+            {"seed": seed, "id": identity, "question": line["question"][0][-1]["content"], **answer}
+        )
+    create = partial(Conversation, rows, folder, pays_turns) if member in MULTI_TURN else partial(Question, rows)
+    return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
+
+
+def find_data(path: str | None) -> Path:
+    """The folder with the files of the benchmark."""
+    if path is None:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                "environment bfcl needs the data of the package bfcl-eval: pip install --no-deps bfcl-eval, or set "
+                "environment.args.path to the folder with its files BFCL_v4_*.json"
+            )
+        path = str(Path(spec.origin).parent / "data")
+    if not (Path(path) / "BFCL_v4_simple_python.json").is_file():
+        raise ConfigError(f"environment.args.path={path!r} has no file BFCL_v4_simple_python.json")
+    return Path(path)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task of the benchmark: a line of its files, with the `accepted` calls if there are any."""
+
+    line: Mapping[str, Any]
+    is_held_out: bool
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The functions' names by those under which they are offered."""
+        return {offer_name(each["name"]): each["name"] for each in self.line["function"]}
+
+    @cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The functions as tools of a chat request."""
+        return [describe(each) for each in self.line["function"]]
+
+
+@lru_cache(8)
+def load_rows(folder: Path, member: str) -> dict[str, Row]:
+    """The tasks of a category, or of all that are trained, by their ids."""
+    if member in MULTI_TURN:
+        # a conversation is a variant of the one with its number in multi_turn_base
+        pairs = zip(read_lines(folder, member), read_lines(folder, MULTI_TURN[0]), strict=True)
+        states = [(line, json.dumps(base["initial_config"], sort_keys=True)) for line, base in pairs]
+        return {line["id"]: Row(line, is_held_out(state)) for line, state in states}
+    if member in HELD_OUT:
+        return {line["id"]: Row(line, is_held_out=True) for line in read_lines(folder, member)}
+    groups = group_functions(folder)
+    lines = [line for category in ([member] if member else TRAINED) for line in read_lines(folder, category)]
+    return {line["id"]: Row(line, is_held_out(groups[find_names(line)[0]])) for line in lines}
+
+
+def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:
+    """The rows of a category, with `accepted` calls if there are any."""
+    name = f"BFCL_v4_{category}.json"
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    answers = folder / "possible_answer" / name
+    if answers.is_file():
+        for row, line in zip(rows, answers.read_text().splitlines(), strict=True):
+            answer = json.loads(line)
+            if answer["id"] != row["id"]:
+                raise ConfigError(f"{answers} has the answer of {answer['id']} where that of {row['id']} is expected")
+            row["accepted"] = answer["ground_truth"]
+    return rows
+
+
+def is_held_out(identity: str) -> bool:
+    return int(hashlib.sha256(f"bfcl-1:{identity}".encode()).hexdigest(), 16) % 100 < 30
+
+
+def find_names(row: Mapping[str, Any]) -> list[str]:
+    """Names of the functions in the accepted calls."""
+    return [name for call in row["accepted"] for name in call]
+
+
+@lru_cache(2)
+def group_functions(folder: Path) -> dict[str, str]:
+    """The least name in the group of each function; functions of one task are in a group, over all categories."""
+    parents: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parents.setdefault(name, name) != name:
+            name = parents[name]
+        return name
+
+    for category in TRAINED:
+        for row in read_lines(folder, category):
+            roots = sorted({find(each) for each in find_names(row)})
+            parents.update(dict.fromkeys(roots, roots[0]))
+    return {name: find(name) for name in parents}
+
+
+def offer_name(name: str) -> str:
+    """The name that a tool of a chat request may have."""
+    return re.sub(r"[^\w-]", "_", name)
+
+
+def describe(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool of a chat request."""
+    offered = {"name": offer_name(function["name"]), "description": function["description"]}
+    return {"type": "function", "function": {**offered, "parameters": convert_schema(function["parameters"])}}
+
+
+def convert_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON schema of a description."""
+    converted = {**schema, "type": SCHEMA_TYPES.get(schema["type"], schema["type"])}
+    if "properties" in schema:
+        converted["properties"] = {name: convert_schema(each) for name, each in schema["properties"].items()}
+    if "items" in schema:
+        converted["items"] = convert_schema(schema["items"])
+    return converted
+
+
+class Question:
+    """A question and one reply, whose calls are compared with the accepted ones."""
+
+    def __init__(self, rows: Mapping[str, Row]) -> None:
+        self._rows = rows
+        self.metrics: dict[str, float] = {}
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        self._row = self._rows[task["id"]]
+        self.tools = self._row.schemas
+        messages: Observation = self._row.line["question"][0]
+        return messages
+
+    async def step(self, action: Reply) -> Step:
+        line = self._row.line
+        calls = [(self._row.names.get(each.tool, each.tool), each.arguments) for each in action.calls]
+        readable = [(name, arguments) for name, arguments in calls if arguments is not None]
+        self.metrics = {"called": float(bool(readable))}
+        if "accepted" not in line:
+            return "", float(bool(readable) == line["id"].startswith("live_relevance")), True
+        self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
+        is_right = len(readable) == len(calls) and not find_mistake(
+            line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]
+        )
+        return "", float(is_right), True
+
+    async def close(self) -> None:
+        pass
+
+
+class Services:
+    """The services of a conversation, in their first state, and the results of the calls so far."""
+
+    def __init__(self, line: Mapping[str, Any]) -> None:
+        self.instances = {name: load_service(name)() for name in line["involved_classes"]}
+        for name, each in self.instances.items():
+            if name != "MathAPI":
+                state = copy.deepcopy(line["initial_config"].get(name, {}))
+                each._load_scenario(state, long_context="long_context" in line["id"])
+        self._methods = {
+            name: method
+            for each in self.instances.values()
+            for name, method in inspect.getmembers(each, inspect.ismethod)
+            if not name.startswith("_")
+        }
+        self.results: list[str] = []
+
+    def answer(self, name: str, arguments: Mapping[str, Any] | None) -> str:
+        """What the model reads after a call."""
+        if name not in self._methods:
+            return f"Error: there is no function {name[:60]!r}."
+        if arguments is None:
+            return f"Error: the arguments of {name} are no JSON object."
+        try:
+            return self.call(name, **arguments)
+        except ToolInputError as error:
+            return f"Error: {error}."
+
+    def call(self, name: str, /, *values: Any, **arguments: Any) -> str:
+        """The result of a call; an error of a service is one too."""
+        method = self._methods[name]
+        with bound_numbers(method, [*values, *arguments.values()]):
+            try:
+                result = method(*values, **arguments)
+                is_json = isinstance(result, dict)
+                text = result if isinstance(result, str) else json.dumps(result) if is_json else str(result)
+            except Exception as error:  # noqa: BLE001 - services raise on arguments that they cannot use
+                text = f"Error during execution: {error}"
+        self.results.append(text)
+        return text
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The public attributes."""
+        return {
+            f"{name}.{key}": value
+            for name, each in self.instances.items()
+            for key, value in vars(each).items()
+            if not key.startswith("_")
+        }
+
+
+@contextlib.contextmanager
+def bound_numbers(method: Any, values: Sequence[Any]) -> Any:
+    """MathAPI sets the precision of the process, and would compute numbers of any length."""
+    if type(method.__self__).__name__ != "MathAPI":
+        yield
+        return
+    numbers = [each for each in values if isinstance(each, int | float)]
+    if method.__name__ in ("power", "logarithm", "square_root") and any(abs(each) > MAX_DIGITS for each in numbers[1:]):
+        raise ToolInputError(f"{method.__name__} takes no number above {MAX_DIGITS} here")
+    mpmath = importlib.import_module("mpmath")
+    with mpmath.workdps(mpmath.mp.dps), decimal.localcontext():
+        yield
+
+
+@lru_cache
+def load_service(name: str) -> Any:
+    try:
+        module = importlib.import_module(f"{PACKAGE}.eval_checker.multi_turn_eval.func_source_code.{SERVICES[name]}")
+    except ImportError as error:
+        raise ConfigError(
+            f"conversations of bfcl need the package bfcl-eval and mpmath ({error.name} is missing): pip install "
+            "--no-deps bfcl-eval, pip install mpmath"
+        ) from error
+    return getattr(module, name)
+
+
+@lru_cache
+def read_descriptions(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The descriptions of a service's methods."""
+    lines = (folder / "multi_turn_func_doc" / f"{SERVICES[name]}.json").read_text().splitlines()
+    return [describe(each) for each in map(json.loads, lines)]
+
+
+class Conversation:
+    """A conversation about the state of services."""
+
+    def __init__(self, rows: Mapping[str, Row], folder: Path, pays_turns: bool) -> None:
+        self._rows, self._folder, self._pays_turns = rows, folder, pays_turns
+        self.tools: list[dict[str, Any]] = []
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        self._line = self._rows[task["id"]].line
+        self._services, self._right = Services(self._line), Services(self._line)
+        self._turn = 0
+        return self._begin_turn()
+
+    async def step(self, action: Reply) -> Step:
+        if action.calls:
+            answer = self._services.answer
+            return [write_result(each.call_id, answer(each.tool, each.arguments)) for each in action.calls], 0.0, False
+        num_turns = len(self._line["question"])
+        is_right = self._is_turn_right()
+        if is_right:
+            self._turn += 1
+        is_done = not is_right or self._turn == num_turns
+        reward = is_right / num_turns if self._pays_turns else float(is_right and is_done)
+        return "" if is_done else self._begin_turn(), reward, is_done
+
+    async def close(self) -> None:
+        pass
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"right_turns": self._turn / len(self._line["question"])}
+
+    def _begin_turn(self) -> Observation:
+        missed = self._line.get("missed_function", {}).items()
+        later = [name for turn, names in missed if int(turn) > self._turn for name in names]
+        hidden = {each.rpartition(".")[2] for each in [*self._line.get("excluded_function", ()), *later]}
+        self.tools = [
+            each
+            for service in self._services.instances
+            for each in read_descriptions(self._folder, service)
+            if each["function"]["name"] not in hidden
+        ]
+        self._num_before = len(self._services.results)
+        messages: Observation = self._line["question"][self._turn]
+        return messages or MORE_FUNCTIONS
+
+    def _is_turn_right(self) -> bool:
+        """Whether the calls of this turn did what the accepted ones do."""
+        self._right.results.clear()
+        for text in self._line["accepted"][self._turn]:
+            call = ast.parse(text, mode="eval").body
+            assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name), text
+            named = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
+            self._right.call(call.func.id, *map(ast.literal_eval, call.args), **named)
+        if not self._right.results:
+            return True
+        rest = list(self._services.results)
+        for result in self._right.results:
+            if result not in rest:
+                return False
+            rest.remove(result)
+        return len(self._services.results) > self._num_before and self._services.state == self._right.state

