@@ -19,7 +19,8 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.doctor.record import CheckFinding, Evidence, name_findings
 from tunesmith.config import RolloutSection
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
-from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
+from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recording.recorder import Recorder, Session, SessionCall
 from tunesmith.rollout.runner import Agent, run_trajectory

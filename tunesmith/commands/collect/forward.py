@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from tunesmith.http_server import read_key, serve_app
 from tunesmith.rollout.chat_model import Endpoint
-from tunesmith.rollout.openai_server.asgi_transport import InProcessClients, InProcessTransport, SharedClient
+from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 from tunesmith.rollout.service import IN_PROCESS_URL, BoundModel, ModelProvider
 from tunesmith.runs.policy import BuildModel
 from tunesmith.types import Sampling, Turn
@@ -76,8 +76,8 @@ class RecordingModel:
                 Route("/{path:path}", _refuse, methods=["GET", "POST"]),
             ]
         )
-        self._http_client = SharedClient(transport=InProcessTransport(self._app), timeout=None)
         self._clients = InProcessClients(self._app)
+        self._http_client = self._clients.get_async_client()
 
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> RecordedModel:
         self._clients.note_loop()

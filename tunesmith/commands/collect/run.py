@@ -127,7 +127,7 @@ def load_models(
         source, engine, close = policy.service, policy.engine, policy.close
     else:
         loaded = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=keep_endpoint)
-        source, engine = loaded.source, loaded.engine
+        source, engine = loaded.provider, loaded.engine
     model = RecordingModel(source, build_model=build_model)
     auxiliaries = {
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
@@ -136,7 +136,7 @@ def load_models(
     actors = Actors(
         engine=engine,
         model=model,
-        auxiliary_models={name: each.source for name, each in auxiliaries.items()},
+        auxiliary_models={name: each.provider for name, each in auxiliaries.items()},
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
         agent=Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s),
         max_concurrency=config.rollout.max_concurrency,
