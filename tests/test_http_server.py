@@ -38,17 +38,6 @@ async def test_small_answers_are_sent_at_once(monkeypatch):
         assert (await client.get(url)).json() == 1
 
 
-async def test_head_and_body_of_an_answer_are_sent_together(monkeypatch):
-    sent = []
-    send = socket.socket.send
-    monkeypatch.setattr(socket.socket, "send", lambda connection, data: sent.append(data) or send(connection, data))
-    async with serve_app(APP, has_key=True) as url, httpx.AsyncClient() as client:
-        for body in (b"one", b"two"):
-            assert (await client.post(url, content=body)).content == body
-    answers = [bytes(each) for each in sent if bytes(each).startswith(b"HTTP/1.1 200")]
-    assert [each.rpartition(b"\r\n\r\n")[2] for each in answers] == [b"one", b"two"]
-
-
 def test_a_server_whose_end_is_cancelled_closes_its_listener_before_its_owner_does():
     async def serve(started):
         async with serve_app(Starlette(), has_key=True):

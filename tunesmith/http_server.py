@@ -19,14 +19,13 @@ import hmac
 import math
 import socket
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tunesmith.config.serve import is_loopback
 from tunesmith.errors import ConfigError
@@ -193,39 +192,6 @@ def answer_and_close(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": error}, status_code=status, headers={"Connection": "close"})
 
 
-class _JoinedWrites:
-    """A transport that sends at once what is written in one round of the event loop: uvicorn writes the head and the
-    body of a response apart, and each write would be a system call that wakes the client."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._loop.call_soon(self._send)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        self._send()
-        self._transport.close()
-
-    def _send(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            self._transport.write(b"".join(parts))
-
-
-class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        joined: Any = _JoinedWrites(cast(asyncio.Transport, transport), asyncio.get_running_loop())
-        super().connection_made(joined)
-
-
 class _Server(uvicorn.Server):
     """A server that installs no signal handlers and wakes the event loop once a second.
 
@@ -309,7 +275,7 @@ def build_config(
     """The configuration of a server of the app on the socket."""
     guarded = SocketGuard(app, address=listener.getsockname()[0], has_key=has_key, public_url=public_url)
     fixed: dict[str, Any] = {"log_level": "warning", "access_log": False, "proxy_headers": False, "ws": "none"}
-    return uvicorn.Config(guarded, http=_Protocol, **fixed | {"lifespan": "off"} | settings)
+    return uvicorn.Config(guarded, **fixed | {"lifespan": "off"} | settings)
 
 
 def format_url(listener: socket.socket, host: str) -> str:

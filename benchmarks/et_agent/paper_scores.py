@@ -1,6 +1,6 @@
 """Compare the scores of `--suite tir_paper` and `--suite tir` with those of ET-Agent's own evaluation code.
 
-    python benchmarks/et_agent/paper_scores.py ET_AGENT DATA REPLIES...
+    python -m benchmarks.et_agent.paper_scores ET_AGENT DATA REPLIES...
 
 ET_AGENT is the folder `evaluation` of a checkout of its repository, whose functions are called; DATA a folder with its
 test sets as `<set>.jsonl`; REPLIES are the files in `parts/` of `tunesmith eval --suite tir_paper --out FOLDER`. Each

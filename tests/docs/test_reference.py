@@ -116,7 +116,7 @@ def test_run_file_page_has_a_table_for_every_section() -> None:
 
 def test_tables_are_rendered_with_defaults_and_options() -> None:
     tables = load_tables()
-    assert "| `trainer.learning_rate` | `float` | `1.0e-06` |" in tables.render_knobs("tune", "trainer")
+    assert "| `trainer.learning_rate` | `float|null` | `null` |" in tables.render_knobs("tune", "trainer")
     assert "| `name` | `str|null` |" in (run := tables.render_knobs("tune", "."))
     assert "Experiment-&lt;YYYYmmddHHMMSS&gt;" in run
     assert "`--resume-from STEP`" in tables.render_commands()

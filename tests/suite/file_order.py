@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 STARTED_FIRST = (
-    "recipes/test_et_agent_recipe.py",
-    "engine/test_random_load.py",
-    "trainer/losses/test_combinations.py",
-    "commands/tune/ranks/test_killed_ranks.py",
-    "trainer/sharding/test_rank_updates.py",
-    "commands/tune/ranks/test_ranks.py",
-    "commands/tune/algorithms/test_algorithm_runs.py",
-    "recipes/test_tool_agent_recipe.py",
-    "docs/test_readme.py",
-    "trainer/test_scoring_pass.py",
-    "commands/tune/test_resume.py",
-    "et_agent/flywheel/test_flywheel_runs.py",
-    "tools/python/test_escapes.py",
-    "tools/python/test_siblings.py",
-    "tools/python/test_python_session.py",
+    "tests/recipes/test_et_agent_recipe.py",
+    "tests/engine/test_random_load.py",
+    "tests/trainer/losses/test_combinations.py",
+    "tests/commands/tune/ranks/test_killed_ranks.py",
+    "tests/trainer/sharding/test_rank_updates.py",
+    "tests/commands/tune/ranks/test_ranks.py",
+    "tests/commands/tune/algorithms/test_algorithm_runs.py",
+    "tests/recipes/test_tool_agent_recipe.py",
+    "tests/docs/test_readme.py",
+    "tests/trainer/test_scoring_pass.py",
+    "tests/commands/tune/test_resume.py",
+    "tests/et_agent/flywheel/test_flywheel_runs.py",
+    "tests/tools/python/test_escapes.py",
+    "tests/tools/python/test_siblings.py",
+    "tests/tools/python/test_python_session.py",
 )
 """Files that take longest. If one of them were the last, one worker would run it while the others have ended."""
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
+from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
 from fakes import full_disk
 from tiny_models import CONFIGS as OTHER_CONFIGS
 from tunesmith.cli import app

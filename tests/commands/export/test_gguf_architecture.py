@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from exported_models import CONFIGS, LLAMA3_ROPE, SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
+from exported_models import CONFIGS, LLAMA3_ROPE, SIZES
 from tiny_models import CONFIGS as OTHER_CONFIGS
 from tunesmith.commands.export.gguf.architecture import describe_architecture
 from tunesmith.errors import ModelError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from exported_models import CHAT, CONFIGS, NUM_EMBEDDINGS, build_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE, Unigram, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Split, Whitespace
@@ -13,6 +12,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Tokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from exported_models import CHAT, CONFIGS, NUM_EMBEDDINGS, build_tokenizer
 from tunesmith.commands.export.gguf.vocabulary import (
     CONTROL,
     NORMAL,

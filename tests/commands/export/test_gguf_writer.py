@@ -14,7 +14,6 @@ gguf = pytest.importorskip("gguf")
 
 from exported_models import CHAT, CONFIGS, build_random_model, build_tokenizer  # noqa: E402
 from gguf_files import build_gguf_plan, write_tiny_gguf  # noqa: E402
-
 from tunesmith.commands.export.gguf.writer import pair_rotated_rows, write_gguf  # noqa: E402
 from tunesmith.commands.export.run import run_export  # noqa: E402
 from tunesmith.config import ExportSection  # noqa: E402

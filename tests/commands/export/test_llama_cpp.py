@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
 
-from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny  # noqa: E402
-from gguf_files import build_gguf_plan, write_tiny_gguf  # noqa: E402
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
 
+from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny  # noqa: E402
+from gguf_files import build_gguf_plan, write_tiny_gguf  # noqa: E402
 from tunesmith.commands.export.gguf.writer import write_gguf  # noqa: E402
 from tunesmith.commands.export.llama_cpp import GgufModel, quantize_file  # noqa: E402
 from tunesmith.commands.export.run import run_export  # noqa: E402

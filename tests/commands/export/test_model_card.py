@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
 
+from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
 from tunesmith.commands.eval.results import compute_evaluation
 from tunesmith.commands.export.model_card import describe_method
 from tunesmith.commands.export.run import run_export

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from exported_models import build_tokenizer, save_tiny
 
 from chat_templates import LLAMA3, QWEN25
+from exported_models import build_tokenizer, save_tiny
 from tunesmith.commands.export.gguf.modelfile import write_template
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection

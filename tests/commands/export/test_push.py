@@ -6,9 +6,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from exported_models import save_tiny
 from typer.testing import CliRunner
 
+from exported_models import save_tiny
 from hub_server import TOKEN, serve_hub
 from tunesmith import export, hub
 from tunesmith.cli import app

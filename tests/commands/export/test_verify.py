@@ -12,7 +12,6 @@ pytest.importorskip("llama_cpp")
 
 from exported_models import build_tokenizer
 from gguf_files import write_tiny_gguf
-
 from tunesmith.commands.export.llama_cpp import GgufModel
 from tunesmith.commands.export.verify import (
     build_prompts,
