@@ -9,10 +9,9 @@ import sys
 try:
     world = importlib.import_module("recipes.world")
 except ModuleNotFoundError as error:
-    raise ImportError(
-        "the fictional world is in recipes/world of Tunesmith's repository: run in the root of a clone, and import "
-        "recipes.world"
-    ) from error
+    if error.name not in {"recipes", "recipes.world"}:
+        raise
+    raise ImportError("the world is recipes.world now: run in the root of a clone of Tunesmith's repository") from error
 for each in pkgutil.iter_modules(world.__path__):
     sys.modules[f"{__name__}.{each.name}"] = importlib.import_module(f"recipes.world.{each.name}")
 sys.modules[__name__] = world

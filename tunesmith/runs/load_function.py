@@ -40,9 +40,6 @@ PLAY_FUNCTION = "tunesmith.environments.episode:play"
 FORMER_NAMES = {
     "tunesmith.commands.prepare.pocket_base": "recipes.pocket.pocket_base",
     "tunesmith.et_agent.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
-    "tunesmith.et_agent.world": "recipes.world",
-    "tunesmith.et_agent.world.conversations": "recipes.world.conversations",
-    "tunesmith.et_agent.world.world": "recipes.world",
     "tunesmith.pipeline.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
     "tunesmith.pipeline.prepare.pocket_base": "recipes.pocket.pocket_base",
     "tunesmith.pipeline.prepare.world_expert": "recipes.world.conversations",
@@ -319,10 +316,9 @@ def load_module(source: str, *, knob: str) -> ModuleType:
         return importlib.import_module(source) if path is None else import_file(path)
     except ModuleNotFoundError as error:
         if path is None and error.name is not None and f"{source}.".startswith(f"{error.name}."):
-            advice = "install it or give file.py:function"
-            if source in FORMER_NAMES.values():
-                place = source.replace(".", "/")
-                advice = f"it is {place} of Tunesmith's repository: run in the root of a clone"
+            is_recipe = source.startswith("recipes.")
+            clone = f"run in the root of a clone of Tunesmith's repository, where {source} is"
+            advice = clone if is_recipe else "install it or give file.py:function"
             raise ConfigError(f"{knob}: no module {error.name!r}; {advice}") from error
         raise explain_import(error, source, path, knob=knob) from error
     except (Exception, SystemExit) as error:  # user code
