@@ -1,1 +1,1 @@
-"""Run files, agents and generated tasks: `recipes.world` is imported from the root of a clone."""
+"""Run files with their agents, judges and data; `recipes.world` and others are imported from the root of a clone."""
