@@ -26,8 +26,8 @@ from typing import Any
 import yaml
 
 from benchmarks.shared.report import publish
-from tunesmith.et_agent.world import generate
-from tunesmith.et_agent.world.conversations import write_conversations
+from recipes.world import generate
+from recipes.world.conversations import write_conversations
 from tunesmith.retrieval.index.search import build_index
 
 JUDGE = "tunesmith.judges.composite:squad_judge"

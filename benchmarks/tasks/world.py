@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunesmith.et_agent.world import World, WorldConfig, generate
+from recipes.world import World, WorldConfig, generate
 
 
 def measure(num_documents: int, num_train: int, num_test: int) -> dict[str, Any]:

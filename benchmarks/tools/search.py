@@ -2,7 +2,7 @@
 
     python -m benchmarks.tools.search --sizes 1000 100000 1000000 --out results/tools/search.json
 
-The passages are worlds (`tunesmith.et_agent.world`), the queries their training questions, each once per round.
+The passages are worlds (`recipes.world`), the queries their training questions, each once per round.
 Servers:
 
 - ours: `tunesmith search serve`, without its cache, so that every request is a search
@@ -35,7 +35,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from tunesmith.et_agent.world import generate
+from recipes.world import generate
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
 
 SCRIPT = (sys.executable, "-m", "benchmarks.tools.search")

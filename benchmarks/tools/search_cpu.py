@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tools.search import PACKAGES, TOP_N, has_package, open_flashrag, write_flashrag_index
-from tunesmith.et_agent.world import generate
+from recipes.world import generate
 from tunesmith.retrieval import SearchIndex, build_index
 from tunesmith.retrieval.index.bm25 import WordSplitter, find_threshold, import_bm25s
 from tunesmith.retrieval.index.ranking import Ranking, rank

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.world import World
+from recipes.world.config import build_config
+from recipes.world.expert import ExpertPlan, iter_plans
 from tunesmith.config import EnvironmentSection
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.environments import Environment, Transcript
-from tunesmith.et_agent.world import World
-from tunesmith.et_agent.world.config import build_config
-from tunesmith.et_agent.world.expert import ExpertPlan, iter_plans
 from tunesmith.retrieval.index.search import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.world import World
+from recipes.world.config import build_config
+from recipes.world.expert import ExpertPlan, build_plan
+from recipes.world.questions import QuestionWriter
+from recipes.world.records import build_record, state_fact, write_result
+from recipes.world.region import Entity, Region
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
-from tunesmith.et_agent.world import World
-from tunesmith.et_agent.world.config import build_config
-from tunesmith.et_agent.world.expert import ExpertPlan, build_plan
-from tunesmith.et_agent.world.questions import QuestionWriter
-from tunesmith.et_agent.world.records import build_record, state_fact, write_result
-from tunesmith.et_agent.world.region import Entity, Region
 from tunesmith.retrieval.index.search import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment

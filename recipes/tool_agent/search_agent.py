@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.world import World
+from recipes.world.config import QuestionKind, build_config
+from recipes.world.expert import ExpertPlan, build_plan
+from recipes.world.questions import QuestionWriter
+from recipes.world.records import build_record, state_fact, write_result
+from recipes.world.region import Region
+from recipes.world.schema import RELATIONS
+from recipes.world.world import build_row
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
-from tunesmith.et_agent.world import World
-from tunesmith.et_agent.world.config import QuestionKind, build_config
-from tunesmith.et_agent.world.expert import ExpertPlan, build_plan
-from tunesmith.et_agent.world.questions import QuestionWriter
-from tunesmith.et_agent.world.records import build_record, state_fact, write_result
-from tunesmith.et_agent.world.region import Region
-from tunesmith.et_agent.world.schema import RELATIONS
-from tunesmith.et_agent.world.world import build_row
 from tunesmith.retrieval.index.search import build_index
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment

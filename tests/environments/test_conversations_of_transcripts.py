@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
 
+from recipes.world.config import WorldConfig
+from recipes.world.conversations import write_conversations
+from recipes.world.expert import iter_plans
+from recipes.world.world import World, generate
 from search_corpora import needs_bm25
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment
 from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.world.config import WorldConfig
-from tunesmith.et_agent.world.conversations import write_conversations
-from tunesmith.et_agent.world.expert import iter_plans
-from tunesmith.et_agent.world.world import World, generate
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import numeric_judge, squad_judge
 from tunesmith.judges.transcript import read_transcript

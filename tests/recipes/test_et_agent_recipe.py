@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.world import World, generate
+from recipes.world.config import build_config
+from recipes.world.expert import iter_plans
 from tunesmith import run_pipeline
 from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
-from tunesmith.et_agent.world import World, generate
-from tunesmith.et_agent.world.config import build_config
-from tunesmith.et_agent.world.expert import iter_plans
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (

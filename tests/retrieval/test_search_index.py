@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from recipes.world import generate
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.errors import ConfigError, DataError, StorageError
-from tunesmith.et_agent.world import generate
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
 from tunesmith.storage import locked
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+import recipes.world
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_function
 
@@ -25,12 +28,40 @@ def test_a_function_loads_from_a_module():
         "tunesmith.pipeline.prepare.world_expert:write_conversations",
         "tunesmith.pipeline.prepare.pocket_base:make_pocket_base",
         "tunesmith.pipeline.flywheel.scripted_roles:author",
+        "tunesmith.commands.prepare.pocket_base:make_pocket_base",
+        "tunesmith.et_agent.flywheel.scripted_roles:analyst",
+        "tunesmith.et_agent.world:generate",
+        "tunesmith.et_agent.world.conversations:write_conversations",
         "tunesmith.tasks.world:generate",
         "tunesmith.tasks.world.world:generate",
     ],
 )
 def test_names_in_files_of_earlier_versions_load(spec):
     assert load_function(spec, knob="workflow").__name__ == spec.rpartition(":")[2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        ("tunesmith.et_agent.world.world:generate", "recipes.world"),
+        ("tunesmith.tasks.world:generate", "recipes.world"),
+        ("tunesmith.et_agent.flywheel.scripted_roles:author", "recipes.et_agent.scripted_roles"),
+    ],
+)
+def test_without_a_clone_the_error_says_where_a_former_function_is(spec, place, monkeypatch):
+    for name in [each for each in sys.modules if each.startswith(("recipes.", "tunesmith.et_agent.world"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "recipes", None)  # an import of it fails as if it were not there
+    with pytest.raises(ConfigError, match=f"^function: .*{place}") as caught:
+        load_function(spec, knob="function")
+    assert "run in the root of a clone of Tunesmith's repository" in str(caught.value)
+
+
+def test_programs_import_the_world_under_its_former_name():
+    from tunesmith.et_agent.world import World
+    from tunesmith.et_agent.world.config import WorldConfig
+
+    assert World is recipes.world.World and WorldConfig is recipes.world.WorldConfig
 
 
 @pytest.mark.parametrize(

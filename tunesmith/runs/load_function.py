@@ -38,11 +38,13 @@ TOOL_AGENTS = (TOOL_AGENT, "tunesmith.environments:tool_agent")
 PLAY_FUNCTION = "tunesmith.environments.episode:play"
 
 FORMER_NAMES = {
-    "tunesmith.pipeline.prepare.world_expert": "tunesmith.et_agent.world.conversations",
-    "tunesmith.pipeline.prepare.pocket_base": "tunesmith.commands.prepare.pocket_base",
-    "tunesmith.pipeline.flywheel.scripted_roles": "tunesmith.et_agent.flywheel.scripted_roles",
-    "tunesmith.tasks.world": "tunesmith.et_agent.world",
-    "tunesmith.tasks.world.world": "tunesmith.et_agent.world.world",
+    "tunesmith.commands.prepare.pocket_base": "recipes.pocket.pocket_base",
+    "tunesmith.et_agent.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
+    "tunesmith.pipeline.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
+    "tunesmith.pipeline.prepare.pocket_base": "recipes.pocket.pocket_base",
+    "tunesmith.pipeline.prepare.world_expert": "recipes.world.conversations",
+    "tunesmith.tasks.world": "recipes.world",
+    "tunesmith.tasks.world.world": "recipes.world",
 }
 """Modules whose functions files of earlier versions name."""
 
@@ -314,7 +316,10 @@ def load_module(source: str, *, knob: str) -> ModuleType:
         return importlib.import_module(source) if path is None else import_file(path)
     except ModuleNotFoundError as error:
         if path is None and error.name is not None and f"{source}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{knob}: no module {error.name!r}; install it or give file.py:function") from error
+            is_recipe = source.startswith("recipes.")
+            clone = f"run in the root of a clone of Tunesmith's repository, where {source} is"
+            advice = clone if is_recipe else "install it or give file.py:function"
+            raise ConfigError(f"{knob}: no module {error.name!r}; {advice}") from error
         raise explain_import(error, source, path, knob=knob) from error
     except (Exception, SystemExit) as error:  # user code
         raise explain_import(error, source, path, knob=knob) from error

@@ -20,8 +20,8 @@ from policies import (
     think,
 )
 
+from recipes.et_agent import scripted_roles
 from tunesmith.environments.transcript import Segment, find_format_error
-from tunesmith.et_agent.flywheel import scripted_roles
 from tunesmith.et_agent.flywheel.operators import BY_TOOL, GENERAL, OPERATORS, list_hints
 from tunesmith.et_agent.flywheel.roles import Finding, StepDraft, reopen_end, split_steps
 

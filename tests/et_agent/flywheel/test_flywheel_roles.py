@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from policies import FOUND, REPEATED, WRONG, ScriptedPolicy, call, make_attempt, make_transcript, result, think
 
+from recipes.et_agent.scripted_roles import analyst, author
 from tunesmith.et_agent.flywheel.roles import Finding, StepDraft, build_model_analyst, build_model_author, read_thoughts
 from tunesmith.et_agent.flywheel.run import count_votes, judge_by_votes
-from tunesmith.et_agent.flywheel.scripted_roles import analyst, author
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from tunesmith.et_agent.world.region import Entity, Fact
+from recipes.world.region import Entity, Fact
 
 LABELS = {"birth_year": "born", "city_founded": "founded", "firm_founded": "opened", "work_year": "appeared"}
 """First words of lines where the name of the relation is not one word."""

@@ -15,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tunesmith.errors import ConfigError
-from tunesmith.et_agent.world.config import QuestionKind, Split, WorldConfig, build_config
-from tunesmith.et_agent.world.questions import Question, QuestionWriter
-from tunesmith.et_agent.world.region import (
+from recipes.world.config import QuestionKind, Split, WorldConfig, build_config
+from recipes.world.questions import Question, QuestionWriter
+from recipes.world.region import (
     ENTITIES,
     NUM_STEMS,
     Entity,
@@ -29,7 +28,8 @@ from tunesmith.et_agent.world.region import (
     build_region,
     choose,
 )
-from tunesmith.et_agent.world.schema import OPENINGS, PASSAGES, REFERENCES, RELATIONS
+from recipes.world.schema import OPENINGS, PASSAGES, REFERENCES, RELATIONS
+from tunesmith.errors import ConfigError
 
 IRRELEVANT = (
     ("{name} moss", "{name} moss grows on {place}. It turns {colour} in {season}."),

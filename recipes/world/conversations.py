@@ -13,14 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from recipes.world.config import Split, build_config
+from recipes.world.expert import ExpertPlan, iter_plans
+from recipes.world.world import World
 from tunesmith.config import EnvironmentSection
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError
-from tunesmith.et_agent.world.config import Split, build_config
-from tunesmith.et_agent.world.expert import ExpertPlan, iter_plans
-from tunesmith.et_agent.world.world import World
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_text

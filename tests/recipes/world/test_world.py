@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_solver import Solver, Triple, read_facts
 
+from recipes.world import World, WorldConfig, generate
+from recipes.world.config import build_config
+from recipes.world.questions import Question
+from recipes.world.records import build_record, state_fact, write_record, write_result
+from recipes.world.schema import RELATIONS
+from recipes.world.world import Document, build_row
 from tunesmith.config import DatasetSection
 from tunesmith.errors import ConfigError
-from tunesmith.et_agent.world import World, WorldConfig, generate
-from tunesmith.et_agent.world.config import build_config
-from tunesmith.et_agent.world.questions import Question
-from tunesmith.et_agent.world.records import build_record, state_fact, write_record, write_result
-from tunesmith.et_agent.world.schema import RELATIONS
-from tunesmith.et_agent.world.world import Document, build_row
 from tunesmith.judges.answers import match_exact
 from tunesmith.judges.transcript import read_transcript
 from tunesmith.tasks.load import load_tasks

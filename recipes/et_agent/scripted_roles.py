@@ -2,8 +2,8 @@
 
 They compare calls and results of the structured trajectory; they do not read language and do not know the answer. What
 they find is exact where questions name what has to be looked up and results state the facts, as in the fictional
-world (`tunesmith.et_agent.world`): a repeated call, a failed call, a call whose result is not used later. Elsewhere use
-a model. Name them in a run file as `tunesmith.et_agent.flywheel.scripted_roles:analyst` and `...:author`.
+world (`recipes.world`): a repeated call, a failed call, a call whose result is not used later. Elsewhere use a model.
+Name them in a run file as `recipes/et_agent/scripted_roles.py:analyst` and `...:author`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tunesmith.et_agent.world.schema import GENRES, OCCUPATIONS, PRODUCTS, RELATIONS, EntityKind
+from recipes.world.schema import GENRES, OCCUPATIONS, PRODUCTS, RELATIONS, EntityKind
 
 ONSETS = (
     "b", "br", "d", "dr", "f", "g", "gl", "h", "j", "k", "kr", "l", "m", "n", "p", "pr", "r", "s", "sk", "st",

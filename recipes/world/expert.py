@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tunesmith.et_agent.world.config import Split
-from tunesmith.et_agent.world.questions import Question
-from tunesmith.et_agent.world.region import Entity, Fact, Region
-from tunesmith.et_agent.world.schema import RELATIONS
-from tunesmith.et_agent.world.world import World
+from recipes.world.config import Split
+from recipes.world.questions import Question
+from recipes.world.region import Entity, Fact, Region
+from recipes.world.schema import RELATIONS
+from recipes.world.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

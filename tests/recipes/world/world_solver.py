@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from tunesmith.et_agent.world.questions import AGES, COMPARISONS, DIFFERENCES, EQUALITIES, EVENTS, SUMS
-from tunesmith.et_agent.world.region import TOWNS, TRADES
-from tunesmith.et_agent.world.schema import REFERENCES, RELATIONS
+from recipes.world.questions import AGES, COMPARISONS, DIFFERENCES, EQUALITIES, EVENTS, SUMS
+from recipes.world.region import TOWNS, TRADES
+from recipes.world.schema import REFERENCES, RELATIONS
 
 Triple = tuple[str, str, str]
 

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tunesmith.et_agent.world.config import QuestionKind, Split
-from tunesmith.et_agent.world.region import Entity, Fact, Region
-from tunesmith.et_agent.world.schema import RELATIONS
+from recipes.world.config import QuestionKind, Split
+from recipes.world.region import Entity, Fact, Region
+from recipes.world.schema import RELATIONS
 
 MAX_ATTEMPTS = 150
 """Draws of one form of question before another form is drawn."""
