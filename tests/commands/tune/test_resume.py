@@ -103,7 +103,7 @@ def test_the_first_signal_saves_the_step_and_the_resumed_run_ends_like_an_uninte
     status = zygote.wait()
     assert status in (128 + number, -number), (folder / "zygote.log").read_text()
     printed = (folder / "zygote.log").read_text()
-    assert "the last checkpoint is" in printed and "--resume" in printed
+    assert "the last checkpoint is" in printed and "repeat the command" in printed
     assert RunRecord(run).state == "interrupted"
     last_step = read_metrics(run)[-1]["step"]
     assert last_step < NUM_STEPS and [path.name for path in run.glob("global_step_*")] == [f"global_step_{last_step}"]
