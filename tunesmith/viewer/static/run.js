@@ -1,5 +1,5 @@
 // One run: how it stands, what the doctor finds, the user's notes, and its settings.
-import { html, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useState } from "./vendor/htm-preact.js";
 import { report, sendNotes, useAnswer } from "./api.js";
 import { plural } from "./format.js";
 import { Choice, Failed, Filter, Loaded, Note, Table } from "./parts.js";
@@ -29,7 +29,7 @@ function Notes({ run, reload }) {
   const saved = { note: run.note, tags: run.tags.join(", ") };
   const [typed, setTyped] = useState(null);
   const [error, setError] = useState(null);
-  useEffect(() => setTyped(null), [saved.note, saved.tags]);
+  useLayoutEffect(() => setTyped(null), [saved.note, saved.tags]); // before the browser paints, as in parts.js
   if (report) return html`<p class="summary"><${Tags} tags=${run.tags} /> <span class="text">${run.note}</span></p>`;
   const shown = typed || saved;
   const isChanged = shown.note !== saved.note || shown.tags !== saved.tags;
