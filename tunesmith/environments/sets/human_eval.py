@@ -81,7 +81,8 @@ class Problem:
     async def step(self, action: str) -> tuple[str, float, bool]:
         blocks = BLOCK.findall(action)
         code, name = blocks[-1] if blocks else str(action), self._problem["entry_point"]
-        # code that ends the process with status 0 prints no key, so only a check that returned counts
+        # Code that ends the process with status 0 prints no key. Code that looks for the key in its own frames could
+        # forge it, since tests and code share a process: one more reason why these tasks are held out.
         key = secrets.token_hex(16)
         program = f"{self._problem['prompt']}\n{code}\n{self._problem['test']}"
         result = await self._sandbox(f"{program}\ncheck({name})\nprint({key!r})")
