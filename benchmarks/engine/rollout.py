@@ -242,14 +242,9 @@ def run_peers(model: PreTrainedModel, arguments: argparse.Namespace, num_sequenc
 
 def run_vllm_peer(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Tokens per second of vLLM by number of sequences and form of the logprobs."""
-    result = run_vllm(
-        arguments.shape,
-        sequences=arguments.sequences,
-        prompt_tokens=arguments.prompt_tokens,
-        new_tokens=arguments.new_tokens,
-        group=arguments.group,
-        repeats=arguments.repeats,
-    )
+    options = ["--prompt-tokens", arguments.prompt_tokens, "--new-tokens", arguments.new_tokens]
+    options += ["--group", arguments.group, "--repeats", arguments.repeats]
+    result = run_vllm(arguments.shape, "--sequences", *map(str, [*arguments.sequences, *options]))
     rates: dict[str, dict[str, float]] = {}
     for cell in result["cells"]:
         name = f"vLLM {result['version']}, logprobs {cell['logprobs']}"
