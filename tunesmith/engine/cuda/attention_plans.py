@@ -87,6 +87,9 @@ class LayeredPlan:
 def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork) -> LayeredPlan:
     """Decode attention of requests whose last known token is at the positions of `work`."""
     blocks = zip(cache.keys, cache.values, strict=True)
+    if (spans := work.spans) is not None:
+        tensors = (spans.slots_R, block_table_RP, spans.spans_3R, spans.tiles_2R)
+        return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks])
     return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks])
 
 
