@@ -33,8 +33,10 @@ class TrieSegment:
     parent: int | None
 
 
-def split_segments(trie: Trie, max_child_tokens: int = MAX_CHILD_SEGMENT_TOKENS) -> list[TrieSegment]:
-    """Segments in depth-first order; they partition the row. Those with a parent have at most `max_child_tokens`."""
+def split_segments(trie: Trie, max_child_tokens: int | None = None) -> list[TrieSegment]:
+    """Segments in depth-first order; they partition the row. Those with a parent have at most `max_child_tokens`, by
+    default `MAX_CHILD_SEGMENT_TOKENS`."""
+    max_child_tokens = max_child_tokens or MAX_CHILD_SEGMENT_TOKENS
     is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
     starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
     segments: list[TrieSegment] = []
