@@ -8,7 +8,6 @@ from statistics import fmean
 
 from tunesmith.rollout.recording.replay import RolloutRecord
 
-
 COUNTED = (
     "branched_rollouts", "fresh_rollouts", "inherited_turns", "inherited_tokens", "inherited_tool_calls",
     "repeated_tool_calls", "branch_prefill_tokens",
