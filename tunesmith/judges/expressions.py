@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from math_verify import parse, verify
@@ -85,7 +86,7 @@ def main() -> None:
         raise OutOfTime
 
     answers = sys.stdout
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what libraries print is no answer
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - what libraries print is no answer
     signal.signal(signal.SIGALRM, stop)
     for line in sys.stdin:
         request = json.loads(line)
