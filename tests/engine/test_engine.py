@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines import GREEDY, build_engine, build_prompts, compute_reference_logits, generate_all
-from tiny_models import CONFIGS, build_tiny
+from tiny_models import CONFIGS, RECURRENT, build_tiny
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -24,7 +24,7 @@ PROMPT_LENGTHS = (3, 17, 30, 4, 65, 8)
 SMOLLM2 = os.environ.get("TUNESMITH_SMOLLM2")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *RECURRENT])
 def test_greedy_equals_generate_token_for_token(name: str) -> None:
     prompts = build_prompts(*PROMPT_LENGTHS)
     completions = generate_all(build_engine(name), prompts, Sampling(max_tokens=12, distribution=GREEDY))
