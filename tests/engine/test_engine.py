@@ -73,7 +73,7 @@ def test_logprobs_equal_a_full_forward_under_every_setting(name: str, distributi
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "lfm2", "qwen3_5"])
 def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(name: str) -> None:
     prompts = [[*build_prompts(20)[0], *tail] for tail in build_prompts(1, 9, 30, 5, 2)] * 2
     sampling = Sampling(max_tokens=20)

@@ -68,12 +68,17 @@ LINEAR = GEMMA_SIZES | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 8}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 8,
+}
 RECURRENT = FreshConfigs(
     {
         "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
         "qwen3_5": Qwen3_5TextConfig(**LINEAR),
-        "qwen3_next": Qwen3NextConfig(**LINEAR, **EXPERTS),
+        "qwen3_next": Qwen3NextConfig(**LINEAR, mlp_only_layers=[0, 1, 2]),
         "qwen3_5_moe": Qwen3_5MoeTextConfig(**LINEAR, **EXPERTS),
     }
 )

@@ -61,8 +61,9 @@ def collect(model, hidden) -> tuple[torch.Tensor, torch.Tensor]:
 def test_gradients_on_a_trie_are_those_of_separate_rows(name, kind):
     model = build_trainable(name)
     found, expected = (collect(model, run(model, PATHS[kind])) for run in (run_trie, run_separately))
+    tolerance = 1e-6 if name == "qwen3_5_moe" else 1e-12  # routers compute in float32
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
 @pytest.mark.parametrize("lengths", [[3, 4], [1, 1, 5], [63, 64, 65, 2], [1, 130, 1]])

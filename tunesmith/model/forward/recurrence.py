@@ -141,7 +141,9 @@ class SegmentTable:
             self._chunks = self._build_chunks()
         chunks = self._chunks
         query, key, value, decay_NHL1, rate = (
-            functional.pad(each.flatten(1), (0, 0, 0, 1))[chunks.index_NL].unflatten(2, (each.shape[1], -1)).transpose(1, 2)
+            functional.pad(each.flatten(1), (0, 0, 0, 1))[chunks.index_NL]
+            .unflatten(2, (each.shape[1], -1))
+            .transpose(1, 2)
             for each in (query_THK, key_THK, value_THV, decay_TH, rate_TH)
         )
         sums = decay_NHL1.cumsum(2)
