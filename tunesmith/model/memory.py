@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
-from tunesmith.model.forward.recurrence import RECURRENT_TYPES, count_saved_values, count_state_bytes
 from tunesmith.model.forward.logprobs import CHUNK_BYTES, CHUNK_FRACTION, CHUNK_TOKENS
+from tunesmith.model.forward.recurrence import RECURRENT_TYPES, count_saved_values, count_state_bytes
 
 GIB = 2**30
 LIBRARY_BYTES = {"cuda": GIB, "cpu": GIB // 2}

@@ -16,8 +16,8 @@ A = tril(b k k^T D, -1), a chunk that starts from S has
     [U, W] = (I + A)^-1 [b v, b k exp(G)];   d = U - W S
     o = (q exp(G)) S + (q k^T D) d;   S <- exp(G_last) S + (k exp(G_last - G))^T d
 
-All but the terms with S is computed for all chunks of the row at once. A chunk's place is the number of chunks before it
-on its path; chunks of one place, of all sequences and branches of the row, take their turn together.
+All but the terms with S is computed for all chunks of the row at once. The number of chunks before it on its path is
+the turn of a chunk; chunks of one turn, of all sequences and branches of the row, are computed together.
 
 Axes: T tokens of the row, C channels, X rows of context and tokens, N chunks, L tokens of a chunk, H heads, K and V
 sizes of a head's keys and values.
