@@ -133,17 +133,27 @@ def build_segments(spans: Sequence[Span], states: States | None, device: torch.d
     return SegmentTable(segments, device, states)
 
 
-class PagedAttentionPlan:
+class _SpanPlan:
+    """What recurrent layers take from the spans of a step."""
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
+        self.cache, self._spans, self._device = cache, spans, device
+
+    @cached_property
+    def segments(self) -> SegmentTable:
+        """Built when a recurrent layer reads it."""
+        return build_segments(self._spans, self.cache.states, self._device)
+
+
+class PagedAttentionPlan(_SpanPlan):
     """The `AttentionPlan` of one step, over a head-major cache.
 
     Spans are ordered by `get_span_order` and have their runs set.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
-        self.cache = cache
+        super().__init__(cache, spans, device)
         size = cache.block_size
-        self._device = device
-        self._spans = spans
         self._slots_T = np.array([slot for span in spans for slot in _list_slots(span, size)])
         self._slot_mappings: dict[int, Tensor] = {}
         single = [span for span in spans if span.stop - span.start == 1]
@@ -156,11 +166,6 @@ class PagedAttentionPlan:
         ]
         self._batches += [_GatheredBatch(batch, cache, device) for batch in split_by_context(few)]
         self._chunks = [_Chunk(span, cache) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES]
-
-    @cached_property
-    def segments(self) -> SegmentTable:
-        """Built when a recurrent layer reads it."""
-        return build_segments(self._spans, self.cache.states, self._device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer = get_layer_index(module)
@@ -403,24 +408,19 @@ def has_single_runs(spans: Sequence[Span]) -> bool:
     return len(spans) <= MAX_REQUESTS and all(len(span.runs) == 1 and span.stop - span.start == 1 for span in spans)
 
 
-class SingleRunPlan:
+class SingleRunPlan(_SpanPlan):
     """The `AttentionPlan` of one step, over a head-major cache."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
-        self._cache, self._spans = cache, spans
+        super().__init__(cache, spans, torch.device("cpu"))
         self._slots = [(span.runs[0].first * cache.block_size, span.stop) for span in spans]
         """The first token of each request in the cache, and the length of its context."""
         self._new_slots_T = torch.tensor([first + length - 1 for first, length in self._slots])
 
-    @cached_property
-    def segments(self) -> SegmentTable:
-        """Built when a recurrent layer reads it."""
-        return build_segments(self._spans, self._cache.states, torch.device("cpu"))
-
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer, (_, num_kv_heads, num_requests, head_size) = get_layer_index(module), key.shape
-        keys_1KSD = self._cache.keys[layer].view(1, num_kv_heads, -1, head_size)
-        values_1KSD = self._cache.values[layer].view(1, num_kv_heads, -1, head_size)
+        keys_1KSD = self.cache.keys[layer].view(1, num_kv_heads, -1, head_size)
+        values_1KSD = self.cache.values[layer].view(1, num_kv_heads, -1, head_size)
         keys_1KSD.index_copy_(2, self._new_slots_T, key)
         values_1KSD.index_copy_(2, self._new_slots_T, value)
         queries = query.transpose(1, 2).reshape(num_requests, 1, num_kv_heads, -1, head_size).unbind()

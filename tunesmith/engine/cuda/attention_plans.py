@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,12 +84,7 @@ class LayeredPlan:
     ) -> None:
         """`segments` are those of recurrent layers, for models that have such layers."""
         self.layers = layers
-        self._segments = segments
-
-    @property
-    def segments(self) -> SegmentTable:
-        assert self._segments is not None
-        return self._segments
+        self.segments: Any = segments
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return self.layers[get_layer_index(module)].attend(module, query, key, value, options)

@@ -161,18 +161,8 @@ class ModelRunner:
         for chunk in chunks:
             runs = () if self._burst_decoder is not None else chunk.request.find_runs()
             assert chunk.request.slot is not None
-            spans.append(
-                Span(
-                    len(ids),
-                    chunk.start,
-                    chunk.stop,
-                    chunk.request.blocks,
-                    runs,
-                    source=chunk.source,
-                    slot=chunk.request.slot,
-                    snapshots=chunk.snapshots,
-                )
-            )
+            states = (chunk.source, chunk.request.slot, chunk.snapshots)
+            spans.append(Span(len(ids), chunk.start, chunk.stop, chunk.request.blocks, runs, *states))
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
@@ -253,7 +243,7 @@ def _build_burst_decoder(
         cache,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
-        is_compiled=settings.cuda_decode == "compiled",
+        is_compiled=settings.cuda_decode == "compiled" and not cache.states,
         fp8=fp8,
     )
 

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 MAX_CHUNK_TOKENS = 64
 CONV, DELTA = "conv", "delta"
@@ -59,35 +60,16 @@ class Segment:
     """Slots to which the state at its end goes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Taps:
-    """Where a convolution finds its inputs, as indices of X: a row of zeros, the tails of the sources, the tokens."""
-
-    taps_WT: Tensor
-    """The input `w + 1` tokens before each token."""
-    tails: Tensor
-    """The last inputs of each target."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Turn:
-    """The chunks of one place."""
+    """The chunks of one turn."""
 
     chunks: slice
     parents: Tensor | None
     """Their predecessors among the chunks of the turn before; None: each has the one of the same index, or none."""
     ends: Tensor | None
-    """Those of them after which the state goes to `targets`."""
+    """Those of them after which the state goes to `targets`; None: all."""
     targets: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunks:
-    index_NL: Tensor
-    """The token in each place of a chunk; T where there is none."""
-    place_T: Tensor
-    """The place N x L of each token."""
-    turns: tuple[_Turn, ...]
 
 
 class SegmentTable:
@@ -108,29 +90,27 @@ class SegmentTable:
         targets = [slot for each in segments for slot in each.targets]
         self._sources = self._copy(sources) if slots is None else slots
         self._targets = self._copy(targets) if slots is None else slots
-        self._taps: dict[int, _Taps] = {}
-        self._chunks: _Chunks | None = None
+        self._taps: dict[int, tuple[Tensor, Tensor]] = {}
+        self._chunks: tuple[Tensor | None, Tensor | None, list[_Turn]] | None = None
 
     def convolve(self, layer: int, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
         """The causal depthwise convolution [T, C], in float32 or wider."""
-        width = weight_CW.shape[1]
-        if width not in self._taps:
-            self._taps[width] = self._build_taps(width)
-        taps = self._taps[width]
+        num_before = weight_CW.shape[1] - 1
+        if num_before not in self._taps:
+            self._taps[num_before] = self._build_taps(num_before)
+        taps_WT, tails = self._taps[num_before]
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
         if len(self._sources):
-            assert self._states is not None
-            context.insert(1, self._states[layer][CONV][self._sources].flatten(0, 1))
+            context.insert(1, self._get_states(layer, CONV)[self._sources].flatten(0, 1))
         context_XC = torch.cat(context)
         wide = torch.promote_types(inputs_TC.dtype, torch.float32)
         weight_WC = weight_CW.to(wide).t()
         output_TC = inputs_TC.to(wide) * weight_WC[-1]
-        for back, index_T in enumerate(taps.taps_WT, 1):
-            output_TC = output_TC + context_XC[index_T].to(wide) * weight_WC[-1 - back]
+        for back, index_T in enumerate(taps_WT, 2):
+            output_TC = output_TC + context_XC[index_T].to(wide) * weight_WC[-back]
         if len(self._targets):
-            assert self._states is not None
-            tails = context_XC[taps.tails].unflatten(0, (-1, width - 1))
-            self._states[layer][CONV].index_copy_(0, self._targets, tails)
+            last_inputs = context_XC[tails].unflatten(0, (-1, num_before))
+            self._get_states(layer, CONV).index_copy_(0, self._targets, last_inputs)
         return output_TC if bias is None else output_TC + bias.to(wide)
 
     def apply_delta_rule(
@@ -139,48 +119,49 @@ class SegmentTable:
         """Output [T, H, V] of normalized and scaled queries and normalized keys; all inputs have the state's type."""
         if self._chunks is None:
             self._chunks = self._build_chunks()
-        chunks = self._chunks
-        query, key, value, decay_NHL1, rate = (
-            functional.pad(each.flatten(1), (0, 0, 0, 1))[chunks.index_NL]
-            .unflatten(2, (each.shape[1], -1))
-            .transpose(1, 2)
-            for each in (query_THK, key_THK, value_THV, decay_TH, rate_TH)
-        )
+        index_NL, place_T, turns = self._chunks
+        inputs = [each.view(*each.shape[:2], -1) for each in (query_THK, key_THK, value_THV, decay_TH, rate_TH)]
+        if index_NL is None:
+            chunks = [each[:, :, None] for each in inputs]
+        else:
+            chunks = [functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2) for each in inputs]
+        query, key, value, decay_NHL1, rate = chunks
         sums = decay_NHL1.cumsum(2)
         last, growth = sums[:, :, -1:], sums.exp()
         is_later_LL = torch.ones(sums.shape[2], sums.shape[2], dtype=torch.bool, device=sums.device).triu(1)
         decays_LL = (sums - sums.transpose(2, 3)).masked_fill(is_later_LL, -torch.inf).exp()
-        scaled = rate * key
-        keys_KL = key.transpose(2, 3)
-        system = (scaled @ keys_KL * decays_LL).tril(-1)
+        scaled, keys_KL = rate * key, key.transpose(2, 3)
         solved = torch.linalg.solve_triangular(
-            system, torch.cat([rate * value, scaled * growth], 3), upper=False, unitriangular=True
+            (scaled @ keys_KL * decays_LL).tril(-1),
+            torch.cat([rate * value, scaled * growth], 3),
+            upper=False,
+            unitriangular=True,
         )
         new, old = solved.split([value.shape[3], key.shape[3]], 3)
-        scores, query = query @ keys_KL * decays_LL, query * growth
+        scores, readers = query @ keys_KL * decays_LL, torch.cat([old, query * growth], 2)
         keys_KL, growth = (key * (last - sums).exp()).transpose(2, 3), last.exp()
-        state = self._load(layer, chunks.turns[0].chunks.stop, query, value)
+        if len(self._sources):
+            state = self._get_states(layer, DELTA)[self._sources]
+        else:
+            state = value.new_zeros((turns[0].chunks.stop, value.shape[1], key.shape[3], value.shape[3]))
         outputs = []
-        for turn in chunks.turns:
+        for turn in turns:
+            here = turn.chunks
             if turn.parents is not None:
                 state = state[turn.parents]
-            here = turn.chunks
-            delta = new[here] - old[here] @ state
-            outputs.append(query[here] @ state + scores[here] @ delta)
+            known, output = (readers[here] @ state).chunk(2, 2)
+            delta = new[here] - known
+            outputs.append(output + scores[here] @ delta)
             state = growth[here] * state + keys_KL[here] @ delta
             if turn.targets is not None:
-                assert self._states is not None
-                self._states[layer][DELTA].index_copy_(
-                    0, turn.targets, state if turn.ends is None else state[turn.ends]
-                )
-        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[chunks.place_T]
+                ends = state if turn.ends is None else state[turn.ends]
+                self._get_states(layer, DELTA).index_copy_(0, turn.targets, ends)
+        output_NLHV = torch.cat(outputs).transpose(1, 2)
+        return output_NLHV[:, 0] if place_T is None else output_NLHV.flatten(0, 1)[place_T]
 
-    def _load(self, layer: int, num_chunks: int, query: Tensor, value: Tensor) -> Tensor:
-        """The states [N, H, K, V] from which the chunks of the first turn start."""
-        if not len(self._sources):
-            return query.new_zeros((num_chunks, query.shape[1], query.shape[3], value.shape[3]))
-        assert self._states is not None
-        return self._states[layer][DELTA][self._sources]
+    def _get_states(self, layer: int, name: str) -> Tensor:
+        assert self._states is not None, "sources and targets are slots of states"
+        return self._states[layer][name]
 
     def _copy(self, values: Sequence[int] | np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
@@ -188,13 +169,12 @@ class SegmentTable:
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor.to(self._device)
 
-    def _build_taps(self, width: int) -> _Taps:
-        num_before = width - 1
-        first_token = 1 + len(self._sources) * num_before
+    def _build_taps(self, num_before: int) -> tuple[Tensor, Tensor]:
+        """Indices of X, which are a row of zeros, the tails of the sources and the tokens: the inputs before each token
+        [W - 1, T], nearest first, and the last inputs of each target."""
+        first_tail, first_token = 1, 1 + len(self._sources) * num_before
         taps_TW = np.zeros((self.num_tokens, num_before), dtype=np.int64)
-        histories: list[np.ndarray] = []
-        tails: list[np.ndarray] = []
-        first_tail = 1
+        histories, tails = list[np.ndarray](), list[np.ndarray]()
         for segment in self._segments:
             history = np.zeros(num_before, dtype=np.int64)  # before a sequence there are zeros
             if segment.parent is not None:
@@ -206,9 +186,11 @@ class SegmentTable:
             taps_TW[segment.start : segment.end] = windows[:, ::-1]
             histories.append(path[len(path) - num_before :])
             tails += [histories[-1]] * len(segment.targets)
-        return _Taps(taps_WT=self._copy(taps_TW.T.copy()), tails=self._copy(np.concatenate(tails) if tails else []))
+        return self._copy(taps_TW.T.copy()), self._copy(np.concatenate(tails) if tails else [])
 
-    def _build_chunks(self) -> _Chunks:
+    def _build_chunks(self) -> tuple[Tensor | None, Tensor | None, list[_Turn]]:
+        """The token in each place of the chunks [N, L], with T where there is none, and the place of each token; None
+        where each token is a chunk. And the turns."""
         longest = max(segment.end - segment.start for segment in self._segments)
         size = min(MAX_CHUNK_TOKENS, 1 << (longest - 1).bit_length())
         turns: list[list[tuple[int, int, int]]] = []  # parent in the turn before, first token, end
@@ -241,14 +223,16 @@ class SegmentTable:
             is_all = targets == list(range(len(self._targets)))
             built.append(
                 _Turn(
-                    chunks=slice(first, first + len(chunks)),
-                    parents=None if is_same else self._copy(parents),
-                    ends=None if places == here else self._copy(places),
-                    targets=(self._targets if is_all else self._targets[self._copy(targets)]) if targets else None,
+                    slice(first, first + len(chunks)),
+                    None if is_same else self._copy(parents),
+                    None if places == here else self._copy(places),
+                    (self._targets if is_all else self._targets[self._copy(targets)]) if targets else None,
                 )
             )
             first += len(chunks)
-        return _Chunks(index_NL=self._copy(index_NL), place_T=self._copy(place_T), turns=tuple(built))
+        if size == 1 and np.array_equal(place_T, np.arange(len(index_NL))):
+            return None, None, built
+        return self._copy(index_NL), self._copy(place_T), built
 
 
 def list_sequences(lengths: Sequence[int]) -> list[Segment]:
@@ -314,6 +298,11 @@ RECURRENT_MODELS = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_m
 """Model types whose recurrent layers are all of these kinds."""
 RECURRENT_TYPES = ("conv", "linear_attention")
 """Their layer types, as in a configuration."""
+
+
+def is_recurrent(config: PretrainedConfig) -> bool:
+    """Whether a supported model has recurrent layers."""
+    return not set(RECURRENT_TYPES).isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def use_recurrent_plans(model: nn.Module) -> None:
