@@ -5,55 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recurrent_paths import PATHS, build_row, collect, find_ends, run_last, run_separately, run_trie
 from tiny_models import RECURRENT
 from trainable_models import build_trainable
-from tunesmith.experience.samples import build_trie, concatenate_tries
 from tunesmith.model.forward import recurrence
-from tunesmith.model.forward.attention import CausalPlan, run_body
+from tunesmith.model.forward.attention import CausalPlan
+from tunesmith.trainer.tree_attention.cpu import split_segments
 from tunesmith.trainer.tree_attention.plan import TreePlan
-from tunesmith.types import Sample
 
 CPU = torch.device("cpu")
-# three levels: children of one to three tokens, which are shorter than the convolution, and a chunk of 64 tokens
-PATHS = {
-    "three levels": [(1, 2, 3), (1, 2, 4), (1, 2, 4, 5, 6), (1, 2, 4, 5, 6, 7), (1, 2, 4, 5, 8, 9, 10), (1, 11), (12,)],
-    "over a chunk": [(*range(1, 62), 90), (*range(1, 62), 91, 92, 93), (*range(1, 62), 91, 92, *range(5, 75)), (1, 2)],
-}
-
-
-def build_row(paths: list[tuple[int, ...]]):
-    """The trie of the paths; a sample's last token has no node."""
-    samples = [
-        Sample(
-            token_ids=(*path, 0), is_sampled=(False,) * len(path) + (True,), logprobs=(0.0,) * (len(path) + 1),
-            advantages=(0.0,) * (len(path) + 1), policy_versions=(None,) * (len(path) + 1), distribution_spans=(),
-            group_index=0, trajectory_index=0,
-        )
-        for path in paths
-    ]  # fmt: skip
-    return concatenate_tries([build_trie(samples, range(len(samples)))])
-
-
-def run_last(model, ids, positions, plan, lasts) -> torch.Tensor:
-    return run_body(model, torch.as_tensor(ids)[None], torch.as_tensor(positions)[None], plan)[0][lasts]
-
-
-def run_trie(model, paths) -> torch.Tensor:
-    trie = build_row(paths)
-    lasts = [int(trie.parent_E[list(trie.sample_E).index(index)]) for index in range(len(paths))]
-    return run_last(model, trie.token_ids_T, trie.depth_T, TreePlan(trie, CPU), lasts)
-
-
-def run_separately(model, paths) -> torch.Tensor:
-    """Each path is a row of its own, of one segment."""
-    return torch.cat([run_last(model, path, range(len(path)), CausalPlan([len(path)], CPU), [-1]) for path in paths])
-
-
-def collect(model, hidden) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    gradients = torch.autograd.grad((hidden * weights).sum(), parameters, allow_unused=True)
-    return hidden.detach(), torch.cat([each.flatten() for each in gradients if each is not None])
 
 
 @pytest.mark.parametrize("kind", PATHS)
@@ -79,20 +39,15 @@ def test_sequences_of_a_row_do_not_touch_each_other(name, lengths):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
-def drop_tail(table):
-    """Each segment starts with an empty convolution."""
-    return recurrence.SegmentTable(recurrence.list_sequences([each.end - each.start for each in table]), CPU)
-
-
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
 def test_a_trie_whose_segments_forget_their_parents_is_found(name):
     """The comparison above sees the fault that the modeling code's own forward has."""
-    model, trie = build_trainable(name), build_row(PATHS["three levels"])
-    plan = TreePlan(trie, CPU)
-    plan.segments = drop_tail(plan.segments._segments)
-    lasts = [int(trie.parent_E[list(trie.sample_E).index(index)]) for index in range(len(PATHS["three levels"]))]
-    broken = run_last(model, trie.token_ids_T, trie.depth_T, plan, lasts)
-    assert (broken - run_separately(model, PATHS["three levels"])).abs().max() > 1e-2
+    model, paths = build_trainable(name), PATHS["three levels"]
+    trie = build_row(paths)
+    plan, lengths = TreePlan(trie, CPU), [each.end - each.start for each in split_segments(trie)]
+    plan.segments = recurrence.SegmentTable(recurrence.list_sequences(lengths), CPU)
+    broken = run_last(model, trie.token_ids_T, trie.depth_T, plan, find_ends(trie, len(paths)))
+    assert (broken - run_separately(model, paths)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 130])
