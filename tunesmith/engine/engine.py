@@ -209,6 +209,7 @@ class LocalEngine(BaseEngine):
             max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
             prefers_runs=not self._runner.has_graphs,
+            **self._runner.slots,
         )
         processor = OutputProcessor(scheduler, eos_ids=self.eos_ids)
         if self._runner.has_graphs:

@@ -29,6 +29,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.forward.recurrence import (
+    RECURRENT_MODELS,
+    RECURRENT_TYPES,
+    SegmentTable,
+    list_sequences,
+    use_recurrent_plans,
+)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
@@ -36,7 +43,7 @@ UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_h
 SUPPORTED = (
     "supported are text models of transformers in which every layer is of type full_attention or sliding_attention "
     "and all have heads of one size, such as Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Mistral, Gemma 3 and "
-    "Phi-3"
+    f"Phi-3, and those with recurrent layers of types {', '.join(RECURRENT_MODELS)}"
 )
 
 
@@ -51,7 +58,8 @@ def refuse_architecture(config: PretrainedConfig, reason: str) -> ModelError:
 def check_layers(config: PretrainedConfig) -> None:
     """Refuse layers that do not attend, or that have keys and windows of different sizes."""
     text = config.get_text_config()
-    if unknown := set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES):
+    known = {*LAYER_TYPES, *(RECURRENT_TYPES if text.model_type in RECURRENT_MODELS else ())}
+    if unknown := set(getattr(text, "layer_types", None) or ()) - known:
         raise refuse_architecture(text, f"layers of type {', '.join(sorted(unknown))} are not implemented")
     if getattr(text, "is_heterogeneous", False):
         varying = [name for name in UNIFORM if len({getattr(each, name, None) for each in text.per_layer_config}) > 1]
@@ -71,7 +79,9 @@ def check_architecture(config: PretrainedConfig) -> None:
 
 def check_attention_interface(config: PretrainedConfig, model_class: Any) -> None:
     """Refuse modeling code that does not use transformers' attention interface."""
-    if not (model_class._supports_attention_backend and model_class._supports_sdpa):
+    # models with recurrent layers do not say that they do; `verify_model` measures whether their attention uses plans
+    is_recurrent = config.get_text_config().model_type in RECURRENT_MODELS
+    if not ((is_recurrent or model_class._supports_attention_backend) and model_class._supports_sdpa):
         raise refuse_architecture(config, f"{model_class.__name__} does not use transformers' attention interface")
 
 
@@ -96,7 +106,10 @@ class AttentionOptions:
 
 
 class AttentionPlan(Protocol):
-    """Attention among the tokens of one flat row, for every layer."""
+    """Attention among the tokens of one flat row, for every layer; recurrent layers read the segments of its paths."""
+
+    @property
+    def segments(self) -> SegmentTable: ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D], contiguous.
@@ -107,8 +120,9 @@ class AttentionPlan(Protocol):
 
 
 def use_plan_attention(model: PreTrainedModel) -> None:
-    """Make the model's attention use plans; calls without a plan still behave as with `sdpa`."""
+    """Make attention and recurrent layers use plans; calls without a plan still behave as with `sdpa`."""
     model.set_attn_implementation(PLAN_ATTENTION)
+    use_recurrent_plans(model)
     if model.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
     for module in model.modules():
@@ -184,6 +198,7 @@ class CausalPlan:
         distance = torch.arange(len(sequence), device=device)
         self.distance_TT = distance[:, None] - distance[None, :]
         self.mask_TT = (sequence[:, None] == sequence[None, :]) & (self.distance_TT >= 0)
+        self.segments = SegmentTable(list_sequences(lengths), device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         mask_TT = self.mask_TT

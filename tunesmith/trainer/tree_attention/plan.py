@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from transformers import PreTrainedModel
 from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.exact import is_exact
-from tunesmith.trainer.tree_attention.cpu import SegmentAttention
+from tunesmith.model.forward.recurrence import SegmentTable
+from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
     NARROW,
     PADDING,
@@ -60,6 +62,11 @@ class TreePlan:
         self._spans: dict[int, Spans] = {}
         if device.type != "cpu":
             self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
+
+    @cached_property
+    def segments(self) -> SegmentTable:
+        """Built when a recurrent layer reads it."""
+        return SegmentTable(split_segments(self._trie), self._device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`."""
