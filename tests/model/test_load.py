@@ -13,7 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma4TextConfig,
     Lfm2Config,
-    Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
     Qwen3_5TextConfig,
 )
 
@@ -252,7 +252,7 @@ SUPPORTED = "supported are text models of transformers in which every layer is o
         (Qwen3_5TextConfig(**SHARED), "'qwen3_5_text' with layers of type linear_attention, full_attention"),
         (Lfm2Config(**SHARED, layer_types=["conv", "full_attention"] * 2), "'lfm2' with layers of type conv"),
         (Gemma2Config(**SHARED), "Gemma2ForCausalLM does not use transformers' attention interface"),
-        (Qwen2_5_VLConfig(), "'qwen2_5_vl_text' .*: transformers has no causal language model for it"),
+        (Qwen2AudioConfig(), "'qwen2' .*: transformers has no causal language model for it"),
     ],
 )
 def test_an_unsupported_architecture_is_refused_before_its_weights_are_read(config, reason, tmp_path):

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
+from tunesmith.model.towers import find_auto_class
 from tunesmith.storage import load_json
 
 KEY_PREFIX = "base_model.model."
@@ -45,7 +46,7 @@ def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
 def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: layers and shapes without weights."""
     with torch.device("meta"):
-        meta_model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        meta_model: PreTrainedModel = find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return meta_model
 
 

@@ -29,6 +29,7 @@ from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
+from tunesmith.model.towers import build_tower_pattern
 from tunesmith.storage import save_json
 
 ADAPTER = "default"
@@ -94,6 +95,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: 
         lora_dropout=lora.dropout,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         target_modules=resolve_targets(model, lora.target_modules),
+        exclude_modules=build_tower_pattern(model),
     )
     try:
         with torch.random.fork_rng(devices=[]):

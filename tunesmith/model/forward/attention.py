@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.towers import find_model_class
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
@@ -62,7 +63,7 @@ def check_layers(config: PretrainedConfig) -> None:
 def check_architecture(config: PretrainedConfig) -> None:
     """Refuse a configuration whose layers or modeling code plan attention does not support."""
     check_layers(config)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = find_model_class(config)
     if model_class is not None:
         check_attention_interface(config, model_class)
     elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
