@@ -46,7 +46,6 @@ def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int, nu
     use_plan_attention(model)
     if dtype == torch.float64:
         _widen_norms(model)
-        model.set_experts_implementation("eager")  # grouped products take 16 and 32 bits
     return train_all_weights(model.to(dtype).eval())
 
 

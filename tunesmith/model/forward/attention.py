@@ -29,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.experts import use_experts
 from tunesmith.model.towers import find_model_class
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -108,8 +109,9 @@ class AttentionPlan(Protocol):
 
 
 def use_plan_attention(model: PreTrainedModel) -> None:
-    """Make the model's attention use plans; calls without a plan still behave as with `sdpa`."""
+    """Make attention use plans, and experts `run_experts`; calls without a plan still behave as with `sdpa`."""
     model.set_attn_implementation(PLAN_ATTENTION)
+    use_experts(model)
     if model.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
     for module in model.modules():
