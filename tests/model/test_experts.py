@@ -14,10 +14,10 @@ from tiny_models import CONFIGS, build_tiny, iter_weights
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
 from tunesmith.errors import ModelError
-from tunesmith.model.adapters.adapter import disabled_adapter, find_expert_weights
+from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.experts import start_counting, summarize_routes
+from tunesmith.model.experts import find_expert_weights, start_counting, summarize_routes
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
 from tunesmith.model.load import check_model, load_model
 from tunesmith.model.pocket import build_pocket_tokenizer
@@ -84,7 +84,7 @@ def test_an_adapter_of_experts_trains_as_the_adapted_weights_would(folder):
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     factors = {name.replace(".base_layer", ""): each for name, each in read_adapters(model).items()}
     pairs = {}
-    for name in list(find_expert_weights(dense)):
+    for name in find_expert_weights(dense):
         weight = dense.get_parameter(name)
         down, up = factors[name]
         down_ERC = down.detach().view(len(weight), rank, -1)

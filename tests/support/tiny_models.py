@@ -10,10 +10,12 @@ from functools import cache
 import torch
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -55,6 +57,10 @@ VISION = {
 ROPE_AXES = {"rope_type": "default", "rope_theta": 1e4}
 GROUPED_EXPERTS = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
 
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+LATENT_SIZES = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 1} | GROUPED_EXPERTS | LATENT
+"""Keys of 12 numbers a head."""
+
 
 class FreshConfigs(UserDict[str, PreTrainedConfig]):
     """Configs by name. Each access gives a copy: a model keeps its config, and changes it."""
@@ -77,6 +83,8 @@ CONFIGS = FreshConfigs(
         "phi3": Phi3Config(**SIZES),
         "qwen3_moe": Qwen3MoeConfig(**GEMMA_SIZES, **EXPERTS, num_experts=8, norm_topk_prob=True),
         "glm4_moe": Glm4MoeConfig(**GEMMA_SIZES, **GROUPED_EXPERTS, first_k_dense_replace=1),
+        "glm4_moe_lite": Glm4MoeLiteConfig(**LATENT_SIZES, v_head_dim=16),
+        "deepseek_v3": DeepseekV3Config(**LATENT_SIZES, v_head_dim=6, num_local_experts=8),
         "qwen2_5_vl": Qwen2_5_VLConfig(
             text_config=SIZES | {"rope_parameters": ROPE_AXES | {"mrope_section": [1, 1, 2]}},
             vision_config=VISION | {"fullatt_block_indexes": [1]},

@@ -26,11 +26,17 @@ COUNTS = "route_counts"
 """Attribute of a module of experts: pairs per expert [E] in passes with gradients, see `start_counting`."""
 
 
-def find_experts(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of experts that call transformers' interface."""
-    for module in model.modules():
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of experts that call transformers' interface, by name."""
+    for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
-            yield module
+            yield name, module
+
+
+def find_expert_weights(model: nn.Module) -> list[str]:
+    """Names of the weights [E, ..] of all experts."""
+    modules = [(name, module.named_parameters(recurse=False)) for name, module in find_experts(model)]
+    return [f"{name}.{weight}" for name, weights in modules for weight, each in weights if each.ndim == 3]
 
 
 def use_experts(model: PreTrainedModel) -> None:
@@ -87,7 +93,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)
 
 def start_counting(model: PreTrainedModel) -> None:
     """Count the routed tokens of the passes with gradients that follow, from zero."""
-    for module in find_experts(model):
+    for _, module in find_experts(model):
         if not hasattr(module, COUNTS):
             # never replaced: CUDA graphs of rows hold its address
             setattr(module, COUNTS, torch.zeros(module.num_experts, device=next(module.parameters()).device))
@@ -97,7 +103,7 @@ def start_counting(model: PreTrainedModel) -> None:
 def summarize_routes(model: PreTrainedModel) -> dict[str, Tensor]:
     """Load of the busiest expert of any layer, as a multiple of an equal load, and the share of experts that no token
     chose; {} without experts."""
-    counts = [getattr(module, COUNTS) for module in find_experts(model)]
+    counts = [getattr(module, COUNTS) for _, module in find_experts(model)]
     if not counts:
         return {}
     loads = [count_E / count_E.mean().clamp_min(1) for count_E in counts]

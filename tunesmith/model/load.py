@@ -35,7 +35,7 @@ from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import check_architecture, check_attention_interface, use_plan_attention
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
 from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
-from tunesmith.model.towers import find_auto_class, train_all_weights
+from tunesmith.model.towers import choose_attention, find_auto_class, train_all_weights
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
@@ -190,12 +190,12 @@ def load_model(
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
 
         quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
-    auto_class = find_auto_class(load_config(path, trust_remote_code=trust_remote_code, base_path=base_path))
+    config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     with loading(path, source), hidden_progress_bars():
-        model: PreTrainedModel = auto_class.from_pretrained(
+        model: PreTrainedModel = find_auto_class(config).from_pretrained(
             source.name_or_path,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=choose_attention(config),
             trust_remote_code=trust_remote_code,
             **source.kwargs,
             **quantization,
@@ -227,7 +227,7 @@ def build_empty_model(
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     with device:
         model: PreTrainedModel = find_auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=trust_remote_code
         )
     use_plan_attention(model.eval())
     return train_all_weights(model)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,6 +38,18 @@ def find_model_class(config: PretrainedConfig) -> Any:
     is_text = find_auto_class(config) is AutoModelForCausalLM
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if is_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return mapping.get(type(config), None)
+
+
+def choose_attention(config: PretrainedConfig) -> str:
+    """The attention to load a model with; plan attention replaces it, also where `sdpa` lacks a cap on scores."""
+    model_class = find_model_class(config)
+    return "eager" if model_class is not None and not model_class._supports_sdpa else "sdpa"
+
+
+def list_weights(config: PretrainedConfig) -> list[str]:
+    """Names of all weights of a model."""
+    with torch.device("meta"):
+        return list(find_auto_class(config).from_config(config).state_dict())
 
 
 def list_towers(model: nn.Module) -> list[str]:

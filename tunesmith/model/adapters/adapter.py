@@ -106,12 +106,6 @@ def find_shapes(model: nn.Module, name: str) -> list[tuple[int, int]]:
     return [tuple(each.shape[order]) for each in weights]
 
 
-def find_expert_weights(model: nn.Module) -> Iterator[str]:
-    """Names of the weights [E, ..] of all experts."""
-    for name, module in model.named_modules():
-        yield from (f"{name}.{weight}" for weight, each in module.named_parameters(recurse=False) if each.ndim == 3)
-
-
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether the model has an active (not merged) adapter; then only its weights are trained and saved."""
     return bool(getattr(model, "peft_config", None))

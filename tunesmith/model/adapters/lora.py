@@ -29,8 +29,8 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, find_expert_weights, has_same_layout
-from tunesmith.model.experts import ADAPTERS
+from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
+from tunesmith.model.experts import ADAPTERS, find_expert_weights
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.towers import build_tower_pattern, list_towers
@@ -291,7 +291,7 @@ def find_reserved_names(model: PreTrainedModel) -> set[str]:
 def find_named_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """The targets that name linear layers, and those that name weights of experts; refuse one that names neither, which
     PEFT ignores if another does."""
-    known: tuple[list[str], list[str]] = (list_linear_layers(model, has_head=True), list(find_expert_weights(model)))
+    known: tuple[list[str], list[str]] = (list_linear_layers(model, has_head=True), find_expert_weights(model))
     found: tuple[list[str], list[str]] = ([], [])
     reserved = find_reserved_names(model) if known[1] else set()
     for target in targets:
