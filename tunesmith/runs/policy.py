@@ -40,6 +40,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.model.torch_modes import set_num_threads
+from tunesmith.model.towers import train_all_weights
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent
@@ -197,7 +198,7 @@ def load_sharded_model(
     }
     build = load_model if ranks.is_first else build_empty_model
     model = build(path, device=torch.device("cpu" if ranks.is_first else "meta"), **options)
-    shard_model(model.requires_grad_(is_trained), ranks, device)
+    shard_model(train_all_weights(model) if is_trained else model.requires_grad_(False), ranks, device)
     return model
 
 

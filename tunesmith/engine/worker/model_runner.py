@@ -46,7 +46,6 @@ from tunesmith.model.forward.attention import (
     CausalPlan,
     fix_rotary_frequencies,
     get_layer_index,
-    refuse_architecture,
     run_body,
 )
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
@@ -283,8 +282,6 @@ class _ShapeProbe(CausalPlan):
         self.shape_of_layer: dict[int, LayerShape] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        if key.shape != value.shape:
-            raise refuse_architecture(module.config, f"keys and values of {type(module).__name__} differ in size")
         self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
         return super().attend(module, query, key, value, options)
 

@@ -25,6 +25,7 @@ from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.recurrence import SegmentTable
+from tunesmith.model.memory import find_head_size
 from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
     NARROW,
@@ -76,7 +77,7 @@ class TreePlan:
             if options.sliding_window is not None and options.sliding_window > self._max_depth:
                 options = replace(options, sliding_window=None)
             return self._segments.attend(query, key, value, options).transpose(1, 2).contiguous()
-        if query.dtype == torch.float64 or value.shape[-1] != query.shape[-1]:
+        if query.dtype == torch.float64:
             trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
             mask = build_mask(trie, options.sliding_window).to(self._device)
             output = attend_masked(query, key, value, mask, scaling=options.scaling, softcap=options.softcap)
@@ -145,10 +146,12 @@ class TreePlan:
 def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
     """Tile and windows of the model's layers, as keyword arguments of `TreePlan`."""
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     is_wide = torch.finfo(model.dtype).bits >= 32
-    return {"tile": choose_tile(size, is_wide=is_wide), "windows": (None,) if window is None else (None, window)}
+    return {
+        "tile": choose_tile(find_head_size(config), is_wide=is_wide),
+        "windows": (None,) if window is None else (None, window),
+    }
 
 
 def find_long_paths(trie: Trie) -> Tensor | None:
