@@ -18,10 +18,10 @@ import pytest
 
 from sandboxes import require_isolation
 from tunesmith.environments import TaskEnvironment
-from tunesmith.environments.episode import count_open_sessions
 from tunesmith.environments.sets import load_set
 from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
 from tunesmith.errors import DataError
+from tunesmith.rollout.open_sessions import count_open_sessions
 
 
 def needs(module, package):
