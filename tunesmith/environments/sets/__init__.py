@@ -28,13 +28,13 @@ class Family:
     """Environments of one package."""
 
     module: str
-    package: str
-    """As pip installs it."""
-    imported: str
-    """As Python imports it."""
     tested: str
     """The release that the tests run."""
     help: str
+    package: str | None = None
+    """As pip installs it; None if nothing is to be installed here."""
+    imported: str = ""
+    """As Python imports it."""
     names: Sequence[str] = ()
     """Members that are known without the package."""
     is_open: bool = False
@@ -90,6 +90,18 @@ FAMILIES: Mapping[str, Family] = {
         tested="1.2.3",
         help="experiments in a simulated school; needs Java",
     ),
+    "openenv": Family(
+        module="tunesmith.environments.sets.openenv",
+        tested="0.10.0",
+        help="environments of servers, as openenv:http://host:port",
+        is_open=True,
+    ),
+    "harbor": Family(
+        module="tunesmith.environments.sets.harbor",
+        tested="0.25.0",
+        help="task folders whose image is not needed, as harbor:path/to/tasks",
+        is_open=True,
+    ),
     "verifiers": Family(
         module="tunesmith.environments.sets.verifiers",
         package="verifiers",
@@ -138,7 +150,8 @@ def import_family(family: str) -> ModuleType:
             f"=={entry.tested}"
         ) from error
     try:
-        version = entry.tested if entry.has_interpreter else importlib.metadata.version(entry.package)
+        is_here = entry.package is not None and not entry.has_interpreter
+        version = importlib.metadata.version(entry.package) if is_here else entry.tested
     except importlib.metadata.PackageNotFoundError:
         return module  # sets of files alone need no package
     if version != entry.tested:

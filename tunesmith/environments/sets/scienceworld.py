@@ -29,7 +29,8 @@ from tunesmith.environments.episode import Places, TaskEnvironment
 from tunesmith.errors import ConfigError, ServerLostError
 from tunesmith.tools.tool import ToolInputError
 
-JAVA_OPTIONS = ["-Xmx400m"]
+JAVA_OPTIONS = ["-Xmx400m", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
+"""Memory; and equal hashes of objects, which otherwise are random and order what the simulator lists."""
 NUM_EPISODES = 200
 """Episodes after which a process is replaced."""
 UNKNOWN_ACTION = "No known action matches that input."
