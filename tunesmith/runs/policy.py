@@ -97,11 +97,15 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
 
 def check_engine(section: EngineSection, model: ModelSection) -> None:
     """Raise if the device of the model cannot sample from the configured weights."""
-    is_fp8, is_vllm = section.weight_format == "fp8", section.kind == "vllm"
-    if is_fp8 or is_vllm:
+    refused = {
+        "engine.weight_format=fp8": section.weight_format == "fp8",
+        "engine.kind=vllm": section.kind == "vllm",
+        # a state cannot be taken back to before a draft that was not sampled
+        f"engine.max_speculating_seqs={section.max_speculating_seqs}": section.max_speculating_seqs > 0,
+    }
+    if knob := next((each for each, is_set in refused.items() if is_set), None):
         config = load_config(model.path, trust_remote_code=model.trust_remote_code, base_path=model.base_path)
         if is_recurrent(config):
-            knob = "engine.weight_format=fp8" if is_fp8 else "engine.kind=vllm"
             raise ConfigError(
                 f"{knob} does not support models of type {config.get_text_config().model_type!r}, which have recurrent "
                 "layers: leave it out"

@@ -157,7 +157,7 @@ class ModelRunner:
 
     def _compute_hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Hidden states [N, C] of the last tokens and drafts of the chunks that sample, in order."""
-        ids, spans, last_tokens = array("q"), [], []
+        ids, spans, last_tokens = array("q"), [], list[int]()
         for chunk in chunks:
             runs = () if self._burst_decoder is not None else chunk.request.find_runs()
             assert chunk.request.slot is not None

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tunesmith.errors import ModelError
+from tunesmith.model.forward.recurrence import is_recurrent
 
 EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Environment variables that cuBLAS and torch read once, at the first product."""
@@ -49,6 +50,7 @@ def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dty
         "routing among experts has no exact kernel": bool(
             getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         ),
+        "recurrent layers have no exact form": is_recurrent(config),
         "logits that are scaled or capped have no exact kernel": any(getattr(text, each, None) for each in scalings),
     }
     if reason := next((each for each, is_so in reasons.items() if is_so), None):
