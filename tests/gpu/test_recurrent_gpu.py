@@ -68,7 +68,9 @@ def test_forks_chunks_and_preemption_change_no_token(name: str) -> None:
     expected = generate(build_engine(name, has_prefix_cache=False), prompts, sampling)
     engine = build_engine(name, kv_cache_tokens=300, max_batched_tokens=50, decode_block=4)
     found = [generate(engine, prompts, sampling) for _ in range(2)]
-    assert [[each.sampled_ids for each in completions] for completions in found] == [[each.sampled_ids for each in expected]] * 2
+    assert [[each.sampled_ids for each in completions] for completions in found] == [
+        [each.sampled_ids for each in expected]
+    ] * 2
     stats = engine.compute_stats()
     assert stats["engine/num_preemptions"] > 0 and stats["engine/num_cached_tokens"] > 0
 

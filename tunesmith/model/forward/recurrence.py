@@ -82,14 +82,15 @@ class SegmentTable:
         states: States | None = None,
         slots: Tensor | None = None,
     ) -> None:
-        """Either all segments without a parent have a source, or none has one. `slots`, on the device, replaces the
-        numbers of both sources and targets: they may change between two forwards of a CUDA graph."""
+        """Either all segments without a parent have a source, or none has one. With `slots`, on the device, each token
+        is a segment that starts from and ends in its slot; they may change between two forwards of a CUDA graph."""
         self.num_tokens = max((segment.end for segment in segments), default=0)
         self._segments, self._device, self._states = segments, device, states
         sources = [each.source for each in segments if each.source is not None]
         targets = [slot for each in segments for slot in each.targets]
         self._sources = self._copy(sources) if slots is None else slots
         self._targets = self._copy(targets) if slots is None else slots
+        self._has_kernel = slots is not None and device.type == "cuda"
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
         self._chunks: tuple[Tensor | None, Tensor | None, list[_Turn]] | None = None
 
@@ -117,6 +118,11 @@ class SegmentTable:
         self, layer: int, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor
     ) -> Tensor:
         """Output [T, H, V] of normalized and scaled queries and normalized keys; all inputs have the state's type."""
+        if self._has_kernel and value_THV.dtype == torch.float32:
+            from tunesmith.model.forward.delta_kernel import step_states  # needs Triton
+
+            states = self._get_states(layer, DELTA)
+            return step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states=states, slots_T=self._sources)
         if self._chunks is None:
             self._chunks = self._build_chunks()
         index_NL, place_T, turns = self._chunks
@@ -316,10 +322,10 @@ def list_recurrent(model: nn.Module) -> list[Any]:
 
 
 @cache
-def _build_class(original: type[nn.Module]) -> type[nn.Module]:
+def _build_class(original: Any) -> type[nn.Module]:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
     if hasattr(original, "runs_plans"):
-        return original
+        return original  # type: ignore[no-any-return]
     run = KINDS[original.__name__]
 
     def forward(
@@ -336,10 +342,12 @@ def _build_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def describe_states(model: nn.Module) -> dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """Shape and type of each recurrent layer's states, by layer."""
-    described: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    described = {}
     for module in list_recurrent(model):
         weight = getattr(module, "conv1d" if hasattr(module, "conv1d") else "conv").weight
-        shapes = {CONV: ((weight.shape[2] - 1, weight.shape[0]), weight.dtype)}
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            CONV: ((weight.shape[2] - 1, weight.shape[0]), weight.dtype)
+        }
         if hasattr(module, "A_log"):
             matrix = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
             shapes[DELTA] = (matrix, torch.promote_types(weight.dtype, torch.float32))
