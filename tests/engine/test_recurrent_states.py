@@ -108,11 +108,12 @@ def test_the_trainer_computes_the_logprobs_of_the_engine_on_a_trie(name, dtype):
 def test_the_least_recently_used_snapshot_gives_way_unless_it_is_kept():
     pool = SnapshotPool(range(10, 12))
     for name in (b"a", b"b"):
-        pool.publish(name, pool.take(()))
+        pool.publish(name, pool.take(name, ()))
     assert pool.find([b"a", b"x"]) == (1, 10)  # found in the first of two blocks, and used last
-    slot = pool.take({10})
-    assert slot == 11 and not pool.has(b"b")
+    assert pool.take(b"a", ()) is None
+    slot = pool.take(b"c", {10})
+    assert slot == 11 and pool.find([b"b"]) == (0, None)
     pool.publish(b"c", slot)
-    assert pool.take({10, 11}) is None
+    assert pool.take(b"d", {10, 11}) is None
     pool.reset()
-    assert pool.find([b"a", b"c"]) == (0, None) and pool.take(()) == 10
+    assert pool.find([b"a", b"c"]) == (0, None) and pool.take(b"a", ()) == 10

@@ -96,15 +96,12 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
 
 def check_engine(section: EngineSection, model: ModelSection) -> None:
     """Raise if the device of the model cannot sample from the configured weights."""
-    is_fp8, is_vllm = section.weight_format == "fp8", section.kind == "vllm"
-    if is_fp8 or is_vllm:
-        config = load_config(model.path, trust_remote_code=model.trust_remote_code, base_path=model.base_path)
-        if is_recurrent(config):
-            knob = "engine.weight_format=fp8" if is_fp8 else "engine.kind=vllm"
-            raise ConfigError(
-                f"{knob} does not support models of type {config.get_text_config().model_type!r}, which have recurrent "
-                "layers: leave it out"
-            )
+    options = {"trust_remote_code": model.trust_remote_code, "base_path": model.base_path}
+    if section.has_separate_sampler and is_recurrent(load_config(model.path, **options)):
+        raise ConfigError(
+            f"engine.kind={section.kind} with engine.weight_format={section.weight_format} does not support "
+            f"{model.path!r}, a model with recurrent layers: leave both out"
+        )
     if section.weight_format == "fp8":
         check_fp8_device(resolve_device(model.device))
     if section.kind == "vllm":

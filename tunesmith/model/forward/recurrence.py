@@ -92,7 +92,7 @@ class SegmentTable:
         self._targets = self._copy(targets) if slots is None else slots
         self._has_kernel = slots is not None and device.type == "cuda"
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        self._chunks: tuple[Tensor | None, Tensor | None, list[_Turn]] | None = None
+        self._chunks: tuple[Tensor, Tensor, list[_Turn]] | None = None
 
     def convolve(self, layer: int, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
         """The causal depthwise convolution [T, C], in float32 or wider."""
@@ -127,11 +127,9 @@ class SegmentTable:
             self._chunks = self._build_chunks()
         index_NL, place_T, turns = self._chunks
         inputs = [each.view(*each.shape[:2], -1) for each in (query_THK, key_THK, value_THV, decay_TH, rate_TH)]
-        if index_NL is None:
-            chunks = [each[:, :, None] for each in inputs]
-        else:
-            chunks = [functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2) for each in inputs]
-        query, key, value, decay_NHL1, rate = chunks
+        query, key, value, decay_NHL1, rate = (
+            functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2) for each in inputs
+        )
         sums = decay_NHL1.cumsum(2)
         last, growth = sums[:, :, -1:], sums.exp()
         is_later_LL = torch.ones(sums.shape[2], sums.shape[2], dtype=torch.bool, device=sums.device).triu(1)
@@ -162,8 +160,7 @@ class SegmentTable:
             if turn.targets is not None:
                 ends = state if turn.ends is None else state[turn.ends]
                 self._get_states(layer, DELTA).index_copy_(0, turn.targets, ends)
-        output_NLHV = torch.cat(outputs).transpose(1, 2)
-        return output_NLHV[:, 0] if place_T is None else output_NLHV.flatten(0, 1)[place_T]
+        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place_T]
 
     def _get_states(self, layer: int, name: str) -> Tensor:
         assert self._states is not None, "sources and targets are slots of states"
@@ -194,9 +191,8 @@ class SegmentTable:
             tails += [histories[-1]] * len(segment.targets)
         return self._copy(taps_TW.T.copy()), self._copy(np.concatenate(tails) if tails else [])
 
-    def _build_chunks(self) -> tuple[Tensor | None, Tensor | None, list[_Turn]]:
-        """The token in each place of the chunks [N, L], with T where there is none, and the place of each token; None
-        where each token is a chunk. And the turns."""
+    def _build_chunks(self) -> tuple[Tensor, Tensor, list[_Turn]]:
+        """The token in each place of the chunks [N, L], T where there is none; the place of each token; the turns."""
         longest = max(segment.end - segment.start for segment in self._segments)
         size = min(MAX_CHUNK_TOKENS, 1 << (longest - 1).bit_length())
         turns: list[list[tuple[int, int, int]]] = []  # parent in the turn before, first token, end
@@ -236,8 +232,6 @@ class SegmentTable:
                 )
             )
             first += len(chunks)
-        if size == 1 and np.array_equal(place_T, np.arange(len(index_NL))):
-            return None, None, built
         return self._copy(index_NL), self._copy(place_T), built
 
 
@@ -322,10 +316,10 @@ def list_recurrent(model: nn.Module) -> list[Any]:
 
 
 @cache
-def _build_class(original: Any) -> type[nn.Module]:
+def _build_class(original: Callable[..., nn.Module]) -> Any:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
     if hasattr(original, "runs_plans"):
-        return original  # type: ignore[no-any-return]
+        return original
     run = KINDS[original.__name__]
 
     def forward(
