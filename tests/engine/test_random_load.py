@@ -74,6 +74,7 @@ def generate_alone(name: str, prompt: tuple[int, ...], sampling: Sampling) -> Co
             "has_prefix_cache": st.booleans(),
             "max_waiting": st.sampled_from([1, 100]),
             "decode_block": st.sampled_from([1, 4, 9]),
+            "max_speculating_seqs": st.sampled_from([0, 2, 16]),
         }
     ),
 )

@@ -175,6 +175,9 @@ def count_activation_bytes(model: PreTrainedModel, settings: MemorySettings, car
 
 
 def find_head_size(text: PretrainedConfig) -> int:
+    """Size of keys and values in the cache, which latent attention (MLA) expands and pads to the larger of them."""
+    if getattr(text, "qk_nope_head_dim", None):
+        return max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 

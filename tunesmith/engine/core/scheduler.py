@@ -39,6 +39,14 @@ class ScheduledChunk:
     """Slot of the recurrent state before the first token: the request's own, or another; None: the model has none."""
     snapshots: tuple[tuple[int, int], ...] = ()
     """Positions before which the recurrent state is kept, and the slots for it."""
+    draft: Sequence[int] = ()
+    """Tokens that may follow the request's last one, computed with it; discarded from the first one on that is not
+    sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return self.stop - self.start + len(self.draft)
 
     @property
     def has_own_state(self) -> bool:
@@ -171,6 +179,10 @@ class Scheduler:
             requests[row].blocks += blocks[first:last]
             first = last
         return True
+
+    def make_room(self, request: Request, num_tokens: int) -> bool:
+        """Hold blocks for `num_tokens` of a running request, if that preempts none."""
+        return self._grow(request, num_tokens, SchedulerOutput(may_preempt=False))
 
     def commit(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Mark the chunks as computed: their keys and values are in the cache, or will be before any read."""

@@ -94,10 +94,11 @@ def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork, 
     """Decode attention of requests whose last known token is at the positions of `work`."""
     blocks = zip(cache.keys, cache.values, strict=True)
     rows = [Segment(start=row, end=row + 1, source=0, targets=(0,)) for row in range(len(slots_R))]
-    return LayeredPlan(
-        [DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks],
-        SegmentTable(rows, slots_R.device, cache.states, slots_R),
-    )
+    table = SegmentTable(rows, slots_R.device, cache.states, slots_R)
+    if (spans := work.spans) is not None:
+        tensors = (spans.slots_R, block_table_RP, spans.spans_3R, spans.tiles_2R)
+        return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks], table)
+    return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks], table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,13 +31,14 @@ from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, Pre
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
-from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
-from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
+from tunesmith.engine.cuda.kernels.sample import SamplingTensors, log_trainer_logprobs, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
 from tunesmith.model.forward.attention import run_body
+from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
+from tunesmith.model.kernels.span_attention import get_tile_tokens
 
 MAX_BURST_STEPS = 64
 """Most steps per launch; a request that finishes within a burst wastes the rest of it."""
@@ -217,13 +218,14 @@ class DecodeGraphs:
         first = len(rows.slots_R) - rows.num_prefilled
         for hidden_NC in rows.prefill_hidden:
             prefilled_rows = self._sampling.narrow(first, first + len(hidden_NC))
-            sample_next_tokens(
-                compute_logits(self._model, hidden_NC),
-                prefilled_rows,
-                has_truncation=has_truncation,
-                has_entropies=has_entropies,
-            )
+            self._sample(hidden_NC, prefilled_rows, has_truncation, has_entropies)
             first += len(hidden_NC)
+
+    def _sample(self, hidden_RC: Tensor, rows: SamplingTensors, has_truncation: bool, has_entropies: bool) -> None:
+        logits_RV = compute_logits(self._model, hidden_RC)
+        sample_next_tokens(logits_RV, rows, has_truncation=has_truncation, has_entropies=has_entropies)
+        if is_exact():
+            log_trainer_logprobs(logits_RV, rows)
 
     def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
         key = (size, has_truncation, has_entropies, kind)
@@ -239,15 +241,20 @@ class DecodeGraphs:
         self._copy_inputs(self._staging[self._buffer], size)
         self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
         rows = self._sampling.narrow(0, size)
-        work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
-        plan = build_decode_plan(self._cache, self._block_table[:size], work, self._inputs.slots_S[:size])
+        table_RP = self._block_table[:size]
+        work = DecodeWork.allocate(
+            self._context.divider,
+            kind,
+            rows.positions_R,
+            self._division_7S,
+            exact_table_RP=table_RP if is_exact() else None,
+        )
+        plan = build_decode_plan(self._cache, table_RP, work, self._inputs.slots_S[:size])
 
         def run_step() -> tuple[DecodeWork, LayeredPlan]:
             list_items(work)
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
-            sample_next_tokens(
-                compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation, has_entropies=has_entropies
-            )
+            self._sample(hidden_RC, rows, has_truncation, has_entropies)
             return work, plan  # nothing else holds these tensors, whose addresses are in the graph
 
         with self.installed():
@@ -358,9 +365,10 @@ def build_graphs(
     is_compiled: bool,
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given. Exact
+    numerics have no fused layers."""
     fused = None
-    if is_compiled:
+    if is_compiled and not is_exact():
         merge_weights(model)
         max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)

@@ -26,6 +26,7 @@ from tunesmith.engine.cuda.attention_plans import LayeredPlan, PrefillLayerPlan,
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.forward.attention import run_body
+from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
 # A decode step of few rows takes the time of reading the weights, so up to 64 rows sizes may double.
@@ -123,8 +124,11 @@ class HiddenGraphs:
         self._copy(size, context.divider.build_empty(kind))
         torch.cuda.synchronize()  # the next request's inputs go through the same host buffers
         ids_R, positions_R, slots_R = self._integers_3S[:, :size]
-        work = DecodeWork.allocate(context.divider, kind, positions_R, self._division_7S)
-        plan = build_decode_plan(context.cache, self._block_table_SP[:size], work, slots_R)
+        table_RP = self._block_table_SP[:size]
+        work = DecodeWork.allocate(
+            context.divider, kind, positions_R, self._division_7S, exact_table_RP=table_RP if is_exact() else None
+        )
+        plan = build_decode_plan(context.cache, table_RP, work, slots_R)
 
         def run_step() -> tuple[Tensor, DecodeWork, LayeredPlan]:
             list_items(work)

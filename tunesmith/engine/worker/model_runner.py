@@ -46,7 +46,6 @@ from tunesmith.model.forward.attention import (
     CausalPlan,
     fix_rotary_frequencies,
     get_layer_index,
-    refuse_architecture,
     run_body,
 )
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
@@ -122,11 +121,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], SamplerOutput]:
-        """Compute the chunks; return those that sample a token, and their tokens in the same order."""
+        """Compute the chunks; return those that sample, and their tokens in the same order: one for each, and one for
+        each token of its draft."""
         # by number of new tokens and context: attention batches neighbors, and pads them to the longest
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
-        num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        num_rows = sum(chunk.num_tokens for chunk in chunks)
         with nullcontext() if self._cpu_layers is None else self._cpu_layers.installed(num_rows=num_rows):
             logits_NV = compute_logits(self.model, self._compute_hidden(chunks), scaling=self._logit_scaling).float()
         return sampling, self._sample(sampling, logits_NV)
@@ -155,18 +155,21 @@ class ModelRunner:
         return self._burst_decoder.launch(rows, num_steps=num_steps)
 
     def _compute_hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Hidden states [N, C] of the last tokens of the chunks that sample, in order."""
-        ids, spans, last_tokens = array("q"), [], []
+        """Hidden states [N, C] of the last tokens and drafts of the chunks that sample, in order."""
+        ids, spans, last_tokens = array("q"), [], list[int]()
         for chunk in chunks:
             runs = () if self._burst_decoder is not None else chunk.request.find_runs()
             assert chunk.request.slot is not None
             states = (chunk.source, chunk.request.slot, chunk.snapshots)
-            spans.append(Span(len(ids), chunk.start, chunk.stop, chunk.request.blocks, runs, *states))
+            stop = chunk.start + chunk.num_tokens
+            spans.append(Span(len(ids), chunk.start, stop, chunk.request.blocks, runs, *states))
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
+            ids.extend(chunk.draft)
             if chunk.has_last_token:
-                last_tokens.append(len(ids) - 1)
+                last_tokens += range(len(ids) - len(chunk.draft) - 1, len(ids))
         has_own_states = all(chunk.has_own_state for chunk in chunks)
-        if self._burst_decoder is not None and len(last_tokens) == len(ids) and has_own_states:
+        is_decode = len(last_tokens) == len(ids) == len(chunks)
+        if self._burst_decoder is not None and is_decode and has_own_states:
             return self._burst_decoder.compute_hidden(spans, ids)
         if self._burst_decoder is not None and last_tokens:
             hidden_NC = self._burst_decoder.prefill(spans, np.frombuffer(ids, dtype=np.int64), last_tokens)
@@ -175,7 +178,7 @@ class ModelRunner:
         num_tokens, device, plan = len(ids), self.cache.attended_keys.device, self._build_plan(spans)
         positions = np.array([chunk.start for chunk in chunks])
         if num_tokens > len(chunks):
-            positions = concatenate_ranges(positions, np.array([chunk.stop for chunk in chunks]) - positions)
+            positions = concatenate_ranges(positions, np.array([chunk.num_tokens for chunk in chunks]))
         ids_T = copy_to_device(np.frombuffer(ids, dtype=np.int64), device)
         hidden_TC = self._run_body(ids_T[None], copy_to_device(positions, device)[None], plan)[0]
         if len(last_tokens) == num_tokens:
@@ -199,15 +202,16 @@ class ModelRunner:
     def _sample(self, chunks: Sequence[ScheduledChunk], logits_NV: Tensor) -> SamplerOutput:
         if not chunks:
             return SamplerOutput([], [], [])
-        samplings = [chunk.request.sampling for chunk in chunks]
+        rows = [(chunk.request, chunk.stop + index) for chunk in chunks for index in range(1 + len(chunk.draft))]
+        samplings = [request.sampling for request, _ in rows]
         return sample_tokens(
             logits_NV,
             [sampling.distribution for sampling in samplings],
             [sampling.seed for sampling in samplings],
-            [chunk.stop for chunk in chunks],
+            [position for _, position in rows],
             has_entropies=any(sampling.return_entropy for sampling in samplings),
             num_top=max(sampling.top_logprobs for sampling in samplings),
-            adjustment=self._build_adjustment([chunk.request for chunk in chunks], logits_NV.device),
+            adjustment=self._build_adjustment([request for request, _ in rows], logits_NV.device),
         )
 
     def _build_adjustment(self, requests: Sequence[Request], device: torch.device) -> LogitAdjustment | None:
@@ -271,7 +275,7 @@ def check_fp8_device(device: torch.device) -> None:
 
 
 def _get_order(chunk: ScheduledChunk) -> tuple[int, int]:
-    return get_span_order(chunk.start, chunk.stop)
+    return get_span_order(chunk.start, chunk.start + chunk.num_tokens)
 
 
 class _ShapeProbe(CausalPlan):
@@ -282,8 +286,6 @@ class _ShapeProbe(CausalPlan):
         self.shape_of_layer: dict[int, LayerShape] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        if key.shape != value.shape:
-            raise refuse_architecture(module.config, f"keys and values of {type(module).__name__} differ in size")
         self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
         return super().attend(module, query, key, value, options)
 

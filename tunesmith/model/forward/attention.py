@@ -17,18 +17,19 @@ Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.experts import use_experts
 from tunesmith.model.forward.recurrence import (
     RECURRENT_MODELS,
     RECURRENT_TYPES,
@@ -36,6 +37,7 @@ from tunesmith.model.forward.recurrence import (
     list_sequences,
     use_recurrent_plans,
 )
+from tunesmith.model.towers import find_model_class, list_weights
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
@@ -70,9 +72,11 @@ def check_layers(config: PretrainedConfig) -> None:
 def check_architecture(config: PretrainedConfig) -> None:
     """Refuse a configuration whose layers or modeling code plan attention does not support."""
     check_layers(config)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = find_model_class(config)
     if model_class is not None:
         check_attention_interface(config, model_class)
+        if not model_class._supports_sdpa and any(name.endswith(".sinks") for name in list_weights(config)):
+            raise refuse_architecture(config, f"the attention of {model_class.__name__} has sinks")
     elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
         raise refuse_architecture(config, "transformers has no causal language model for it")
 
@@ -81,7 +85,7 @@ def check_attention_interface(config: PretrainedConfig, model_class: Any) -> Non
     """Refuse modeling code that does not use transformers' attention interface."""
     # models with recurrent layers do not say that they do; `verify_model` measures whether their attention uses plans
     is_recurrent = config.get_text_config().model_type in RECURRENT_MODELS
-    if not ((is_recurrent or model_class._supports_attention_backend) and model_class._supports_sdpa):
+    if not (is_recurrent or model_class._supports_attention_backend):
         raise refuse_architecture(config, f"{model_class.__name__} does not use transformers' attention interface")
 
 
@@ -120,9 +124,13 @@ class AttentionPlan(Protocol):
 
 
 def use_plan_attention(model: PreTrainedModel) -> None:
-    """Make attention and recurrent layers use plans; calls without a plan still behave as with `sdpa`."""
+    """Make attention and recurrent layers use plans, and experts `run_experts`.
+
+    Calls without a plan still behave as with `sdpa`.
+    """
     model.set_attn_implementation(PLAN_ATTENTION)
     use_recurrent_plans(model)
+    use_experts(model)
     if model.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
     for module in model.modules():
@@ -226,7 +234,7 @@ def _run_attention(
     if attention_plan is not None:
         _check_supported(module, attention_mask, dropout, kwargs)
         options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-        return attention_plan.attend(module, query, key, value, options), None
+        return _attend_padded(attention_plan, module, query, key, value, options), None
     if softcap is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -235,6 +243,21 @@ def _run_attention(
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     output = attend_masked(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_padded(
+    plan: AttentionPlan, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Plans and KV caches have one size for keys and values; where they differ (latent attention), zeros are appended
+    to the smaller, which change no score and no sum."""
+    size, value_size = query.shape[-1], value.shape[-1]
+    if size == value_size:
+        return plan.attend(module, query, key, value, options)
+    options = replace(options, scaling=options.get_scaling(size))
+    query, key, value = (
+        functional.pad(each, (0, max(size, value_size) - each.shape[-1])) for each in (query, key, value)
+    )
+    return plan.attend(module, query, key, value, options)[..., :value_size].contiguous()
 
 
 def _check_supported(module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ class SegmentTable:
     ) -> Tensor:
         """Output [T, H, V] of normalized and scaled queries and normalized keys; all inputs have the state's type."""
         if self._has_kernel and value_THV.dtype == torch.float32:
-            from tunesmith.model.forward.delta_kernel import step_states  # needs Triton
+            from tunesmith.model.kernels.delta_step import step_states  # needs Triton
 
             states = self._get_states(layer, DELTA)
             return step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states=states, slots_T=self._sources)

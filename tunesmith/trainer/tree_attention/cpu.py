@@ -23,8 +23,10 @@ MAX_CHILD_SEGMENT_TOKENS = 128
 """Longest segment that has a parent segment."""
 
 
-def split_segments(trie: Trie) -> list[Segment]:
-    """Chains of nodes without a branch, in depth-first order; they partition the row."""
+def split_segments(trie: Trie, max_child_tokens: int | None = None) -> list[Segment]:
+    """Chains of nodes without a branch, in depth-first order; they partition the row. Those with a parent have at most
+    `max_child_tokens`, by default `MAX_CHILD_SEGMENT_TOKENS`."""
+    max_child_tokens = max_child_tokens or MAX_CHILD_SEGMENT_TOKENS
     is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
     starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
     segments: list[Segment] = []
@@ -33,7 +35,7 @@ def split_segments(trie: Trie) -> list[Segment]:
         depth = trie.depth_T[run_start]
         while path and trie.depth_T[segments[path[-1]].start] >= depth:
             path.pop()
-        length = MAX_CHILD_SEGMENT_TOKENS if path else run_end - run_start
+        length = max_child_tokens if path else run_end - run_start
         for start in range(run_start, run_end, length):
             parent = path[-1] if path else None
             path.append(len(segments))
