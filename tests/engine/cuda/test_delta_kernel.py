@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton")
 
-from tunesmith.model.kernels.delta_step import step_states
 from tunesmith.model.forward.recurrence import DELTA, Segment, SegmentTable
+from tunesmith.model.kernels.delta_step import step_states
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -305,26 +304,22 @@ def is_recurrent(config: PretrainedConfig) -> bool:
     return not set(RECURRENT_TYPES).isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-def use_recurrent_plans(model: nn.Module) -> None:
-    """Make recurrent layers take their segments from a plan, if one is passed; idempotent."""
-    for module in list_recurrent(model):
-        module.__class__ = _build_class(type(module))
-
-
 def list_recurrent(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in KINDS]
 
 
-@cache
-def _build_class(original: Callable[..., nn.Module]) -> Any:
+def use_recurrent_plans(model: nn.Module) -> None:
+    """Make recurrent layers take their segments from a plan, if one is passed; idempotent."""
+    for module in list_recurrent(model):
+        if not hasattr(module, "runs_plans"):
+            module.__class__ = _build_class(type(module))
+
+
+def _build_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
-    if hasattr(original, "runs_plans"):
-        return original
     run = KINDS[original.__name__]
 
-    def forward(
-        self: nn.Module, hidden_states: Tensor, *args: Any, attention_plan: Any = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, attention_plan: Any = None, **kwargs: Any) -> Any:
         if attention_plan is None:
             return original.forward(self, hidden_states, *args, **kwargs)
         table = attention_plan.segments
