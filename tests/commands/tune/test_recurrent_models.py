@@ -14,6 +14,7 @@ from small_runs import build_small_run, list_apples, write_splits
 from tiny_models import get_config
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection
+from tunesmith.errors import ConfigError
 from tunesmith.model.pocket import build_pocket_tokenizer
 
 IDS = torch.arange(30)[None] * 7 % 97
@@ -50,3 +51,13 @@ def test_two_steps_sample_and_train_the_same_policy(name, lora, tmp_path):
     if not lora:
         trained = AutoModelForCausalLM.from_pretrained(result.checkpoint)
         assert torch.equal(exported(IDS).logits, trained(IDS).logits)
+
+
+@pytest.mark.parametrize("knob", ["engine.weight_format=fp8", "engine.kind=vllm", "engine.max_speculating_seqs=4"])
+def test_engines_without_states_are_refused(knob, tmp_path):
+    folder = write_model("lfm2", tmp_path / "model")
+    run = build_small_run(tmp_path, str(folder), write_splits(tmp_path, list_apples(4)))
+    with pytest.raises(
+        ConfigError, match=f"{knob} does not support models of type 'lfm2', which have recurrent layers"
+    ):
+        run(knob)
