@@ -12,6 +12,7 @@ from host_bursts import build_burst_engine
 from tiny_models import build_tiny
 from trainable_models import build_trainable
 from tunesmith.engine.core.snapshots import SnapshotPool
+from tunesmith.errors import EngineError
 from tunesmith.experience.samples import build_trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logits import compute_logits
@@ -67,6 +68,16 @@ def test_new_weights_forget_snapshots(name):
     engine.pause()
     engine.resume(1)
     assert generate_all(engine, prompts, SAMPLING)[0].num_cached_tokens == 0
+
+
+def test_a_step_that_failed_leaves_no_snapshot(monkeypatch):
+    """Its states may not have been written."""
+    engine, prompts = build_engine("lfm2"), build_prompts(22)
+    with monkeypatch.context() as patch, pytest.raises(EngineError):
+        patch.setattr(engine._runner, "run", lambda chunks: 1 / 0)
+        generate_all(engine, prompts, SAMPLING)
+    for _ in range(2):
+        check("lfm2", prompts, generate_all(engine, prompts, SAMPLING))
 
 
 @pytest.mark.parametrize("name", NAMES)

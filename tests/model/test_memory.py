@@ -70,8 +70,7 @@ def test_an_update_alone_takes_what_steps_of_all_weights_and_of_an_adapter_took(
 
 
 def test_recurrent_states_are_counted_beside_the_layers_that_attend():
-    """Qwen3.5-9B: 24 layers with 32 matrices of 128 x 128 in float32 and the last 3 of 8,192 inputs in bfloat16; 8 layers
-    attend."""
+    """24 layers have 32 matrices of 128 x 128 in float32 and the last 3 of 8,192 inputs in bfloat16; 8 attend."""
     engine = EngineSection(max_num_seqs=64, kv_cache_tokens=16_000)
     parts = estimate_memory(build("qwen3.5-9b"), settle(1024, engine=engine), H200)
     assert parts["recurrent states"] == (64 + 2 + 64) * 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
