@@ -250,9 +250,9 @@ class Scheduler:
         is_first = step.is_in_first_forward is None or step.is_in_first_forward(chunk)
         for num_blocks in request.snapshot_blocks if self._shares_blocks(request) else ():
             position, block_hash = num_blocks * self.block_size, request.block_hashes[num_blocks - 1]
-            if self.snapshots is None or not start < position <= stop:
-                continue
-            if (slot := self.snapshots.take(block_hash, step.kept_slots)) is not None:
+            assert self.snapshots is not None, "only snapshots give a request such blocks"
+            slot = self.snapshots.take(block_hash, step.kept_slots) if start < position <= stop else None
+            if slot is not None:
                 step.kept_slots.add(slot)
                 chunk = replace(chunk, snapshots=(*chunk.snapshots, (position, slot)))
                 if is_first:

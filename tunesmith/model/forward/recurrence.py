@@ -84,11 +84,10 @@ class SegmentTable:
         """Either all segments without a parent have a source, or none has one. With `slots`, on the device, each token
         is a segment that starts from and ends in its slot; they may change between two forwards of a CUDA graph."""
         self.num_tokens = max((segment.end for segment in segments), default=0)
-        self._segments, self._device, self._states = segments, device, states
+        self._segments, self._device, self._states = segments, device, states or {}
         sources = [each.source for each in segments if each.source is not None]
         targets = [slot for each in segments for slot in each.targets]
-        self._sources = self._copy(sources) if slots is None else slots
-        self._targets = self._copy(targets) if slots is None else slots
+        self._sources, self._targets = (self._copy(each) if slots is None else slots for each in (sources, targets))
         self._has_kernel = slots is not None and device.type == "cuda"
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
         self._chunks: tuple[Tensor, Tensor, list[_Turn]] | None = None
@@ -101,7 +100,7 @@ class SegmentTable:
         taps_WT, tails = self._taps[num_before]
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
         if len(self._sources):
-            context.insert(1, self._get_states(layer, CONV)[self._sources].flatten(0, 1))
+            context.insert(1, self._states[layer][CONV][self._sources].flatten(0, 1))
         context_XC = torch.cat(context)
         wide = torch.promote_types(inputs_TC.dtype, torch.float32)
         weight_WC = weight_CW.to(wide).t()
@@ -110,7 +109,7 @@ class SegmentTable:
             output_TC = output_TC + context_XC[index_T].to(wide) * weight_WC[-back]
         if len(self._targets):
             last_inputs = context_XC[tails].unflatten(0, (-1, num_before))
-            self._get_states(layer, CONV).index_copy_(0, self._targets, last_inputs)
+            self._states[layer][CONV].index_copy_(0, self._targets, last_inputs)
         return output_TC if bias is None else output_TC + bias.to(wide)
 
     def apply_delta_rule(
@@ -120,7 +119,7 @@ class SegmentTable:
         if self._has_kernel and value_THV.dtype == torch.float32:
             from tunesmith.model.kernels.delta_step import step_states  # needs Triton
 
-            states = self._get_states(layer, DELTA)
+            states = self._states[layer][DELTA]
             return step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states=states, slots_T=self._sources)
         if self._chunks is None:
             self._chunks = self._build_chunks()
@@ -144,7 +143,7 @@ class SegmentTable:
         scores, readers = query @ keys_KL * decays_LL, torch.cat([old, query * growth], 2)
         keys_KL, growth = (key * (last - sums).exp()).transpose(2, 3), last.exp()
         if len(self._sources):
-            state = self._get_states(layer, DELTA)[self._sources]
+            state = self._states[layer][DELTA][self._sources]
         else:
             state = value.new_zeros((turns[0].chunks.stop, value.shape[1], key.shape[3], value.shape[3]))
         outputs = []
@@ -158,18 +157,12 @@ class SegmentTable:
             state = growth[here] * state + keys_KL[here] @ delta
             if turn.targets is not None:
                 ends = state if turn.ends is None else state[turn.ends]
-                self._get_states(layer, DELTA).index_copy_(0, turn.targets, ends)
+                self._states[layer][DELTA].index_copy_(0, turn.targets, ends)
         return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place_T]
-
-    def _get_states(self, layer: int, name: str) -> Tensor:
-        assert self._states is not None, "sources and targets are slots of states"
-        return self._states[layer][name]
 
     def _copy(self, values: Sequence[int] | np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
+        return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
 
     def _build_taps(self, num_before: int) -> tuple[Tensor, Tensor]:
         """Indices of X, which are a row of zeros, the tails of the sources and the tokens: the inputs before each token

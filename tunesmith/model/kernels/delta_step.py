@@ -10,9 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-VALUES = 32
-"""Columns of a state for each program."""
-
 
 @triton.jit
 def _step_kernel(
@@ -37,10 +34,9 @@ def step_states(*inputs: Tensor, states: Tensor, slots_T: Tensor) -> Tensor:
     """The inputs are those of `SegmentTable.apply_delta_rule`; token t has the state [H, K, V] of slot t."""
     inputs = tuple(each.contiguous() for each in inputs)
     output_THV = torch.empty_like(inputs[2])
-    num_tokens, num_heads, size = output_THV.shape
-    grid = (num_tokens * num_heads, triton.cdiv(size, VALUES))
-    size_k = inputs[0].shape[2]
-    _step_kernel[grid](
-        *inputs, states, slots_T, output_THV, num_heads, size_k, size, triton.next_power_of_2(size_k), VALUES
-    )  # fmt: skip
+    num_tokens, num_heads, size_k = inputs[0].shape
+    size_v, block_v = output_THV.shape[2], 32
+    _step_kernel[num_tokens * num_heads, triton.cdiv(size_v, block_v)](
+        *inputs, states, slots_T, output_THV, num_heads, size_k, size_v, triton.next_power_of_2(size_k), block_v
+    )
     return output_THV
