@@ -61,6 +61,9 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 LATENT_SIZES = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 1} | GROUPED_EXPERTS | LATENT
 """Keys of 12 numbers a head."""
 
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+"""Configs with experts."""
+
 
 class FreshConfigs(UserDict[str, PreTrainedConfig]):
     """Configs by name. Each access gives a copy: a model keeps its config, and changes it."""
