@@ -16,6 +16,7 @@ from transformers import (
     GemmaConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -23,8 +24,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
 )
 
@@ -99,13 +103,37 @@ CONFIGS = FreshConfigs(
     }
 )
 
+LINEAR = GEMMA_SIZES | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 8,
+}
+RECURRENT = FreshConfigs(
+    {
+        "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+        "qwen3_5": Qwen3_5TextConfig(**LINEAR),
+        "qwen3_next": Qwen3NextConfig(**LINEAR, mlp_only_layers=[0, 1, 2]),
+        "qwen3_5_moe": Qwen3_5MoeTextConfig(**LINEAR, **EXPERTS),
+    }
+)
+"""Models with recurrent layers."""
+
+
+def get_config(name: str) -> PreTrainedConfig:
+    return RECURRENT[name] if name in RECURRENT else CONFIGS[name]
+
 
 @cache
 def build_tiny(name: str) -> PreTrainedModel:
     """A shared model of the family, not to be modified; its weights are large, so that no two logits are close."""
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        config = CONFIGS[name]
+        config = get_config(name)
         model = find_auto_class(config).from_config(config, attn_implementation="eager").eval()
         for weight in iter_weights(model):
             nn.init.normal_(weight, std=0.3)

@@ -33,6 +33,7 @@ from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import check_architecture, check_attention_interface, use_plan_attention
+from tunesmith.model.forward.exact import check_exact, use_exact_numerics
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
 from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
 from tunesmith.model.towers import choose_attention, find_auto_class, train_all_weights
@@ -158,6 +159,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
 def load_section_model(section: ModelSection) -> PreTrainedModel:
     """Load the model of a config's model section, on its device and in its dtype."""
     device = resolve_device(section.device)
+    if section.numerics == "exact":
+        use_exact_numerics()
     return load_model(
         section.path,
         dtype=resolve_dtype(section.dtype, device),
@@ -305,6 +308,9 @@ def check_section(section: ModelSection) -> PretrainedConfig:
     )
     load_section_tokenizer(section)
     check_residual_dtype(section, config)
+    if section.numerics == "exact":
+        device = resolve_device(section.device)
+        check_exact(config, device, resolve_dtype(section.dtype, device))
     if section.lora is not None:
         adapter = find_model(section.path, section.base_path).adapter
         if adapter is not None:

@@ -31,6 +31,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tunesmith.errors import ModelError
 from tunesmith.model.adapters.adapter import build_meta_model
 from tunesmith.model.experts import use_experts
+from tunesmith.model.forward.recurrence import (
+    RECURRENT_MODELS,
+    RECURRENT_TYPES,
+    SegmentTable,
+    list_sequences,
+    use_recurrent_plans,
+)
 from tunesmith.model.towers import find_model_class
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -39,7 +46,7 @@ UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_h
 SUPPORTED = (
     "supported are text models of transformers in which every layer is of type full_attention or sliding_attention "
     "and all have heads of one size, such as Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Mistral, Gemma 3 and "
-    "Phi-3"
+    f"Phi-3, and those with recurrent layers of types {', '.join(RECURRENT_MODELS)}"
 )
 
 
@@ -54,7 +61,8 @@ def refuse_architecture(config: PretrainedConfig, reason: str) -> ModelError:
 def check_layers(config: PretrainedConfig) -> None:
     """Refuse layers that do not attend, or that have keys and windows of different sizes."""
     text = config.get_text_config()
-    if unknown := set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES):
+    known = {*LAYER_TYPES, *(RECURRENT_TYPES if text.model_type in RECURRENT_MODELS else ())}
+    if unknown := set(getattr(text, "layer_types", None) or ()) - known:
         raise refuse_architecture(text, f"layers of type {', '.join(sorted(unknown))} are not implemented")
     if getattr(text, "is_heterogeneous", False):
         varying = [name for name in UNIFORM if len({getattr(each, name, None) for each in text.per_layer_config}) > 1]
@@ -78,7 +86,9 @@ def check_architecture(config: PretrainedConfig) -> None:
 
 def check_attention_interface(config: PretrainedConfig, model_class: Any) -> None:
     """Refuse modeling code that does not use transformers' attention interface."""
-    if not model_class._supports_attention_backend:
+    # models with recurrent layers do not say that they do; `verify_model` measures whether their attention uses plans
+    is_recurrent = config.get_text_config().model_type in RECURRENT_MODELS
+    if not (is_recurrent or model_class._supports_attention_backend):
         raise refuse_architecture(config, f"{model_class.__name__} does not use transformers' attention interface")
 
 
@@ -103,7 +113,10 @@ class AttentionOptions:
 
 
 class AttentionPlan(Protocol):
-    """Attention among the tokens of one flat row, for every layer."""
+    """Attention among the tokens of one flat row, for every layer; recurrent layers read the segments of its paths."""
+
+    @property
+    def segments(self) -> SegmentTable: ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D], contiguous.
@@ -114,8 +127,12 @@ class AttentionPlan(Protocol):
 
 
 def use_plan_attention(model: PreTrainedModel) -> None:
-    """Make attention use plans, and experts `run_experts`; calls without a plan still behave as with `sdpa`."""
+    """Make attention and recurrent layers use plans, and experts `run_experts`.
+
+    Calls without a plan still behave as with `sdpa`.
+    """
     model.set_attn_implementation(PLAN_ATTENTION)
+    use_recurrent_plans(model)
     use_experts(model)
     if model.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
@@ -192,6 +209,7 @@ class CausalPlan:
         distance = torch.arange(len(sequence), device=device)
         self.distance_TT = distance[:, None] - distance[None, :]
         self.mask_TT = (sequence[:, None] == sequence[None, :]) & (self.distance_TT >= 0)
+        self.segments = SegmentTable(list_sequences(lengths), device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         mask_TT = self.mask_TT
