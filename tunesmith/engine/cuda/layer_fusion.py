@@ -117,10 +117,9 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 def _has_static_angles(rotary: nn.Module) -> bool:
     kind = getattr(rotary, "rope_type", None)
     parameters = list(inspect.signature(type(rotary).forward).parameters)
-    has_axes = hasattr(rotary, "mrope_section")  # positions of time, height and width
-    return (
-        isinstance(kind, str) and kind in STATIC_ROPE_TYPES and parameters[1:] == ["x", "position_ids"] and not has_axes
-    )
+    if hasattr(rotary, "mrope_section"):  # its positions have rows of time, height and width
+        return False
+    return isinstance(kind, str) and kind in STATIC_ROPE_TYPES and parameters == ["self", "x", "position_ids"]
 
 
 class RotaryTable:
