@@ -26,7 +26,7 @@ COUNTS = "route_counts"
 """Attribute of a module of experts: pairs per expert [E] in passes with gradients, see `start_counting`."""
 
 
-def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules of experts that call transformers' interface, by name."""
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
