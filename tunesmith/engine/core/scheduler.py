@@ -228,8 +228,7 @@ class Scheduler:
         while (blocks := self._allocate(request, request.blocks, num_missing)) is None:
             if not step.may_preempt:
                 return False
-            # `running` is sorted by priority: the last request gives way
-            victim = self.running[-1]
+            victim = self._choose_victim()
             if victim is request and len(self.running) == 1:
                 self.remove(request)
                 step.unschedulable.append(request)
@@ -240,6 +239,9 @@ class Scheduler:
                 return False
         request.blocks += blocks
         return True
+
+    def _choose_victim(self) -> Request:
+        return self.running[-1]
 
     def _admit_waiting(self, step: SchedulerOutput) -> None:
         """Start waiting requests by priority while tokens, slots and blocks last; when one lacks blocks, all wait."""
@@ -276,7 +278,7 @@ class Scheduler:
         """Hold all blocks of the request's tokens, if one block per running request remains to grow into."""
         # without a block for the next token of each running request, admission would soon cost a preemption
         num_left = self.pool.num_available - self.pool.count_cached(found) - num_missing
-        if num_left < len(self.running):
+        if num_left < getattr(self, "admission_headroom", 1) * len(self.running):
             return False
         self.pool.hold(found)
         blocks = self._allocate(request, found, num_missing)
