@@ -3,8 +3,9 @@
 Agents in groups of eight share a system prompt and their group's task. An agent's turn extends its conversation by a
 reply and a tool's result, for which it waits; between turns nothing holds its blocks, and the prefix cache keeps them
 until others need them. A step costs one unit, and one more for each `PREFILL_TOKENS` tokens of prompts in it, and tools
-take units too. Compared are caches of different sizes, other victims of preemption, more free blocks at admission,
-other sizes of a prefill chunk, and fewer agents at once (`rollout.max_concurrency`). Everything follows from the seed.
+take units too. Compared are caches of different sizes, how long prefixes are kept from new requests (`KEPT_DISTANCES`
+and `MIN_RUNNING` of the scheduler), smaller prefill chunks, and fewer agents at once (`rollout.max_concurrency`).
+Everything follows from the seed.
 
     python -m benchmarks.engine.pressure --agents 64 512
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.shared.report import describe_settings, publish
+from tunesmith.engine.core import scheduler as scheduler_module
 from tunesmith.engine.core.block_manager import BlockPool
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler
@@ -34,30 +36,6 @@ NUM_TURNS = 8
 REPLY_MEDIAN, REPLY_SIGMA = 150, 0.7
 WAIT_MEDIAN, WAIT_SIGMA = 100, 1.0
 """Units that a tool takes."""
-
-
-class ShortestFirst(Scheduler):
-    """Preempts the request that has the fewest tokens to compute again."""
-
-    def _choose_victim(self) -> Request:
-        return min(self.running, key=lambda request: (request.num_computed, request.priority))
-
-
-class LongestFirst(Scheduler):
-    """Preempts the request whose blocks last longest for the others."""
-
-    def _choose_victim(self) -> Request:
-        return max(self.running, key=lambda request: (len(request.blocks), request.priority))
-
-
-class NewestFirst(Scheduler):
-    """Preempts the request that was admitted last."""
-
-    def _choose_victim(self) -> Request:
-        return max(self.running, key=lambda request: (request.request_id, request.priority))
-
-
-POLICIES = {"priority": Scheduler, "shortest": ShortestFirst, "longest": LongestFirst, "newest": NewestFirst}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,20 +55,20 @@ class Agent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    policy: str = "priority"
-    headroom: int = 1
-    """Free blocks for each running request at admission."""
+    kept_distances: float = scheduler_module.KEPT_DISTANCES
+    """0: admission evicts whatever is cached."""
+    min_running: int = scheduler_module.MIN_RUNNING
     max_batched_tokens: int = 16384
     max_concurrency: int = 1 << 30
 
 
 def simulate(num_agents: int, num_blocks: int, variant: Variant, *, max_num_seqs: int) -> dict[str, float]:
     """Run all agents to their end."""
-    scheduler = POLICIES[variant.policy](
+    scheduler_module.KEPT_DISTANCES, scheduler_module.MIN_RUNNING = variant.kept_distances, variant.min_running
+    scheduler = Scheduler(
         BlockPool(num_blocks), block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs,
         max_batched_tokens=variant.max_batched_tokens, has_prefix_cache=True,
     )  # fmt: skip
-    scheduler.admission_headroom = variant.headroom
     system = [random.Random(0).randrange(30000) for _ in range(SYSTEM_TOKENS)]
     agents, agent_of, waiting = [], {}, []
     for index in range(num_agents):
@@ -177,22 +155,22 @@ def count_live_tokens(num_agents: int) -> int:
 
 def list_variants(num_agents: int) -> dict[str, Variant]:
     return {
-        "as it is": Variant(),
-        **{f"victim: {name}": Variant(policy=name) for name in POLICIES if name != "priority"},
-        "4 free blocks a request": Variant(headroom=4),
-        "16 free blocks a request": Variant(headroom=16),
-        "chunks of 4,096": Variant(max_batched_tokens=4096),
-        "chunks of 1,024": Variant(max_batched_tokens=1024),
-        "half of the agents at once": Variant(max_concurrency=num_agents // 2),
-        "a quarter at once": Variant(max_concurrency=num_agents // 4),
-        "an eighth at once": Variant(max_concurrency=num_agents // 8),
+        "nothing kept": Variant(kept_distances=0),
+        "kept for 1 distance": Variant(kept_distances=1),
+        "kept for 2": Variant(kept_distances=2),
+        "kept for 4": Variant(kept_distances=4),
+        "kept for 2, none running": Variant(kept_distances=2, min_running=1),
+        "nothing kept, chunks of 1,024": Variant(kept_distances=0, max_batched_tokens=1024),
+        "kept for 2, chunks of 1,024": Variant(kept_distances=2, max_batched_tokens=1024),
+        "nothing kept, half at once": Variant(kept_distances=0, max_concurrency=num_agents // 2),
+        "nothing kept, a quarter": Variant(kept_distances=0, max_concurrency=num_agents // 4),
     }
 
 
 def main(options: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.125], help="cache / live tokens")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="cache / live tokens")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args(options)
@@ -205,7 +183,7 @@ def main(options: Sequence[str] | None = None) -> None:
                 figure = simulate(num_agents, num_blocks, variant, max_num_seqs=arguments.max_num_seqs)
                 figures.append({"agents": num_agents, "share": share, "variant": name, **figure})
                 print(
-                    f"  {name:<28}{figure['units']:>9,.0f} units{figure['steps']:>8,} steps"
+                    f"  {name:<30}{figure['units']:>9,.0f} units{figure['steps']:>8,} steps"
                     f"{figure['computed_again']:>12,} again{figure['preemptions']:>7,} preempted"
                     f"   first token {figure['first_token_median']:>7,.1f} {figure['first_token_99']:>8,.0f}"
                     f"   gaps {figure['gap_median']:>5.1f} {figure['gap_99']:>6.1f} {figure['gap_longest']:>7,.0f}",

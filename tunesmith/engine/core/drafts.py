@@ -48,7 +48,7 @@ class ForwardCost:
     """Of each 1,024 tokens of the longest context."""
 
 
-CPU_COST = ForwardCost(step=1.1, row=0.1, context=0.1)
+CPU_COST = ForwardCost(step=1.1, row=0.06, context=0.1)
 CUDA_COST = ForwardCost(step=2.0, row=0.01, context=0.4)
 """Decode bursts need no answer from the host and split long contexts among programs; a verifying forward does
 neither."""
