@@ -212,6 +212,7 @@ class LocalEngine(BaseEngine):
             max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
             prefers_runs=not self._runner.has_graphs,
+            **self._runner.slots,
         )
         drafter, max_requests = None, self._settings.max_speculating_seqs
         if max_requests:

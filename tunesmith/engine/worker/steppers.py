@@ -366,7 +366,8 @@ class AsyncStepper(SyncStepper):
 
     def _is_prefill(self, chunk: ScheduledChunk) -> bool:
         """The device computes the chunk before all else in the step; a last known token is computed by the burst."""
-        is_last_token = chunk.stop - chunk.start == 1 and chunk.has_last_token
+        # a burst continues from the state in the request's slot
+        is_last_token = chunk.stop - chunk.start == 1 and chunk.has_last_token and chunk.has_own_state
         return not is_last_token and self._runner.can_decode_in_burst(chunk.request)
 
     def _mark_inflight(self, chunk: ScheduledChunk) -> RequestState:
