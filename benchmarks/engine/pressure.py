@@ -158,10 +158,9 @@ def list_variants(num_agents: int) -> dict[str, Variant]:
         "nothing kept": Variant(kept_distances=0),
         "kept for 1 distance": Variant(kept_distances=1),
         "kept for 2": Variant(kept_distances=2),
-        "kept for 4": Variant(kept_distances=4),
-        "kept for 2, none running": Variant(kept_distances=2, min_running=1),
+        "kept for 1, none must run": Variant(kept_distances=1, min_running=1),
+        "kept for 1, chunks of 1,024": Variant(kept_distances=1, max_batched_tokens=1024),
         "nothing kept, chunks of 1,024": Variant(kept_distances=0, max_batched_tokens=1024),
-        "kept for 2, chunks of 1,024": Variant(kept_distances=2, max_batched_tokens=1024),
         "nothing kept, half at once": Variant(kept_distances=0, max_concurrency=num_agents // 2),
         "nothing kept, a quarter": Variant(kept_distances=0, max_concurrency=num_agents // 4),
     }

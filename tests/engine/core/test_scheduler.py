@@ -202,3 +202,16 @@ def test_a_request_waits_that_would_evict_a_conversation_before_its_next_turn(mo
     scheduler.remove(runs)
     scheduler.schedule()
     assert evicts.slot is not None  # nothing else runs
+
+
+def test_finished_requests_without_a_next_turn_are_evicted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.engine.core.scheduler.MIN_RUNNING", 1)
+    scheduler = build_scheduler(num_blocks=12)
+    for request_id in range(2):
+        run_turn(scheduler, request_id, range(100 * request_id, 100 * request_id + 16), (request_id, 0))
+    runs, evicts = build_request(2, range(200, 208), (2, 0)), build_request(3, range(300, 332), (3, 0))
+    scheduler.add(runs)
+    scheduler.commit(scheduler.schedule().chunks)
+    scheduler.add(evicts)
+    scheduler.schedule()
+    assert evicts.slot is not None

@@ -31,7 +31,7 @@ MIN_HEADROOM = 16
 
 MIN_RUNNING = 32
 """With fewer requests, running another costs no time: a decode step takes as long as reading the weights."""
-KEPT_DISTANCES = 2.0
+KEPT_DISTANCES = 1.0
 """How long the prefixes of conversations are kept from new requests, in average distances between their turns."""
 DISTANCE_WEIGHT = 0.05
 """Weight of a turn in the average distance."""
