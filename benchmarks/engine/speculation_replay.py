@@ -103,7 +103,7 @@ def main(options: Sequence[str] | None = None) -> None:
                 flush=True,
             )
     publish(
-        name="speculation_replay", unit="steps saved", device="cpu", peers={}, out=arguments.out,
+        name="speculation_replay", unit="accepted tokens", device="cpu", peers={}, out=arguments.out,
         ours=max(each["accepted"] for each in figures),
         details={"settings": describe_settings(arguments, hidden=["rollouts"]), "figures": figures},
     )  # fmt: skip
