@@ -148,7 +148,7 @@ async def test_a_server_that_ended_is_a_failure_and_the_next_call_starts_it_agai
 @pytest.mark.anyio
 async def test_a_server_that_hangs_is_a_failure(shared, monkeypatch):
     monkeypatch.setattr("tunesmith.tools.mcp.PING_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("tunesmith.tools.json_rpc.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tunesmith.json_rpc.END_TIMEOUT_S", 0.1)
     with pytest.raises(ServerLostError, match=r"answered neither a call of hang in 2 s nor a ping after it"):
         await shared["hang"].call({})
     assert (await shared["echo"].call({"text": "a"})).text == "a"

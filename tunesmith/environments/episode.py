@@ -25,6 +25,7 @@ import copy
 import hashlib
 import inspect
 import itertools
+import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -76,6 +77,15 @@ class Reply(str):
         reply = super().__new__(cls, text)
         reply.calls = tuple(calls)
         return reply
+
+    @property
+    def response(self) -> str:
+        """The text and the calls, each as JSON on a line of its own."""
+        calls = [
+            {"name": each.tool, "arguments": each.text if each.arguments is None else each.arguments}
+            for each in self.calls
+        ]
+        return "\n".join([*([str(self)] if self else []), *(json.dumps(each, ensure_ascii=False) for each in calls)])
 
 
 class TextEnvironment(Protocol):
@@ -369,7 +379,7 @@ async def play(task: Mapping[str, Any], model: Any, environment: TaskEnvironment
     """Play the episode of a task: observations are the user's messages, replies the actions.
 
     The episode ends with the environment, after `max_turns` replies, or when the context is full. The reward is the sum
-    of all steps; the response is the last reply.
+    of all steps; the response is the last reply with its calls.
     """
     if environment.run is not None:
         return await environment.run(task, model)
@@ -417,7 +427,7 @@ async def _play(task: Mapping[str, Any], environment: TaskEnvironment, model: An
                 | ({"reasoning_content": reasoning} if reasoning else {})
                 | ({"tool_calls": write_calls(given.calls)} if given.calls else {})
             )
-            reply = str(given) if is_own else reply
+            reply = given.response if is_own else reply
             await environment.step(session, given)
         await environment.finish(session)
         metrics = session.metrics

@@ -55,6 +55,8 @@ class GatherWeights:
 class LocalWorker:
     """Runs groups in this process."""
 
+    rank = 0
+
     def __init__(
         self,
         actors: Actors,
@@ -83,10 +85,6 @@ class LocalWorker:
         """Counted before an evaluation."""
         self.on_change: Callable[[], None] = lambda: None
         self.groups = self._build_runner(RolloutProgress())
-
-    @property
-    def rank(self) -> int:
-        return 0
 
     @property
     def progress(self) -> RolloutProgress:
