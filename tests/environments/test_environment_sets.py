@@ -448,7 +448,7 @@ def test_what_is_wrong_with_scienceworld_is_said_at_once(monkeypatch):
         load_set("scienceworld:melt", {"steps": 3})
     with pytest.raises(ConfigError, match="args.simplification: 'eazy' is none of easy, noElectricalAction"):
         load_set("scienceworld:melt", {"simplification": "eazy"})
-    with pytest.raises(ConfigError, match=r"num_processes, a number from 1; got .*'num_processes': 0"):
+    with pytest.raises(ConfigError, match=r"num_processes, from 1; got .*'num_processes': 0"):
         load_set("scienceworld:melt", {"num_processes": 0})
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs Java 8 or newer: apt-get install default-jre-headless"):

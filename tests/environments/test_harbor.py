@@ -14,7 +14,7 @@ from tunesmith.environments import play
 from tunesmith.environments.episode import Reply
 from tunesmith.environments.sets import load_set
 from tunesmith.environments.transcript import Segment
-from tunesmith.errors import ConfigError, ToolUnavailableError
+from tunesmith.errors import ConfigError, DataError, ToolUnavailableError
 from tunesmith.rollout.open_sessions import count_open_sessions
 
 DOCKERFILE = """
@@ -92,6 +92,9 @@ def test_a_solution_is_paid_and_idling_is_not(build, tmp_path):
     assert seen[0] == "/app\n/app:\nextra.txt\nwords.txt\n\n/data:\nextra.txt\nblue3 /root"
     assert seen[1:] == ["", "a\nb\n[status 3]", ""] and (reward, is_done) == (1.0, True)
     assert asyncio.run(act(environment, "I am done.")) == ([""], 0.0, True)
+    assert len(environment.list_rows("train", number=9, seed=0)) == 1
+    with pytest.raises(DataError, match=r"has no task of the split test: set eval_datasets=\{\}$"):
+        environment.list_rows("test", number=1, seed=0)
     assert count_open_sessions() == before and set(Path("/tmp").glob("tunesmith-harbor-*")) <= folders
 
 

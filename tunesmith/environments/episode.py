@@ -231,7 +231,8 @@ class TaskEnvironment:
         if self.rows is not None:
             rows = self.rows[split]
             if not rows:
-                raise DataError(f"environment {self.name!r} has no task of the split {split}")
+                advice = ": set eval_datasets={}" if split == "test" else ""
+                raise DataError(f"environment {self.name!r} has no task of the split {split}{advice}")
             start = seed % len(rows)
             return [{"environment": self.name, **row} for row in [*rows[start:], *rows[:start]][:number]]
         found: dict[str, dict[str, Any]] = {}

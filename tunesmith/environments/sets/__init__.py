@@ -1,7 +1,8 @@
 """Environments of other packages, by name: each module translates one package to `TextEnvironment`, and plays nothing.
 
-A name is `family:member`, such as `reasoning_gym:countdown`. A module of the table has `list_names() -> names`, its
-members, and `load(member, args) -> TaskEnvironment`, which raises a ConfigError for arguments that do not fit. The
+A name is `family:member`, such as `reasoning_gym:countdown`. A module of the table has `list_names() -> names`, the
+members that it knows, if it knows any, and `load(member, args) -> TaskEnvironment`, which raises a ConfigError for
+arguments that do not fit. The
 packages are optional; a module is imported when a file names its family.
 """
 
@@ -82,8 +83,7 @@ def load_set(name: str, args: Mapping[str, Any]) -> TaskEnvironment:
     """The environment of a family."""
     family, _, member = name.partition(":")
     module = import_family(family)
-    names = module.list_names()
-    if member not in names and not FAMILIES[family].is_open:
+    if not FAMILIES[family].is_open and member not in (names := module.list_names()):
         raise ConfigError(f"environment={name!r} is unknown: {advise(name, names)}")
     loaded: TaskEnvironment = module.load(member, dict(args))
     return loaded

@@ -40,10 +40,11 @@ copy() {
 """
 COMMAND_TIMEOUT_S = 30.0
 MAX_CHARS = 10_000
-UNSUPPORTED = (
-    "environment.docker_image environment.gpus environment.tpu environment.mcp_servers environment.healthcheck "
-    "agent.user verifier.user verifier.environment_mode"
-).split()
+UNSUPPORTED = {
+    "environment": ("docker_image", "gpus", "tpu", "mcp_servers", "healthcheck"),
+    "agent": ("user",),
+    "verifier": ("user", "environment_mode"),
+}
 BASH = {
     "name": "bash",
     "description": "Run a command in the task's folder. Files are kept from call to call, processes and variables not.",
@@ -62,10 +63,6 @@ class Task:
     tests_timeout_s: float
 
 
-def list_names() -> list[str]:
-    return []
-
-
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     path = Path(member).resolve()
     if args:
@@ -78,7 +75,7 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     tasks = {each.name: load_task(each) for each in folders}
     rows: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
     for seed, name in enumerate(tasks):
-        rows[find_split(name)].append({"seed": seed, "id": name})
+        rows[find_split(name) if len(tasks) > 1 else "train"].append({"seed": seed, "id": name})
     return TaskEnvironment(name=f"harbor:{member}", create=functools.partial(Episode, tasks), rows=rows)
 
 
@@ -108,7 +105,7 @@ def load_task(folder: Path) -> Task:
 def read_task(folder: Path) -> Task:
     """The task of a folder; ValueError if it needs what is not here."""
     settings = tomllib.loads((folder / "task.toml").read_text())
-    wanted = [each for each in UNSUPPORTED if settings.get(each.partition(".")[0], {}).get(each.partition(".")[2])]
+    wanted = [f"{name}.{key}" for name, keys in UNSUPPORTED.items() for key in keys if settings.get(name, {}).get(key)]
     wanted += ["steps"] if "steps" in settings else []
     if wanted or (folder / "environment" / "docker-compose.yaml").exists():
         raise ValueError(f"{wanted[0]} in its task.toml" if wanted else "its docker-compose.yaml")

@@ -25,10 +25,6 @@ TOOL = "act"
 MAX_CHARS = 300
 
 
-def list_names() -> list[str]:
-    return []
-
-
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     number, options = args.pop("num_sessions", 1), args.pop("reset", {})
     if args or not isinstance(options, Mapping) or not isinstance(number, int) or number < 1:

@@ -53,7 +53,7 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     simplification, number = str(args.pop("simplification", "")), args.pop("num_processes", 4)
     if args or not isinstance(number, int) or number < 1:
         raise ConfigError(
-            f"environment.args of scienceworld:{member} are simplification, a text, and num_processes, a number from 1; "
+            f"environment.args of scienceworld:{member} are simplification, a text, and num_processes, from 1; "
             f"got {dict(simplification=simplification, num_processes=number, **args)}"
         )
     if shutil.which("java") is None:
