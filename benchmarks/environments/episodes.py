@@ -3,8 +3,8 @@
     python -m benchmarks.environments.episodes --out results/environments/episodes.txt
 
 For each set, 5,000 episodes are played, 64 at a time: open sessions, file descriptors, threads, child processes and
-memory before and after; `--set NAME REPLY --args JSON` is another one. The cost of the layer is the time of an episode of ten steps in an environment that does
-nothing, without its model calls, with 1, 64 and 512 episodes at a time.
+memory before and after; `--set NAME REPLY --args JSON` is another one. The cost of the layer is the time of an episode
+of ten steps in an environment that does nothing, without its model calls, with 1, 64 and 512 episodes at a time.
 """
 
 from __future__ import annotations
