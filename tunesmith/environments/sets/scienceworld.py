@@ -99,7 +99,9 @@ class Simulator:
         assert self.process.stdout is not None
         port = int(self.process.stdout.readline())
         threading.Thread(target=drop_output, args=(self.process.stdout,), daemon=True).start()
-        self._gateway = JavaGateway(gateway_parameters=GatewayParameters(auto_field=True, port=port))
+        # with memory management, objects that are freed after the process has ended would log errors
+        parameters = GatewayParameters(port=port, auto_field=True, enable_memory_management=False)
+        self._gateway = JavaGateway(gateway_parameters=parameters)
         self._java: Any = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
         self.num_episodes = 0
         self.is_busy = False
