@@ -28,7 +28,7 @@ def list_environments(family: str | None = None) -> str:
         return "\n".join(f"{name}: {each.help} ({packages[name]})" for name, each in FAMILIES.items())
     if family not in FAMILIES:
         raise ConfigError(f"family {family!r}: allowed are {', '.join(FAMILIES)}")
-    names = getattr(import_family(family), "list_names", list)()
+    names: Sequence[str] = getattr(import_family(family), "list_names", list)()
     return "\n".join(f"{family}:{each}".removesuffix(":") for each in names) or f"{family}: {FAMILIES[family].help}"
 
 

@@ -110,8 +110,8 @@ def import_family(family: str) -> ModuleType:
             f"=={entry.tested}"
         ) from error
     try:
-        is_here = entry.package is not None and not entry.has_interpreter
-        version = importlib.metadata.version(entry.package) if is_here else entry.tested
+        is_elsewhere = entry.package is None or entry.has_interpreter
+        version = entry.tested if is_elsewhere else importlib.metadata.version(str(entry.package))
     except importlib.metadata.PackageNotFoundError:
         return module  # sets of files alone need no package
     if version != entry.tested:
