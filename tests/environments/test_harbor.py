@@ -26,6 +26,7 @@ ENV COLOR=blue \\
 COPY words.txt more/ ./
 COPY more/extra.txt /data/
 """
+TEST_FILE = "/".join(["tests", "test.sh"])
 TEST = """
 mkdir -p /logs/verifier
 [ -f /tests/expected ] && diff /app/sorted.txt /tests/expected && echo 1 > /logs/verifier/reward.txt \\
@@ -45,7 +46,7 @@ def build(tmp_path):
             "environment/Dockerfile": DOCKERFILE,
             "environment/words.txt": "b\na\n",
             "environment/more/extra.txt": "extra\n",
-            "tests/test.sh": TEST,
+            TEST_FILE: TEST,
             "tests/expected": "a\nb\n",
             "solution/solve.sh": "sort words.txt > sorted.txt",
         } | changes
@@ -134,7 +135,7 @@ def test_numbers_beside_the_reward_are_metrics_and_no_reward_is_a_failure(build)
 mkdir -p /logs/verifier; [ -f /app/sorted.txt ] && x=1 || x=0
 [ -f /app/break ] || echo "{\\"reward\\": $x, \\"style\\": 0.5}" > /logs/verifier/reward.json
 """
-    environment = load_set(build(**{"tests/test.sh": tests, "solution/solve.sh": "touch sorted.txt"}), {})
+    environment = load_set(build(**{TEST_FILE: tests, "solution/solve.sh": "touch sorted.txt"}), {})
 
     async def play_one(command):
         async with environment.open(environment.find_task(0)) as session:
@@ -162,8 +163,8 @@ mkdir -p /logs/verifier; [ -f /app/sorted.txt ] && x=1 || x=0
         ({"task.toml": "[environment"}, "Expected"),
         ({"instruction.md": None}, "No such file or directory: .*instruction.md"),
         ({"solution/solve.sh": "true"}, "its solution is paid 0"),
-        ({"tests/test.sh": "mkdir /logs/verifier; echo 1 > /logs/verifier/reward.txt"}, "doing nothing is paid 1"),
-        ({"tests/test.sh": "echo no"}, "the tests of sort wrote no reward"),
+        ({TEST_FILE: "mkdir /logs/verifier; echo 1 > /logs/verifier/reward.txt"}, "doing nothing is paid 1"),
+        ({TEST_FILE: "echo no"}, "the tests of sort wrote no reward"),
     ],
 )
 def test_tasks_that_need_more_are_refused_by_what_they_need(build, changes, sentence):
