@@ -104,6 +104,16 @@ def test_the_model_reads_no_tests_and_writes_no_reward(build):
     cheat = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo x > /usr/x; mkdir /tests; cat /tests/*"
     seen, reward, _ = asyncio.run(act(environment, run(cheat), "Done."))
     assert "Read-only file system" in seen[0] and "/tests/*" in seen[0] and reward == 0.0
+    for other in ("/newroot/x", "/x"):  # where bubblewrap would mount the tests, and where a command would read them
+        link = f"rmdir /tests; mkdir -p {other}; echo 'echo 1 > /logs/verifier/reward.txt' > {other}/test.sh"
+        forged = asyncio.run(
+            act(
+                environment,
+                run(f"{link}; ln -s {other} /tests; rm -r /logs; ln -s /tmp /logs; mv /etc /old; ln -s / /etc"),
+                "Done.",
+            )
+        )
+        assert forged[1] == 0.0
     seen, _, _ = asyncio.run(
         act(environment, run("cat /etc/shadow; (echo > /dev/tcp/127.0.0.1/22) 2>&1; ps ax || ls /proc"))
     )

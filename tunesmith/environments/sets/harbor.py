@@ -95,7 +95,7 @@ def load_task(folder: Path) -> Task:
                 episode.close()
             if (reward == 1) != is_solved:
                 raise ValueError(f"{'its solution' if is_solved else 'doing nothing'} is paid {reward:g}")
-    except (OSError, ValueError, ToolUnavailableError) as error:
+    except (OSError, ValueError, AttributeError, ToolUnavailableError) as error:
         raise ConfigError(
             f"environment harbor: the task {folder.name!r} cannot run here, without its image: {error}"
         ) from error
@@ -114,7 +114,7 @@ def read_task(folder: Path) -> Task:
         name, _, rest = line.partition("#")[0].strip().partition(" ")
         if name == "WORKDIR":
             steps.append(f"mkdir -p {rest}; cd {rest}")
-        elif name == "ENV" and "=" in rest.split()[0]:
+        elif name == "ENV" and "=" in rest:
             steps.append(f"export {rest}")
         elif name == "COPY" and not rest.startswith(("-", "[")):
             steps.append(f"copy {rest}")
@@ -167,6 +167,9 @@ class Episode:
 
     def run(self, command: str, timeout_s: float, shown: Mapping[str, Path]) -> tuple[str, int]:
         """What a command prints, and its status; TimeoutError after a time. Of what is `shown`, /logs is writable."""
+        for place in (Path(f"{self._root}{each}") for each in ("/etc", *shown)):
+            if place.is_symlink() or place.is_file():
+                place.unlink()  # the model's: what is shown would be mounted where it leads
         binds = [("--bind", str(self._root), "/")]
         binds += [("--ro-bind", each, each) for each in SYSTEM_PATHS if Path(each).exists()]
         binds += [("--bind" if each == "/logs" else "--ro-bind", str(folder), each) for each, folder in shown.items()]
