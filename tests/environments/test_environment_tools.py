@@ -11,9 +11,10 @@ from tunesmith import tune
 from tunesmith.commands.environments import play_environment
 from tunesmith.config import RunConfig
 from tunesmith.environments import TaskEnvironment, play
-from tunesmith.environments.episode import count_open_sessions, play_seat
+from tunesmith.environments.episode import play_seat
 from tunesmith.errors import DataError, ToolUnavailableError
 from tunesmith.experience.store import load_rollouts
+from tunesmith.rollout.open_sessions import count_open_sessions
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tools.tool import Tool, ToolInputError

@@ -74,7 +74,7 @@ def test_a_name_is_all_that_a_run_needs(values):
     runs = list_trajectories(result)
     assert [run.failure for run in runs] == [None] * 4
     assert [len(run.turns) for run in runs] == [2] * 4
-    assert all(run.metrics["finished"] == 1.0 and run.metrics["open_sessions"] >= 0 for run in runs)
+    assert all(run.metrics["finished"] == 1.0 for run in runs)
     (held_out,) = (result.folder / "eval").glob("*.json")
     assert "test" in held_out.read_text()
 

@@ -16,6 +16,7 @@ from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.rollout.actors import Actors, serve_models
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import GroupRequest
+from tunesmith.rollout.open_sessions import compute_session_stats
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
@@ -234,7 +235,7 @@ class LocalWorker:
         engine, service = self.actors.engine, self.actors.service
         return WorkerStatistics(
             engine={} if engine is None else engine.compute_stats(),
-            recorder={} if service is None else service.recorder.compute_stats(),
+            recorder={} if service is None else service.recorder.compute_stats() | compute_session_stats(),
         )
 
     def _end_window(self, is_idle: bool) -> None:
