@@ -214,8 +214,9 @@ class ChatTemplate:
         inputs: list[Any] = [[self._convert(message) for message in messages], list(tools), dict(variables)]
         if self.special_tokens is not None:
             inputs = self.special_tokens.escape(inputs)
+        message_dicts, tool_dicts, template_variables = inputs
         try:
-            return self._jinja.render(*inputs, has_generation_prompt)
+            return self._jinja.render(message_dicts, tool_dicts, template_variables, has_generation_prompt)
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 
