@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import attrgetter
 
@@ -246,23 +246,21 @@ class Scheduler:
         start, source = request.num_computed, request.slot if self.empty_slot is not None else None
         if request.state_source is not None:
             source, request.state_source = request.state_source, None
-        taken = []
-        for num_blocks in request.snapshot_blocks:
-            if start < num_blocks * self.block_size <= stop and self._shares_blocks(request):
-                assert self.snapshots is not None
-                block_hash = request.block_hashes[num_blocks - 1]
-                slot = None if self.snapshots.has(block_hash) else self.snapshots.take(step.kept_slots)
-                if slot is not None:
-                    step.kept_slots.add(slot)
-                    taken.append((num_blocks * self.block_size, slot, block_hash))
-        chunk = ScheduledChunk(request, start, stop, source, tuple((position, slot) for position, slot, _ in taken))
+        chunk = ScheduledChunk(request, start, stop, source)
+        is_first = step.is_in_first_forward is None or step.is_in_first_forward(chunk)
+        for num_blocks in request.snapshot_blocks if self._shares_blocks(request) else ():
+            position, block_hash = num_blocks * self.block_size, request.block_hashes[num_blocks - 1]
+            assert self.snapshots is not None, "only snapshots give a request such blocks"
+            slot = self.snapshots.take(block_hash, step.kept_slots) if start < position <= stop else None
+            if slot is not None:
+                step.kept_slots.add(slot)
+                chunk = replace(chunk, snapshots=(*chunk.snapshots, (position, slot)))
+                if is_first:
+                    self.snapshots.publish(block_hash, slot)
+                else:
+                    step.late_snapshots.append((block_hash, slot))
         step.chunks.append(chunk)
         step.num_tokens_left -= stop - start
-        for _, slot, block_hash in taken:
-            if step.is_in_first_forward is None or step.is_in_first_forward(chunk):
-                self.snapshots.publish(block_hash, slot)
-            else:
-                step.late_snapshots.append((block_hash, slot))
 
     def _grow(self, request: Request, num_tokens: int, step: SchedulerOutput) -> bool:
         """Hold blocks for `num_tokens`, preempting from the lowest priority up.
