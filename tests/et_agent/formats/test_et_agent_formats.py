@@ -99,6 +99,12 @@ def test_the_parquet_file_has_the_columns_of_the_original(tmp_path):
     assert str(table.schema.field("reward_model").type) == "struct<ground_truth: list<element: string>, style: string>"
 
 
+def test_fields_beyond_the_schema_of_the_original_are_kept_in_parquet(tmp_path):
+    rows = [RL | {"extra_info": RL["extra_info"] | {"level": 3}}, RL | {"extra_info": RL["extra_info"] | {"level": 1}}]
+    save_records(tmp_path / "rl.parquet", rows, "et_rl")
+    assert load_records(tmp_path / "rl.parquet", "et_rl") == rows
+
+
 def convert(tmp_path, name, target, source_path=None, out="out"):
     path = source_path or write(tmp_path, name)
     return convert_file(path, source=name, target=target, out=tmp_path / out)
