@@ -454,14 +454,7 @@ def split_model(draft: Draft) -> int:
 def note_engines(draft: Draft, num_ranks: int) -> None:
     """Engines of their own GPUs do not exist: every rank samples."""
     num_engines = draft.find(ENGINES, 1)
-    if draft.find(TENSOR_PARALLEL_SIZE, 1) > 1:
-        return
-    if num_engines > num_ranks:
-        raise ConfigError(
-            f"{ENGINES}={num_engines} is not supported on {num_ranks} GPUs: each GPU has one engine, which shares its "
-            f"weights with the trainer; raise cluster.gpu_per_node, or set engine_num={num_ranks}"
-        )
-    if 1 < num_engines < num_ranks:
+    if draft.find(TENSOR_PARALLEL_SIZE, 1) == 1 < num_engines != num_ranks:
         draft.notes.append(
             f"{ENGINES}={num_engines}: all {num_ranks} GPUs sample and train, each with an engine (cluster.num_workers)"
         )
