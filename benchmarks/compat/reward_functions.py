@@ -4,7 +4,7 @@
 
 TRINITY is a folder with the package trinity-rft 0.6.0 (installed with `--no-deps --target`), DATA one with sets of
 mathematics as `<set>.jsonl`. Each variant has a kind that says whether it equals the answer, so that where the two
-differ the side that is right is known. Kinds that change the value are wrong whatever the answer is.
+differ the side that is right is known; a percent sign may be right or wrong, as the question may ask for percents.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tunesmith.judges.squad import list_accepted
 
 SETS = ("math500", "amc23", "aime24", "aime25", "olympiadbench", "gsm8k")
 NUMBER = re.compile(r"-?\d+")
+OPEN = "percent sign"
 LETTER = re.compile(r"(?<![\\\w])([a-z])(?![\w])")
 
 
@@ -53,7 +54,7 @@ def make_equal(gold: str) -> Iterator[tuple[str, str]]:
     yield "without spaces", re.sub(r"(?<![a-zA-Z]) ", "", gold)
     yield "dfrac", gold.replace("\\frac", "\\dfrac")
     yield "left and right", gold.replace("(", "\\left(").replace(")", "\\right)") if "\\left" not in gold else gold
-    yield "x = it", f"x={gold}" if "=" not in gold and "," not in gold and "\\text" not in gold else gold
+    yield "x = it", f"x={gold}" if not re.search(r"[=,]|\\text", gold) and re.search(r"\d", gold) else gold
     yield "in dollars", f"${gold}$"
     yield "full stop", f"{gold}."
     yield "thin spaces", gold.replace("+", "\\,+\\,")
@@ -61,7 +62,6 @@ def make_equal(gold: str) -> Iterator[tuple[str, str]]:
         yield "decimal zero", f"{gold}.0"
         yield "thousands", f"{int(gold):,}"
         yield "unit", f"{gold}\\text{{ cm}}"
-        yield "percent sign", f"{gold}\\%"
         yield "dollar sign", f"\\${gold}"
         yield "degrees", f"{gold}^\\circ"
         yield "fraction of one", f"\\frac{{{gold}}}{{1}}"
@@ -76,6 +76,8 @@ def make_equal(gold: str) -> Iterator[tuple[str, str]]:
 def make_unequal(gold: str, other: str) -> Iterator[tuple[str, str]]:
     """Kinds of answers with another value."""
     yield "another answer", other
+    if NUMBER.fullmatch(gold):
+        yield OPEN, f"{gold}\\%"
     yield "a digit more", f"{gold}1" if gold[-1].isdigit() else f"{gold}+1"
     yield "minus for plus", gold.replace("+", "-", 1)
     yield "other sign", gold.removeprefix("-") if gold.startswith("-") else f"-({gold})"
@@ -126,21 +128,21 @@ def main() -> None:
                     mine["accuracy"], theirs["accuracy"]
                 ]
                 tables[is_equal, kind][who] += 1
-                if who in ("ours", "theirs") and len(examples[kind, who]) < 4:
+                if who in ("ours", "theirs") and len(examples[kind, who]) < 2:
                     examples[kind, who].append(f"    {who} 1: {response!r} for {gold!r}")
     total = sum(tables.values(), Counter[str]())
-    right = sum(row["ours" if is_equal else "theirs"] for (is_equal, _), row in tables.items())
-    wrong = sum(row["theirs" if is_equal else "ours"] for (is_equal, _), row in tables.items())
+    right = sum(row["ours" if is_equal else "theirs"] for (is_equal, kind), row in tables.items() if kind != OPEN)
+    wrong = sum(row["theirs" if is_equal else "ours"] for (is_equal, kind), row in tables.items() if kind != OPEN)
     lines = [
-        f"{len(golds)} answers, {pairs} replies; {formats} format scores differ; accuracy differs in "
-        f"{total['ours'] + total['theirs']}",
-        f"where it differs: ours has the value's verdict in {sum(r['ours'] for (e, _), r in tables.items() if e) + sum(r['theirs'] for (e, _), r in tables.items() if not e)}"
+        f"{len(golds)} answers, {pairs} replies; format scores that differ: {formats}; accuracies that differ: "
+        f"{total['ours'] + total['theirs']}, of which the value is with ours in {right}, with theirs in {wrong}, and "
+        f"open in {total['ours'] + total['theirs'] - right - wrong}"
     ]
-    del right, wrong
     lines.append(f"{'kind of answer':<24}{'equal':>7}{'both 1':>8}{'both 0':>8}{'ours 1':>8}{'theirs 1':>10}")
     for (is_equal, kind), row in sorted(tables.items(), key=lambda each: (not each[0][0], each[0][1])):
         cells = f"{row['both']:>8}{row['neither']:>8}{row['ours']:>8}{row['theirs']:>10}"
-        lines.append(f"{kind:<24}{'yes' if is_equal else 'no':>7}{cells}")
+        equal = "open" if kind == OPEN else "yes" if is_equal else "no"
+        lines.append(f"{kind:<24}{equal:>7}{cells}")
         lines += examples[kind, "ours"] + examples[kind, "theirs"]
     text = "\n".join(lines) + "\n"
     print(text, end="")
