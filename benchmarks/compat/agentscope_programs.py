@@ -5,9 +5,10 @@
 EXAMPLES is `examples/tuner` of AgentScope 1.0.21, SAMPLES the folder `tuner` of its repository of samples, `--gsm8k` a
 folder with `train.jsonl` and `test.jsonl`. A program is copied, and in the copy only the lines of imports from
 `agentscope.tuner` and `trinity` are changed. Sizes, models and paths of data come from the variable TUNESMITH_SET, data
-sets from the program's own script or from a few rows made here, and DashScope's service is replaced, by the variables
-in which its clients look for its URL, with a server in this process: it answers each question of the data with its
-answer for the models of RIGHT, and with one letter for others. `--set` adds overrides, `--programs` chooses.
+sets from the program's own script or from a few rows made here. DashScope's service is replaced by a server in this
+process, through the variables in which its clients look for its URL. There the models in RIGHT answer each question of
+the data rightly, `qwen-flash` only under a prompt that the server proposed, the others with one letter. `--set` adds
+overrides, `--programs` chooses. It needs AgentScope, and the extra `prompt`, sacrebleu and Gymnasium.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -26,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ SMALL = [
 ]  # fmt: skip
 SAID = ("step ", "warning: ", "Selected", "Metrics", "Optimized")
 """First words of the lines with a program's outcome."""
-RIGHT = {"qwen3-max-2025-09-23", "qwen-flash"}
+RIGHT = {"qwen3-max-2025-09-23"}
+PROPOSED = "Solve the problem; give the answer in \\boxed{}."
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,14 @@ def small_maps(inputs: Inputs) -> str:
 
 DASHSCOPE = {
     "DASHSCOPE_API_KEY": "EMPTY", "DASHSCOPE_HTTP_BASE_URL": "URL/api/v1", "DASHSCOPE_API_BASE": "URL/v1",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DSPY_CACHEDIR": "dspy",
 }  # fmt: skip
+WEREWOLVES = Program(
+    "werewolves", prepare=lambda inputs: run_script(inputs, "prepare_data.py", "--num_seeds", "4"),
+    settings=("cluster.node_num=1", "cluster.num_workers=null", "algorithm.batch_size=2", "model.max_model_len=16384",
+              "auxiliary_models.participant.path=MODEL", "auxiliary_models.participant.max_model_len=16384",
+              "auxiliary_models.participant.max_tokens=24"),
+)  # fmt: skip
 PROGRAMS = {
     "model_tuning": Program("model_tuning", settings=("model.max_model_len=2048",), prepare=prepare_gsm8k),
     "model_selection (BLEU)": Program(
@@ -180,13 +189,13 @@ PROGRAMS = {
         settings=("model.max_model_len=6000", "auxiliary_models.auxiliary_model.path=MODEL",
                   "auxiliary_models.auxiliary_model.max_model_len=6000"),
     ),
-    "werewolves": Program(
-        "werewolves", prepare=lambda inputs: run_script(inputs, "prepare_data.py", "--num_seeds", "4"),
-        settings=("cluster.node_num=1", "cluster.num_workers=null", "algorithm.batch_size=2", "model.max_model_len=16384", "auxiliary_models.participant.path=MODEL",
-                  "auxiliary_models.participant.max_model_len=16384", "auxiliary_models.participant.max_tokens=24"),
+    "werewolves": WEREWOLVES,
+    "werewolves, prefix cache": replace(
+        WEREWOLVES, settings=(*WEREWOLVES.settings, "engine.has_prefix_cache=true")
     ),
     "frozen_lake": Program(
-        "frozen_lake", prepare=small_maps, settings=("cluster.num_workers=null", "model.max_model_len=6000", "train_dataset.path=rows"),
+        "frozen_lake", prepare=small_maps,
+        settings=("cluster.num_workers=null", "model.max_model_len=6000", "train_dataset.path=rows"),
     ),
     "email_search": Program(
         "email_search", prepare=prepare_emails, environment={"DEFAULT_EMAIL_DB_PATH": "emails.db"},
@@ -215,13 +224,14 @@ class StandIn:
 
     def reply(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
         self.calls[model] += 1
-        asked = "\n".join(json.dumps(each["content"], ensure_ascii=False) for each in messages)
+        asked = "\n".join(read_text(each) for each in messages)
         if "[[ ##" in asked:  # DSPy asks for fields by name
-            fields = re.findall(r"\[\[ ## (\w+) ## \]\]", str(messages[-1]["content"]).rpartition("Respond with")[2])
-            lines = [f"[[ ## {name} ## ]]\nSolve the problem; give \\boxed{{}}." for name in fields if name != "completed"]
-            return "\n".join([*lines, "[[ ## completed ## ]]"])
-        found = [answer for question, answer in self.answers.items() if json.dumps(question, ensure_ascii=False)[1:-1] in asked]
-        return found[-1] if found and model in RIGHT else "x"
+            wanted = str(messages[-1]["content"]).rpartition("Respond with")[2]
+            fields = [name for name in re.findall(r"\[\[ ## (\w+) ## \]\]", wanted) if name != "completed"]
+            return "\n".join([*(f"[[ ## {name} ## ]]\n{PROPOSED}" for name in fields), "[[ ## completed ## ]]"])
+        found = [answer for question, answer in self.answers.items() if question in asked]
+        is_right = model in RIGHT or (model == "qwen-flash" and PROPOSED in asked)
+        return found[-1] if found and is_right else "x"
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
@@ -269,9 +279,22 @@ def describe_run(copy: Path) -> Iterator[str]:
         groups = [group for file in sorted(metrics.parent.glob("rollouts/*.parquet")) for group in load_rollouts(file)]
         rollouts = [each for group in groups for each in group.trajectories]
         rewards = [round(each.reward, 3) for each in rollouts if each.reward is not None]
-        yield f"steps {len(steps)}, rollouts {len(rollouts)}, failed {sum(each.failure is not None for each in rollouts)}"
+        failed = sum(each.failure is not None for each in rollouts)
+        yield f"steps {len(steps)}, rollouts {len(rollouts)}, failed {failed}"
         yield f"calls of each rollout {[len(each.turns) for each in rollouts]}, rewards {rewards}"
-        yield f"trained tokens {steps[-1].get('trainer/num_tokens', 0):.0f}, grad norm {steps[-1].get('trainer/grad_norm', 0):.3g}"
+        changed = steps[-1].get("train/grad_norm", 0.0)
+        yield f"gradient norm of the last step {changed:.3g}"
+
+
+def read_text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def count_cpu_s() -> float:
+    """CPU time of the programs so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -295,7 +318,7 @@ def main() -> None:
     parts = []
     for name in args.programs:
         program = PROGRAMS[name]
-        source = next(base / program.folder for base in (args.examples, args.samples) if (base / program.folder).is_dir())
+        source = next(path for base in (args.examples, args.samples) if (path := base / program.folder).is_dir())
         copy = work / re.sub(r"\W+", "_", name).strip("_")
         shutil.rmtree(copy, ignore_errors=True)
         changed = copy_program(source, copy)
@@ -305,7 +328,7 @@ def main() -> None:
         if program.is_tuned:
             environment["TUNESMITH_SET"] = " ".join([*settings, *args.set])
         server.calls.clear()
-        start = time.monotonic()
+        start, cpu = time.monotonic(), count_cpu_s()
         with (copy / "out.log").open("w") as file:
             try:
                 done: int | str = subprocess.run(
@@ -314,7 +337,10 @@ def main() -> None:
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 done = f"stopped after {args.timeout_s:.0f} s"
-        lines = [f"exit {done} after {time.monotonic() - start:.0f} s", "changed: " + "; ".join(changed)]
+        lines = [
+            f"exit {done} after {time.monotonic() - start:.0f} s, {count_cpu_s() - cpu:.0f} s of CPU",
+            "changed: " + "; ".join(changed),
+        ]
         lines += [f"data: {made}"] * bool(made) + list(describe_run(copy))
         lines += [f"{key}={value}" for key, value in environment.items()]
         lines += [f"calls of the stand-in server: {dict(server.calls)}"] * bool(server.calls)

@@ -305,7 +305,7 @@ EXPLORER_RULES: dict[str, Rule] = {
     "auxiliary_models": read_auxiliary_models,
 }
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
-    "engine_type": allow("vllm", "sglang", reason="Tunesmith uses its own engine in this process"),
+    "engine_type": allow("vllm", "sglang", reason="Tunesmith has its own engine in this process; remove it"),
     "engine_num": accept(),  # read by resolve_cluster
     "tensor_parallel_size": accept(),  # read by resolve_cluster
     "data_parallel_size": allow(1, reason=ONE_DEVICE),
