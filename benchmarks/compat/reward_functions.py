@@ -133,11 +133,13 @@ def main() -> None:
     total = sum(tables.values(), Counter[str]())
     right = sum(row["ours" if is_equal else "theirs"] for (is_equal, kind), row in tables.items() if kind != OPEN)
     wrong = sum(row["theirs" if is_equal else "ours"] for (is_equal, kind), row in tables.items() if kind != OPEN)
-    lines = [
+    differing = total["ours"] + total["theirs"]
+    first = (
         f"{len(golds)} answers, {pairs} replies; format scores that differ: {formats}; accuracies that differ: "
-        f"{total['ours'] + total['theirs']}, of which the value is with ours in {right}, with theirs in {wrong}, and "
-        f"open in {total['ours'] + total['theirs'] - right - wrong}"
-    ]
+        f"{differing}, of which the value is with ours in {right}, with theirs in {wrong}, and open in "
+        f"{differing - right - wrong}"
+    )
+    lines = [first]
     lines.append(f"{'kind of answer':<24}{'equal':>7}{'both 1':>8}{'both 0':>8}{'ours 1':>8}{'theirs 1':>10}")
     for (is_equal, kind), row in sorted(tables.items(), key=lambda each: (not each[0][0], each[0][1])):
         cells = f"{row['both']:>8}{row['neither']:>8}{row['ours']:>8}{row['theirs']:>10}"

@@ -72,7 +72,8 @@ def test_an_example_is_read_or_all_that_is_missing_is_named(tmp_path, name):
 def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
-        "mode: serve\nalgorithm:\n  algorithm_type: grpoo\nmodel:\n  model_path: m\n  temprature: 1\n  repetition_penalty: 1.2\n"
+        "mode: serve\nalgorithm:\n  algorithm_type: grpoo\n"
+        "model:\n  model_path: m\n  temprature: 1\n  repetition_penalty: 1.2\n"
         "buffer:\n  explorer_input:\n    taskset:\n      path: ${oc.env:NO_SUCH_VARIABLE}\n      storage_type: sql\n"
         "explorer:\n  concurent_mode: x\n"
     )
@@ -95,7 +96,8 @@ def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
     ]
     answers = [
         "buffer.explorer_input.taskset.path=my_data", "mode=both", "algorithm.algorithm_type=grpo",
-        "model.temprature=null", "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file", "explorer.concurent_mode=null",
+        "model.temprature=null", "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file",
+        "explorer.concurent_mode=null",
         "trainer.learning_rate=1e-5", "buffer.batch_size=5", "explorer.max_retry_times=null", "algorithm.group_size=3",
     ]  # fmt: skip
     config = load_run_file(file, answers)

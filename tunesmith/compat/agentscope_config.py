@@ -165,9 +165,8 @@ def translate_engines(model: TunerModelConfig) -> dict[str, Any]:
 
 
 def translate_model_fields(model: TunerModelConfig) -> dict[str, Any]:
-    given = model.model_dump(include=model.model_fields_set - {"tinker_config"})
-    given.pop("tensor_parallel_size", None)
-    given.pop("inference_engine_num", None)
+    elsewhere = {"tinker_config", "tensor_parallel_size", "inference_engine_num"}
+    given = model.model_dump(include=model.model_fields_set - elsewhere)
     given["path"] = given.pop("model_path")
     return given | {key: "none" for key in ("tool_call_parser", "reasoning_parser") if given.get(key, "") is None}
 
@@ -275,13 +274,9 @@ def translate_tune_arguments(
         overrides["auxiliary_models"] = {
             name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()
         }
-    if project_name is not None:
-        overrides["project"] = project_name
-    if experiment_name is not None:
-        overrides["name"] = experiment_name
-    if monitor_type is not None:
-        overrides["monitor"] = {"trackers": [monitor_type]}
-    return overrides
+    monitor = None if monitor_type is None else {"trackers": [monitor_type]}
+    named = {"project": project_name, "name": experiment_name, "monitor": monitor}
+    return overrides | {key: value for key, value in named.items() if value is not None}
 
 
 class PromptTuneConfig(StrictModel):

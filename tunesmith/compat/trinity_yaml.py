@@ -70,8 +70,13 @@ def load_trinity_file(path: Path, overrides: Sequence[str]) -> tuple[Translation
         key, _, value = override.partition("=")
         key = key.strip()
         is_theirs = find_item(merged, key) is not None or any(is_part(key, rule) for rule in RULES)
-        if is_theirs:
-            merged = remove_key(merged, key) if value.strip() in ("null", "~", "") else set_key(merged, override)
+        if is_theirs and value.strip() not in ("null", "~", ""):
+            if "[" in key:
+                OmegaConf.update(merged, key, yaml.safe_load(value))
+            else:
+                apply_override(merged, override)
+        elif is_theirs and (found := find_item(merged, key)) is not None:
+            del found[0][found[1]]
         if not is_theirs or (is_own_key(key) and key != ALGORITHM):
             own.append(override)
     values, problems = resolve_interpolations(merged)
@@ -109,22 +114,6 @@ def is_part(key: str, other: str) -> bool:
 def is_own_key(key: str) -> bool:
     names = (re.escape(knob.key).replace("<name>", "[^.]+") for knob in describe_options(RunConfig))
     return any(re.fullmatch(rf"{name}(\..*)?", key) for name in names)
-
-
-def set_key(config: DictConfig, override: str) -> DictConfig:
-    key, _, value = override.partition("=")
-    if "[" in key:
-        OmegaConf.update(config, key.strip(), yaml.safe_load(value))
-    else:
-        apply_override(config, override)
-    return config
-
-
-def remove_key(config: DictConfig, key: str) -> DictConfig:
-    if (found := find_item(config, key)) is not None:
-        section, last = found
-        del section[last]
-    return config
 
 
 def find_item(config: DictConfig, key: str) -> tuple[Any, str | int] | None:

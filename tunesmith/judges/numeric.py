@@ -237,8 +237,8 @@ def has_formula(text: str) -> bool:
 
 
 def normalize_formula(text: str) -> str:
-    r"""Lower case and single spaces, without dollar signs, `\left`, `\right`, thousands separators, the signs between the
-    items of a list, brackets around one letter and a final full stop; every other sign is kept."""
+    r"""Lower case and single spaces, without dollar signs, `\left`, `\right`, thousands separators, the signs between
+    the items of a list, brackets around one letter and a final full stop; every other sign is kept."""
     bare = SIZED.sub("", text.lower()).replace("$", "").replace("\N{MINUS SIGN}", "-")
     if not BRACKET.search(bare):  # (2,251,252) is a triple
         bare = THOUSANDS.sub("", bare)

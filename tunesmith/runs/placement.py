@@ -30,6 +30,7 @@ def place_config(config: RunConfig, place: RankInfo, *, num_gpus: int) -> RunCon
 def check_workers(config: RunConfig, place: RankInfo) -> None:
     """Raise unless as many ranks run as the config says, and each gets a task."""
     num_workers, num_ranks = config.cluster.num_workers, place.world_size
+    found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
     if config.cluster.launcher == "ray" and not is_ray_worker():
         raise ConfigError(
             "cluster.launcher=ray starts runs of `tunesmith tune` and tune() only: leave it out here, or set torchrun"
@@ -43,19 +44,16 @@ def check_workers(config: RunConfig, place: RankInfo) -> None:
     if num_workers not in (None, 1) and num_ranks == 1 and not config.cluster.has_sharded_weights:
         logger.warning(
             "cluster.num_workers=%d (AgentScope's inference_engine_num), but this run has one process, which does the "
-            "work of all: to use %d GPUs, start the program with `torchrun --nproc-per-node %d`, or set "
-            "cluster.launcher=ray",
-            *[num_workers] * 3,
+            "work of all; `torchrun --nproc-per-node %d` starts a program on as many GPUs",
+            *(num_workers, num_workers),
         )
     elif num_workers is not None and num_workers != num_ranks:
-        found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ConfigError(
             f"cluster.num_workers={num_workers}, but this run has {found}: start it with `tunesmith tune RUN.yaml`, or "
             f"this program with `torchrun --nproc-per-node {num_workers}`, set cluster.launcher=ray, or leave "
             "cluster.num_workers (AgentScope's inference_engine_num) out"
         )
     if num_ranks <= config.cluster.sampling_ranks:
-        found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ConfigError(
             f"cluster.sampling_ranks={config.cluster.sampling_ranks} leaves no rank that trains, since this run has "
             f"{found}: lower it, or start more with --gpus or --ranks"
