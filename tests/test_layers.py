@@ -26,6 +26,7 @@ LAYERS = [
         "tool_log",
         "http_server",
         "data_juicer",
+        "json_rpc",
     },
     {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},

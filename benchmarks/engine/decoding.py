@@ -8,8 +8,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from tunesmith.engine.batch.decode_burst import BurstInput
-from tunesmith.engine.batch.kv_cache import KVCache
+from tunesmith.engine.batch.kv_cache import KVCache, build_states
 from tunesmith.engine.worker.model_runner import probe_layers
+from tunesmith.model.forward.recurrence import describe_states
 
 BLOCK_SIZE = 16
 
@@ -35,6 +36,7 @@ class Decoding:
         cache = KVCache(
             probe_layers(model), num_blocks=num_sequences * num_blocks + 1, block_size=BLOCK_SIZE, dtype=model.dtype,
             device=model.device,
+            states=build_states(describe_states(model), num_slots=num_sequences + 1, device=model.device),
         )  # fmt: skip
         for tensor in (*cache.keys, *cache.values):
             tensor.normal_()

@@ -5,9 +5,9 @@ log-normal up to 2k, more requests than run at once), `reasoning` (prompts aroun
 `long` (prompts of 4k to 8k, replies up to 4k) and `flat` (prompts of 4k to 8k that share nothing, replies of 1k). The
 first three come in groups of 8 that share a prompt. Replies have the length drawn for them. Two floors count only the
 bytes that any sampler reads, at the speed of a large copy: the weights once a step, and each live key and value once a
-step or, in the shared floor, a group's prompt once a group.
+step or, in the shared floor, a group's prompt once a group. With `--vllm`, vLLM gets the same requests first.
 
-    python -m benchmarks.engine.long_contexts --shape qwen3-0.6b --cases long flat
+    python -m benchmarks.engine.long_contexts --shape qwen3-0.6b --cases long flat --vllm
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from benchmarks.engine.peer_vllm import run_vllm
 from benchmarks.engine.rollout import Ceilings, build_model, measure, measure_ceilings
 from benchmarks.shared.report import publish
 from benchmarks.shared.shapes import SHAPES
@@ -90,6 +94,26 @@ def draw_requests(case: Case, vocab_size: int, *, reply_scale: float) -> Request
     return Requests(prompts=prompts[: case.num_requests], num_new=num_new)
 
 
+def write_requests(cases: dict[str, Requests], file: Path) -> None:
+    """Every case's prompts once, and for each request the index of its prompt and the length of its reply."""
+    written = {}
+    for name, requests in cases.items():
+        prompts = {id(prompt): prompt for prompt in requests.prompts}
+        places = {key: index for index, key in enumerate(prompts)}
+        pairs = [(places[id(p)], num) for p, num in zip(requests.prompts, requests.num_new, strict=True)]
+        written[name] = {"prompts": list(prompts.values()), "requests": pairs}
+    file.write_text(json.dumps(written))
+
+
+def run_vllm_cases(shape: str, names: Sequence[str], *, reply_scale: float, repeats: int) -> dict[str, Any]:
+    """vLLM's figures by case, from a process of its own."""
+    size = SHAPES[shape].vocab_size
+    cases = {name: draw_requests(CASES[name], size, reply_scale=reply_scale) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        write_requests(cases, file := Path(folder) / "requests.json")
+        return run_vllm(shape, "--requests", str(file), "--repeats", str(repeats), "--gpu-memory", "0.85")
+
+
 def compute_floors(model: PreTrainedModel, ceilings: Ceilings, case: Case, requests: Requests) -> tuple[float, float]:
     """Lower bounds in seconds without and with shared prompts read once: weights, keys and values, and the prefill."""
     config = model.config.get_text_config()
@@ -156,13 +180,18 @@ def main(options: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="cases to run")
     parser.add_argument("--reply-scale", type=float, default=1.0, help="multiplies the lengths of replies")
     parser.add_argument("--repeats", type=int, default=1, help="measured repeats, after one warm-up")
+    parser.add_argument("--vllm", action="store_true", help="measure vLLM too, which must be installed")
     parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args(options)
+    scale, repeats = arguments.reply_scale, arguments.repeats
+    peer = {}
+    if arguments.vllm:  # first, since it ends with its process and leaves the memory to this one
+        peer = run_vllm_cases(arguments.shape, arguments.cases, reply_scale=scale, repeats=repeats)
     arguments.device, arguments.model = "cuda", None
     model, ceilings = build_model(arguments), measure_ceilings("cuda")
     figures: dict[str, Any] = {}
     for name in arguments.cases:
-        figure = run_case(model, ceilings, CASES[name], reply_scale=arguments.reply_scale, repeats=arguments.repeats)
+        figure = run_case(model, ceilings, CASES[name], reply_scale=scale, repeats=repeats)
         figures[name] = figure
         print(
             f"{name:<12}{figure['tokens_per_s']:>10,.0f} tokens/s{figure['share'] * 100:>6.0f} % of the floor"
@@ -174,11 +203,12 @@ def main(options: Sequence[str] | None = None) -> None:
         name=f"long_contexts_{arguments.shape}",
         unit=f"sampled tokens a second, {first}",
         ours=figures[first]["tokens_per_s"],
-        peers={},
+        peers={f"vllm {peer['version']}": peer["cases"][first]["tokens_per_s"]} if peer else {},
         device="cuda",
         details={
-            "reply_scale": arguments.reply_scale,
+            "reply_scale": scale,
             "figures": figures,
+            "vllm": peer.get("cases"),
             "ceilings": dataclasses.asdict(ceilings),
         },
         out=arguments.out,

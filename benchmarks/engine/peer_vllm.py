@@ -6,6 +6,9 @@ one dictionary a token (`dict`), in flat lists (`flat`), and not at all (`none`)
 A figure is the median of whole calls, prefill included, after one warm-up call; the prefix cache is emptied before each
 call, and Python's garbage collector is paused during it. The last line is one JSON object.
 
+`long_contexts.py --vllm` starts it with `--requests`, a file of prompts and of the length of each reply; these have
+flat logprobs, and at most 256 run at once.
+
     python -m benchmarks.engine.peer_vllm --shape qwen3-0.6b --sequences 256 512
 """
 
@@ -33,24 +36,14 @@ SETTINGS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 LOGPROBS = {"dict": {"logprobs": 0}, "flat": {"logprobs": 0, "flat_logprobs": True}, "none": {}}
+MAX_PLACES = 256
+"""Requests that run at once with `--requests`, as in `long_contexts.CASES`."""
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def run_vllm(
-    shape: str, *, sequences: Sequence[int], prompt_tokens: int, new_tokens: int, group: int, repeats: int
-) -> dict[str, Any]:
+def run_vllm(shape: str, *options: str) -> dict[str, Any]:
     """Run this file and return its JSON object; its other output is shown."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.engine.peer_vllm",
-        "--shape",
-        shape,
-        "--sequences",
-        *map(str, sequences),
-    ]
-    command += ["--prompt-tokens", str(prompt_tokens), "--new-tokens", str(new_tokens)]
-    command += ["--group", str(group), "--repeats", str(repeats)]
+    command = [sys.executable, "-m", "benchmarks.engine.peer_vllm", "--shape", shape, *options]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         subprocess.run([*command, "--out", str(out)], check=True)
@@ -64,7 +57,7 @@ def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: i
     return [prompts[index // group] for index in range(num_sequences)]
 
 
-def build_engine(shape: str, folder: Path, *, max_model_len: int, memory: float) -> tuple[Any, int]:
+def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: int, memory: float) -> tuple[Any, int]:
     """vLLM's engine with random weights, and the size of the vocabulary."""
     import torch
     from vllm import LLM
@@ -83,20 +76,23 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, memory: float)
         dtype="bfloat16",
         skip_tokenizer_init=True,
         max_model_len=max_model_len,
-        max_num_seqs=max(CAPTURE_SIZES),
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=16384,
         gpu_memory_utilization=memory,
-        compilation_config={"cudagraph_capture_sizes": CAPTURE_SIZES},
+        compilation_config={"cudagraph_capture_sizes": [size for size in CAPTURE_SIZES if size <= max_num_seqs]},
         seed=0,
     )
     return engine, config.vocab_size
 
 
-def run_once(engine: Any, prompts: Sequence[list[int]], num_tokens: int, logprobs: dict[str, Any]) -> float:
+def run_once(engine: Any, prompts: Sequence[list[int]], num_new: Sequence[int], logprobs: dict[str, Any]) -> float:
     """Seconds of one call; checks that every request got all its tokens, with logprobs where these were asked for."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **logprobs)
+    samplings = [
+        SamplingParams(temperature=1.0, max_tokens=each, ignore_eos=True, detokenize=False, **logprobs)
+        for each in num_new
+    ]
     while not engine.reset_prefix_cache():
         engine.llm_engine.step()  # blocks of the last call are freed one step later
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -104,15 +100,31 @@ def run_once(engine: Any, prompts: Sequence[list[int]], num_tokens: int, logprob
     gc.disable()
     try:
         started = time.perf_counter()
-        outputs = engine.generate(requests, sampling, use_tqdm=False)
+        outputs = engine.generate(requests, samplings, use_tqdm=False)
         seconds = time.perf_counter() - started
     finally:
         gc.enable()
-    for output in outputs:
+    for output, each in zip(outputs, num_new, strict=True):
         (completion,) = output.outputs
-        assert len(completion.token_ids) == num_tokens
-        assert not logprobs or len(completion.logprobs) == num_tokens
+        assert len(completion.token_ids) == each
+        assert not logprobs or len(completion.logprobs) == each
     return seconds
+
+
+def run_requests(shape: str, file: Path, *, memory: float, repeats: int) -> dict[str, Any]:
+    """The calls of a file of `long_contexts.write_requests`, after a short call that compiles."""
+    cases = json.loads(file.read_text())
+    longest = max(len(case["prompts"][index]) + num for case in cases.values() for index, num in case["requests"])
+    folder = Path(tempfile.mkdtemp())
+    engine, _ = build_engine(shape, folder, max_model_len=longest, max_num_seqs=MAX_PLACES, memory=memory)
+    figures = {}
+    for name, case in cases.items():
+        prompts, num_new = [case["prompts"][index] for index, _ in case["requests"]], [n for _, n in case["requests"]]
+        run_once(engine, prompts, [16] * len(prompts), LOGPROBS["flat"])
+        seconds = [run_once(engine, prompts, num_new, LOGPROBS["flat"]) for _ in range(repeats)]
+        figures[name] = {"seconds": seconds, "tokens_per_s": sum(num_new) / statistics.median(seconds)}
+        print(f"vLLM, {name:<12}{figures[name]['tokens_per_s']:>10,.0f} tokens/s", flush=True)
+    return {"cases": figures}
 
 
 def main() -> None:
@@ -124,38 +136,43 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1, help="number of requests that share a prompt")
     parser.add_argument("--repeats", type=int, default=3, help="measured calls")
     parser.add_argument("--gpu-memory", type=float, default=0.6, help="as gpu_memory_utilization of vLLM")
-    parser.add_argument("--out", help="file for the JSON object")
+    parser.add_argument("--requests", type=Path, help="file of prompts and lengths, in place of the options above")
+    parser.add_argument("--out", type=Path, help="file for the JSON object")
     arguments = parser.parse_args()
     os.environ.update(SETTINGS)
-    started = time.perf_counter()
-    folder = Path(tempfile.mkdtemp())
-    longest = arguments.prompt_tokens + arguments.new_tokens
-    engine, vocab_size = build_engine(
-        arguments.shape, folder, max_model_len=max(1024, longest), memory=arguments.gpu_memory
-    )
     import vllm
 
-    result: dict[str, Any] = {
-        "version": vllm.__version__,
-        "shape": arguments.shape,
-        "ready_s": time.perf_counter() - started,
-        "cells": [],
-    }
-    for num_sequences in arguments.sequences:
-        prompts = build_prompts(vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
-        for name, logprobs in LOGPROBS.items():
-            seconds = [run_once(engine, prompts, arguments.new_tokens, logprobs) for _ in range(arguments.repeats + 1)][
-                1:
-            ]
-            rate = num_sequences * arguments.new_tokens / statistics.median(seconds)
-            cell = {"sequences": num_sequences, "logprobs": name, "tokens_per_s": rate, "seconds": seconds}
-            result["cells"].append(cell)
-            print(f"vLLM, logprobs {name:<5}{num_sequences:>6} sequences{rate:>12,.0f} tok/s", flush=True)
-            if arguments.out is not None:
-                Path(arguments.out).write_text(json.dumps(result))
+    result: dict[str, Any] = {"version": vllm.__version__, "shape": arguments.shape}
+    result |= (
+        run_sizes(arguments)
+        if arguments.requests is None
+        else run_requests(arguments.shape, arguments.requests, memory=arguments.gpu_memory, repeats=arguments.repeats)
+    )
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result))
     print(json.dumps(result), flush=True)
     sys.stderr.flush()
     os._exit(0)  # the engine's own shutdown takes seconds and prints warnings
+
+
+def run_sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every number of requests with every way to ask for logprobs."""
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp())
+    longest = max(1024, arguments.prompt_tokens + arguments.new_tokens)
+    engine, vocab_size = build_engine(
+        arguments.shape, folder, max_model_len=longest, max_num_seqs=max(CAPTURE_SIZES), memory=arguments.gpu_memory
+    )
+    ready_s, cells = time.perf_counter() - started, []
+    for num_sequences in arguments.sequences:
+        prompts = build_prompts(vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
+        num_new = [arguments.new_tokens] * num_sequences
+        for name, logprobs in LOGPROBS.items():
+            seconds = [run_once(engine, prompts, num_new, logprobs) for _ in range(arguments.repeats + 1)][1:]
+            rate = sum(num_new) / statistics.median(seconds)
+            cells.append({"sequences": num_sequences, "logprobs": name, "tokens_per_s": rate, "seconds": seconds})
+            print(f"vLLM, logprobs {name:<5}{num_sequences:>6} sequences{rate:>12,.0f} tok/s", flush=True)
+    return {"ready_s": ready_s, "cells": cells}
 
 
 if __name__ == "__main__":

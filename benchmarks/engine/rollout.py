@@ -41,6 +41,7 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.recurrence import count_state_bytes, list_recurrent
 from tunesmith.model.load import load_model
 from tunesmith.types import Completion, Sampling
 
@@ -115,19 +116,21 @@ def compute_floor(
 ) -> float:
     """Lower bound in seconds for any sampler: prefill, and steps whose contexts grow from `first`.
 
-    A step reads each multiplied weight once and each cached key and value once, and multiplies each row by each weight;
-    the larger of the two times counts.
+    A step reads each multiplied weight and each cached key and value once, reads and writes each recurrent state once,
+    and multiplies each row by each weight; the larger of the two times counts.
     """
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head = model.get_output_embeddings().weight.numel()
     body = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     body -= 0 if config.tie_word_embeddings else head
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
-    scored = 4 * config.num_hidden_layers * config.num_attention_heads * size
+    num_layers = config.num_hidden_layers - len(list_recurrent(model))  # those that attend
+    cached = 2 * num_layers * config.num_key_value_heads * size * model.dtype.itemsize
+    scored = 4 * num_layers * config.num_attention_heads * size
+    states = 2 * count_state_bytes(model)  # read and written
     seconds = 2 * body * num_prompt_tokens / ceilings.flops_per_s
     for context in range(first, first + num_steps):
-        num_bytes = (body + head) * model.dtype.itemsize + num_sequences * context * cached
+        num_bytes = (body + head) * model.dtype.itemsize + num_sequences * (context * cached + states)
         flops = num_sequences * (2 * (body + head) + scored * context)
         seconds += max(num_bytes / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
     return seconds
@@ -242,14 +245,9 @@ def run_peers(model: PreTrainedModel, arguments: argparse.Namespace, num_sequenc
 
 def run_vllm_peer(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Tokens per second of vLLM by number of sequences and form of the logprobs."""
-    result = run_vllm(
-        arguments.shape,
-        sequences=arguments.sequences,
-        prompt_tokens=arguments.prompt_tokens,
-        new_tokens=arguments.new_tokens,
-        group=arguments.group,
-        repeats=arguments.repeats,
-    )
+    options = ["--prompt-tokens", arguments.prompt_tokens, "--new-tokens", arguments.new_tokens]
+    options += ["--group", arguments.group, "--repeats", arguments.repeats]
+    result = run_vllm(arguments.shape, "--sequences", *map(str, [*arguments.sequences, *options]))
     rates: dict[str, dict[str, float]] = {}
     for cell in result["cells"]:
         name = f"vLLM {result['version']}, logprobs {cell['logprobs']}"

@@ -22,8 +22,9 @@ from types import SimpleNamespace
 
 from openai.types.chat import ChatCompletion
 
-from tunesmith.environments.episode import TaskEnvironment, count_open_sessions, play, play_seat
+from tunesmith.environments.episode import TaskEnvironment, play, play_seat
 from tunesmith.environments.sets import load_set
+from tunesmith.rollout.open_sessions import count_open_sessions
 
 SETS = {
     "reasoning_gym:leg_counting": "<answer>1</answer>",

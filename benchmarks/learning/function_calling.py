@@ -1,32 +1,65 @@
 """Function calls before and after training, on functions that were not trained, under one reader of calls.
 
-    python -m benchmarks.learning.function_calling results/runs/function_calling/seed42 \\
-        results/runs/function_calling/seed1 --out results/learning/function_calling.json
+    python -m benchmarks.learning.function_calling results/runs/function_calling \\
+        --out results/learning/function_calling.json
 
-Each folder has the evaluations of one run of `recipes/function_calling/run.yaml` before and after training. `reward` is
-what was paid then, with the reader of that day, which did not read Hermes' tags in a fence of Markdown. `reread` reads
-the text of replies again with the parser of this tree, so that a gain in it is not one of format alone.
-The paired tests compare tasks of the test split: McNemar's exact test over tasks, and a bootstrap over groups of tasks
-that share a function. The primary categories are those of which most rows have several functions or real users' text.
+The folder has an evaluation of the untrained model, `base`, and of arms `NAME-SEED`, as `function_calling_arms` keeps
+them: `step_*.json` of a run, or `comparison.json` of an evaluation. The text of every reply is read with the same
+parser and judged by the leaderboard's rules, whatever the arm was paid for.
+
+The primary categories are those of which most rows have several functions or real users' text. `unseen` are primary
+tasks of which every offered function, those that the task does not need too, is in no training task. `no_call` are the
+questions that no offered function answers. The content of calls is compared apart from their form on the tasks that
+had a readable call before and have one after.
+Paired comparisons are by task: McNemar's exact test for one seed, and bootstrap intervals over groups of tasks that
+share a function, for the mean of the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import comb
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.shared.report import publish
 from tunesmith.chat.parsers.json_calls import JSON
-from tunesmith.environments.sets.bfcl import TRAINED, Row, find_data, find_names, group_functions, load_rows
+from tunesmith.environments.sets.bfcl import (
+    TRAINED,
+    Row,
+    find_data,
+    find_names,
+    group_functions,
+    load_rows,
+    split_irrelevance,
+)
 from tunesmith.environments.sets.bfcl_calls import Call, find_mistake
+from tunesmith.storage import load_json_lines
 
 PRIMARY = ("live_simple", "live_multiple", "multiple")
+NO_CALL = ("irrelevance", "live_irrelevance")
 BOOTSTRAP = 2000
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply to a test task, as read here."""
+
+    paid: float
+    """What the evaluation paid."""
+    text: str
+    num_tokens: int
+    calls: Sequence[Call]
+    is_right: bool
+    has_right_names: bool
 
 
 def read_calls(text: str, row: Row) -> list[Call]:
@@ -42,16 +75,76 @@ def read_calls(text: str, row: Row) -> list[Call]:
     return calls
 
 
-def reread(task: dict[str, Any], row: Row) -> float:
-    """The reward of a task, or that of the calls in its text, if that is higher: text is what was not read as calls."""
-    reward, text = task["rewards"][0], task["responses"][0]
-    if reward == 1 or not text:
-        return float(reward)
-    calls, is_parallel = read_calls(text, row), "parallel" in row.line["id"]
-    return float(not find_mistake(row.line["function"], calls, row.line["accepted"], is_parallel=is_parallel))
+def judge(text: str, num_tokens: int, paid: float, row: Row) -> Answer:
+    calls, line = read_calls(text, row), row.line
+    if "accepted" not in line:
+        return Answer(paid, text, num_tokens, calls, not calls, not calls)
+    is_parallel = "parallel" in line["id"]
+    names = sorted(name for name, _ in calls) == sorted(find_names(line))
+    is_right = not find_mistake(line["function"], calls, line["accepted"], is_parallel=is_parallel)
+    return Answer(paid, text, num_tokens, calls, is_right, names)
 
 
-def compare(before: dict[str, float], after: dict[str, float], groups: dict[str, str]) -> dict[str, Any]:
+def load_answers(folder: Path, rows: Mapping[str, Row]) -> dict[int, dict[str, Answer]]:
+    """Step -> answers by task; an evaluation without steps has the step 0."""
+    found: dict[int, dict[str, Answer]] = {}
+    if (compared := folder / "comparison.json").is_file():
+        (model,) = json.loads(compared.read_text())["test"]["models"].values()
+        tasks = [(each["row"]["id"], each["attempts"][0]) for each in model["tasks"]]
+        found[0] = {
+            name: judge(each["response"], each["sampled_tokens"], each["reward"], rows[name]) for name, each in tasks
+        }
+    for file in sorted(folder.glob("step_*.json")):
+        values = [each for each in json.loads(file.read_text())["test"]["tasks"] if each["rewards"][0] is not None]
+        found[int(file.stem.removeprefix("step_"))] = {
+            (name := each["row"]["id"]): judge(
+                each["responses"][0], each["num_sampled_tokens"][0], each["rewards"][0], rows[name]
+            )
+            for each in values
+        }
+    return found
+
+
+def list_parts(rows: Mapping[str, Row], names: Sequence[str]) -> dict[str, list[str]]:
+    """Parts of the test tasks."""
+    by_length = sorted([*TRAINED, *NO_CALL], key=len, reverse=True)
+    category = {name: next(each for each in by_length if name.startswith(each)) for name in names}
+    seen = {each["name"] for row in rows.values() if not row.is_held_out for each in row.line["function"]}
+    parts = {
+        "primary": [name for name in names if category[name] in PRIMARY],
+        "all": [name for name in names if category[name] in TRAINED],
+        "no_call": [name for name in names if category[name] in NO_CALL],
+    }
+    parts["unseen"] = [
+        name for name in parts["primary"] if not seen & {each["name"] for each in rows[name].line["function"]}
+    ]
+    return parts | {each: [name for name in names if category[name] == each] for each in [*TRAINED, *NO_CALL]}
+
+
+def measure(
+    answers: Mapping[str, Answer], base: Mapping[str, Answer], parts: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    """Accuracies by part; and of the primary tasks, form and content."""
+    primary = [answers[name] for name in parts["primary"]]
+    called = [each for each in primary if each.calls]
+    named = [each for each in called if each.has_right_names]
+    both = [name for name in parts["primary"] if answers[name].calls and base[name].calls]
+    return {
+        "accuracy": {part: fmean(answers[name].is_right for name in names) for part, names in parts.items() if names},
+        "called": fmean(bool(each.calls) for each in primary),
+        "right_names_if_called": fmean(each.has_right_names for each in called) if called else None,
+        "right_if_right_names": fmean(each.is_right for each in named) if named else None,
+        "readable_before_and_after": {
+            "tasks": len(both),
+            "base": fmean(base[name].is_right for name in both) if both else None,
+            "arm": fmean(answers[name].is_right for name in both) if both else None,
+        },
+        "sampled_tokens": fmean(each.num_tokens for each in primary),
+        "read_unlike_paid": sum(each.is_right != each.paid for each in answers.values()),
+    }
+
+
+def compare(before: Mapping[str, float], after: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, Any]:
     """The paired difference of two scores by task, with McNemar's p and a bootstrap interval over groups."""
     better = sum(after[each] > before[each] for each in before)
     worse = sum(after[each] < before[each] for each in before)
@@ -64,57 +157,137 @@ def compare(before: dict[str, float], after: dict[str, float], groups: dict[str,
         sample = [value for group in rng.choices(drawn, k=len(drawn)) for value in group]
         means.append(sum(sample) / len(sample))
     means.sort()
+    is_binary = {*before.values(), *after.values()} <= {0.0, 1.0}
     return {
         "tasks": len(before),
         "groups": len(drawn),
-        "before": sum(before.values()) / len(before),
-        "after": sum(after[each] for each in before) / len(before),
+        "difference": fmean(after[each] - before[each] for each in before),
         "better": better,
         "worse": worse,
-        "p": min(1.0, 2 * tail),
+        "p": min(1.0, 2 * tail) if is_binary else None,
         "interval_95": [means[int(0.025 * BOOTSTRAP)], means[int(0.975 * BOOTSTRAP)]],
     }
 
 
+def average(seeds: Sequence[Mapping[str, Answer]], names: Sequence[str]) -> dict[str, float]:
+    return {name: fmean(each[name].is_right for each in seeds) for name in names}
+
+
+def read_cost(folder: Path, answers: Mapping[int, Mapping[str, Answer]], primary: Sequence[str]) -> dict[str, Any]:
+    """Seconds of the arm's processes; of its steps, seconds, rollouts and tokens; and accuracy over rollouts."""
+    ended = next(file for name in ("done.json", "failed.json") if (file := folder / name).is_file())
+    record = json.loads(ended.read_text())
+    cost: dict[str, Any] = {"seconds": record["seconds"], "is_cut": record["is_cut"]}
+    metrics = folder / "metrics.jsonl"
+    rows = load_json_lines(metrics) if metrics.is_file() else []
+    steps = {row["step"]: row for row in rows if "perf/step_s" in row}
+    if not steps:
+        return cost
+    return cost | {
+        "steps": len(steps),
+        "step_seconds": sum(row["perf/step_s"] for row in steps.values()),
+        "rollouts": sum(row["rollout/num_trajectories"] for row in steps.values()),
+        "sampled_tokens": sum(row["rollout/num_sampled_tokens"] for row in steps.values()),
+        "prompt_tokens": sum(row["rollout/num_prompt_tokens"] for row in steps.values()),
+        "useful_groups": fmean(row["experience/num_useful_groups"] for row in steps.values()),
+        "curve": [
+            {
+                "step": step,
+                "rollouts": sum(row["rollout/num_trajectories"] for each, row in steps.items() if each <= step),
+                "step_seconds": sum(row["perf/step_s"] for each, row in steps.items() if each <= step),
+                "primary": fmean(found[name].is_right for name in primary),
+                "paid": fmean(each.paid for each in found.values()),
+            }
+            for step, found in answers.items()
+        ],
+    }
+
+
+def show_examples(rows: Mapping[str, Row], names: Sequence[str], arms: Mapping[str, Mapping[str, Answer]]) -> str:
+    """Replies of the arms to tasks, as Markdown."""
+    lines = []
+    for name in names:
+        line = rows[name].line
+        offered = ", ".join(f"`{each['name']}`" for each in line["function"])
+        lines += [f"## {name}", "", f"> {line['question'][0][-1]['content']}".replace("\n", "\n> "), ""]
+        lines += [f"Offered: {offered}. Accepted: `{json.dumps(line.get('accepted', 'no call'))}`", ""]
+        for arm, answers in arms.items():
+            verdict = "right" if answers[name].is_right else "wrong"
+            lines += [f"{arm}, {verdict}:", "", "```text", answers[name].text.strip() or "(nothing)", "```", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--data", help="folder of bfcl-eval's data; the installed package's without it")
+    parser.add_argument("--examples", type=Path, help="Markdown file for replies of the base and of an arm")
+    parser.add_argument("--example-arm", default="rl-42")
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     folder = find_data(arguments.data)
-    rows, functions = load_rows(folder, ""), group_functions(folder)
-    groups = {name: functions[find_names(row.line)[0]] for name, row in rows.items()}
-    by_length = sorted(TRAINED, key=len, reverse=True)
-    category = {name: next(each for each in by_length if name.startswith(each)) for name in rows}
-    details: dict[str, Any] = {}
-    for run in arguments.folders:
-        files = sorted(run.glob("step_*.json"))
-        tasks = [json.loads(file.read_text())["test"]["tasks"] for file in (files[0], files[-1])]
-        evaluations = [{each["row"]["id"]: each for each in found} for found in tasks]
-        names = list(evaluations[0])
-        parts = {"all": names, "primary": [name for name in names if category[name] in PRIMARY]}
-        parts |= {each: [name for name in names if category[name] == each] for each in TRAINED}
-        scores = {
-            "reward": [{name: each["rewards"][0] for name, each in found.items()} for found in evaluations],
-            "reread": [{name: reread(each, rows[name]) for name, each in found.items()} for found in evaluations],
+    functions = group_functions(folder)
+    rows = load_rows(folder, "") | split_irrelevance(folder)
+    first_names = {
+        name: find_names(row.line)[0] if "accepted" in row.line else row.line["function"][0]["name"]
+        for name, row in rows.items()
+    }
+    groups = {name: functions.get(each, each) for name, each in first_names.items()}
+    folders = [each for each in sorted(arguments.folder.iterdir()) if each.is_dir() and not each.match("game*")]
+    found = {each.name: load_answers(each, rows) for each in folders}
+    evaluated = {name: steps for name, steps in found.items() if steps}
+    last = {name: steps[max(steps)] for name, steps in evaluated.items()}
+    base = last[BASE]
+    parts = list_parts(rows, list(base))
+    details: dict[str, Any] = {"parts": {part: len(names) for part, names in parts.items()}, "seeds": {}, "arms": {}}
+    by_arm: dict[str, list[str]] = defaultdict(list)
+    for name in last:
+        by_arm[name.rpartition("-")[0] or name].append(name)
+    for name, answers in last.items():
+        details["seeds"][name] = measure(answers, base, parts) | {
+            "step": max(evaluated[name]),
+            "against_base": {
+                part: compare(average([base], parts[part]), average([answers], parts[part]), groups)
+                for part in ("primary", "all", "no_call", "unseen")
+                if parts[part]
+            },
+            "cost": read_cost(arguments.folder / name, evaluated[name], parts["primary"]),
         }
-        details[run.name] = {
-            kind: {
-                part: compare({name: before[name] for name in part_names}, after, groups)
-                for part, part_names in parts.items()
-            }
-            for kind, (before, after) in scores.items()
+    for arm, seeds in by_arm.items():
+        own = [last[each] for each in seeds]
+        details["arms"][arm] = {
+            "seeds": len(seeds),
+            "accuracy": {part: fmean(average(own, names).values()) for part, names in parts.items() if names},
+            **{
+                f"against_{other}": {
+                    part: compare(
+                        average([last[each] for each in by_arm[other]], parts[part]), average(own, parts[part]), groups
+                    )
+                    for part in ("primary", "all", "no_call", "unseen")
+                    if parts[part]
+                }
+                for other in (BASE, "rl")
+                if other in by_arm and other != arm
+            },
         }
-        for part, each in details[run.name]["reread"].items():
-            low, high = each["interval_95"]
-            change = f"{each['before']:7.1%} -> {each['after']:6.1%}  {low:+.1%} to {high:+.1%}  p {each['p']:.1g}"
-            print(f"{run.name:8} {part:18} {each['tasks']:4} {change}")
-    gains = [each["reread"]["primary"]["after"] - each["reread"]["primary"]["before"] for each in details.values()]
+    print("| arm | seeds | primary | all | unseen | no call | primary against base |\n|---|---|---|---|---|---|---|")
+    for arm, each in details["arms"].items():
+        accuracy = each["accuracy"]
+        values = " | ".join(
+            f"{accuracy.get(part, float('nan')):.1%}" for part in ("primary", "all", "unseen", "no_call")
+        )
+        against = each.get("against_base", {}).get("primary")
+        low, high = against["interval_95"] if against else (0.0, 0.0)
+        gain = f"{100 * against['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})" if against else ""
+        print(f"| {arm} | {each['seeds']} | {values} | {gain} |")
+    if arguments.examples is not None:
+        order = sorted(parts["primary"], key=lambda each: hashlib.sha256(each.encode()).hexdigest())
+        shown = {"base": base, arguments.example_arm: last[arguments.example_arm]}
+        arguments.examples.write_text(show_examples(rows, order[:10], shown))
     publish(
         name="function_calling",
-        unit="points of accuracy, primary categories, reread",
-        ours=100 * sum(gains) / len(gains),
+        unit="points of accuracy, primary categories",
+        ours=100 * details["arms"]["rl"]["against_base"]["primary"]["difference"],
         peers={},
         device="cpu",
         details=details,

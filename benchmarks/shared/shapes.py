@@ -13,8 +13,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
+
+from tunesmith.model.forward.recurrence import is_recurrent
 
 SHAPES: dict[str, PretrainedConfig] = {
     "smollm2-135m": LlamaConfig(
@@ -41,6 +44,16 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
         num_key_value_heads=8, max_position_embeddings=32768,
     ),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+        tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+    "qwen3.5-9b": Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+        max_position_embeddings=32768,
+    ),
 }  # fmt: skip
 
 
@@ -55,6 +68,7 @@ def count_parameters(shape: str, num_layers: int | None = None) -> int:
 def count_multiplied(shape: str, num_layers: int | None = None) -> int:
     """Parameters that each token is multiplied with: those of the layers and of the head."""
     config = SHAPES[shape]
+    assert not is_recurrent(config), f"{shape} has layers of two kinds"
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = config.hidden_size * head * 2 * (config.num_attention_heads + config.num_key_value_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size

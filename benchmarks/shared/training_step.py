@@ -34,7 +34,7 @@ from tunesmith.loop import StepParts, run_step
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_config import build_section
 from tunesmith.runs.policy import Policy, load_actors
 from tunesmith.tasks.selector import TaskFeed, build_sequential
 from tunesmith.trainer.trainer import Trainer
@@ -108,7 +108,7 @@ def build_step_config(arguments: argparse.Namespace, **sections: Mapping[str, An
     }
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section}
-    return build_config(settings)
+    return build_section(RunConfig, settings)
 
 
 def load_step_actors(

@@ -4,8 +4,8 @@ The sampler computes one token at a time over a KV cache, the trainer one forwar
 bfloat16, at different places of the same sums. Their logprobs of the sampled tokens are compared (k3: mean of exp(d) -
 1 - d), with logits rounded to bfloat16 or not, and with the residual stream in bfloat16 or, through autocast, in
 float32. "exact" is a float32 forward with the same bfloat16 weights. With `--shape` Tunesmith's engine and trainer are
-compared on random weights instead, with both values of `model.residual_dtype`, and the cost of each
-(`own_mismatch.py`).
+compared on random weights instead, with both values of `model.residual_dtype` or with exact numerics, and the cost of
+each (`own_mismatch.py`).
 
     python -m benchmarks.training.mismatch --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
     python -m benchmarks.training.mismatch --shape qwen3-0.6b --device cuda \\
@@ -128,11 +128,12 @@ def compare_modes(arguments: argparse.Namespace) -> None:
 def compare_own(arguments: argparse.Namespace) -> None:
     """Tunesmith's engine and trainer on random weights, with residuals in both dtypes."""
     found = measure_shape(arguments)
+    rates = {name: figures.step_s for name, figures in found.items()}
     publish(
         name=f"mismatch_{arguments.shape}",
-        unit="1 / k3",
-        ours=1 / found["float32 residuals"].k3,
-        peers={"bfloat16 residuals": 1 / found["bfloat16 residuals"].k3},
+        unit="seconds of the trainer's step, last line",
+        ours=list(rates.values())[-1],
+        peers={},
         device=arguments.device,
         details=describe(arguments) | {name: dataclasses.asdict(figures) for name, figures in found.items()},
         out=arguments.out,
@@ -148,6 +149,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="tokens sampled after each prompt")
     parser.add_argument(
         "--shape", choices=list(SHAPES), help="compare engine and trainer on random weights of this shape"
+    )
+    parser.add_argument(
+        "--numerics",
+        choices=["fast", "exact"],
+        default="fast",
+        help="with --shape: exact measures that mode alone",
     )
     parser.add_argument("--sequences", type=int, default=128, help="with --shape: number of sequences")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape: prompt tokens per sequence")

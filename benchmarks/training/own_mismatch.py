@@ -24,10 +24,12 @@ from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.exact import use_exact_numerics
 from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, Sampling
 
+RESIDUALS, EXACT = ("bfloat16 residuals", "float32 residuals"), "exact"
 LOGIT_STD = 4.2
 """Measured with SmolLM2-135M on chat prompts."""
 WARMUP_STEPS = 3
@@ -47,11 +49,13 @@ class Figures:
 
 
 def measure_shape(arguments: argparse.Namespace) -> dict[str, Figures]:
-    """Measure and print a line for each residual dtype."""
+    """Measure and print a line for each residual dtype, and on a GPU for exact numerics."""
     print(f"{'':<20}{'k3':>10}{'largest log-ratio':>19}{'engine tokens/s':>17}{'step s':>10}{'peak GB':>9}")
     found = {}
-    for name, is_wide in (("bfloat16 residuals", False), ("float32 residuals", True)):
-        found[name] = ours = measure_residuals(arguments, is_wide=is_wide)
+    for name in (arguments.numerics,) if arguments.numerics == EXACT else RESIDUALS:
+        if name == EXACT:
+            use_exact_numerics()  # in this process, for good
+        found[name] = ours = measure_residuals(arguments, is_wide=name == "float32 residuals")
         peak = "-" if ours.step_peak_gb is None else f"{ours.step_peak_gb:.2f}"
         print(
             f"{name:<20}{ours.k3:>10.2e}{ours.max_log_ratio:>19.3f}{ours.engine_tokens_per_s:>17,.0f}"

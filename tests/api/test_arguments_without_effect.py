@@ -12,7 +12,7 @@ from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.commands.sft.conversation_rows import load_conversation_rows
 from tunesmith.config import ConversationDataSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 from tunesmith.runs.load_function import load_functions
 
 
@@ -68,7 +68,7 @@ def test_auxiliary_models_that_no_function_takes_are_refused():
 )
 def test_knobs_of_evaluations_without_held_out_tasks_are_refused(data, values, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(None, values={"model": {"path": "m"}, "train_dataset": {"path": data}, **values})
+        load_section(RunConfig, None, values={"model": {"path": "m"}, "train_dataset": {"path": data}, **values})
 
 
 def test_when_to_evaluate_may_be_given_without_held_out_tasks():

@@ -144,7 +144,7 @@ def test_a_long_conversation_is_rendered_from_its_last_messages():
     history = make_history(has_system=True, num_rounds=3, num_results=0)
     rendered = []
     plain = renders._jinja.render
-    renders._jinja.render = lambda messages, **options: rendered.append(len(messages)) or plain(messages, **options)
+    renders._jinja.render = lambda messages, *rest: rendered.append(len(messages)) or plain(messages, *rest)
     reply, new = Message(role="assistant", content=SENTINEL), Message(role="user", content="next")
     renders.render_delta([*history, reply, new], tools=(), variables={})
     renders.render_delta([*history, reply, new], tools=(), variables={})

@@ -10,8 +10,9 @@ import pytest
 from tunesmith import JudgeOutput, WorkflowOutput
 from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.compat.chat_models import build_openai_chat_model
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, DataError, StorageError
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 from tunesmith.runs.workspace import Workspace
 
 
@@ -31,7 +32,7 @@ def measure(tmp_path, pocket_folder):
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"question": f"{n} apples", "number": n}) + "\n" for n in range(5))
     )
-    config = load_config(
+    config = load_section(RunConfig,
         None,
         [
             f"model.path={pocket_folder}", "model.max_model_len=64", "model.max_tokens=3", "model.device=cpu",

@@ -26,7 +26,7 @@ from tunesmith.config import (
     TrainerSection,
 )
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 from tunesmith.runs.placement import place_config
 
 NOTHING = dict.fromkeys(
@@ -107,16 +107,16 @@ def test_training_sets_replace_those_of_the_file():
         "total_steps": 9,
         "train_datasets": {"a": {"path": "1", "required_fields": ["q"]}, "b": {"path": "2"}},
     }
-    one = load_config(None, base=file, values=translate(train_dataset=DatasetConfig(path="3")))
+    one = load_section(RunConfig, None, base=file, values=translate(train_dataset=DatasetConfig(path="3")))
     assert one.training_sets == {"train": DatasetSection(path="3")} and one.total_steps == 9
     sets = {"a": DatasetConfig(path="3", total_epochs=2), "c": DatasetConfig(path="4")}
-    several = load_config(None, base=file, values=translate(train_dataset=sets))
+    several = load_section(RunConfig, None, base=file, values=translate(train_dataset=sets))
     assert several.training_sets == {
         "a": DatasetSection(path="3", required_fields=("q",)),
         "c": DatasetSection(path="4"),
     }
     assert (several.total_epochs, several.total_steps) == (2, None)
-    assert list(load_config(None, base=file).training_sets) == ["a", "b"]
+    assert list(load_section(RunConfig, None, base=file).training_sets) == ["a", "b"]
 
 
 def test_another_selector_takes_no_arguments_from_the_file():
@@ -125,7 +125,7 @@ def test_another_selector_takes_no_arguments_from_the_file():
 
     def select(selector):
         values = translate(train_dataset=DatasetConfig(path="1", task_selector=selector))
-        return load_config(None, base=file, values=values).train_dataset.task_selector
+        return load_section(RunConfig, None, base=file, values=values).train_dataset.task_selector
 
     assert select("random") == SelectorSection(selector_type="random")
     same = select({"selector_type": "difficulty_based", "kwargs": {"tau": 1.0}})
@@ -225,8 +225,8 @@ def test_only_an_auxiliary_model_may_be_on_a_server():
 
 def test_an_empty_mapping_removes_the_held_out_sets_of_the_file():
     file = {"model": {"path": "m"}, "eval_datasets": {"a": {"path": "1"}}}
-    assert load_config(None, base=file, values=translate(eval_dataset={})).eval_datasets == {}
-    assert list(load_config(None, base=file, values=translate()).eval_datasets) == ["a"]
+    assert load_section(RunConfig, None, base=file, values=translate(eval_dataset={})).eval_datasets == {}
+    assert list(load_section(RunConfig, None, base=file, values=translate()).eval_datasets) == ["a"]
 
 
 @pytest.mark.parametrize("is_program", [True, False])

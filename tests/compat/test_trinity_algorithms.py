@@ -8,14 +8,15 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.compat.trinity_algorithms import PARTS, TERMS_ARGS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_config import build_section
 
 
 def read(**algorithm):
     """Our algorithm section for a file with these keys."""
-    return build_config(
-        translate_trinity_file({"buffer": {}, "model": {"model_path": "m"}, "algorithm": algorithm}).values
+    return build_section(
+        RunConfig, translate_trinity_file({"buffer": {}, "model": {"model_path": "m"}, "algorithm": algorithm}).values
     ).algorithm
 
 

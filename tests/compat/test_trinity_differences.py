@@ -13,13 +13,14 @@ from tunesmith.algorithms.losses.policy import compute_mu
 from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.compat.trinity_algorithms import DIFFERENT_DEFAULTS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
-from tunesmith.runs.load_config import build_config
+from tunesmith.config import RunConfig
+from tunesmith.runs.load_config import build_section
 
 
 def translate(**values):
     """Our config and the notes, for a file with a model section and `values`."""
     translation = translate_trinity_file({"model": {"model_path": "m"}} | values)
-    return build_config(translation.values), translation.notes
+    return build_section(RunConfig, translation.values), translation.notes
 
 
 def translate_algorithm(name, **keys):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tunesmith.compat.trinity_yaml import translate_trinity_file
-from tunesmith.runs.load_config import build_config
+from tunesmith.config import RunConfig
+from tunesmith.runs.load_config import build_section
 
 
 def nest(key, value):
@@ -21,7 +22,7 @@ def merge(one, other):
 
 def translate(*pairs):
     """The run config translated from a file with these keys."""
-    return build_config(translate_keys(*pairs).values)
+    return build_section(RunConfig, translate_keys(*pairs).values)
 
 
 def read_notes(*pairs):

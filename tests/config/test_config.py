@@ -22,7 +22,7 @@ from tunesmith.config import (
 )
 from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import describe_options, find_section, load_config
+from tunesmith.runs.load_config import describe_options, find_section, load_section
 
 
 def iter_sections(section: type[Section] = Section):
@@ -71,7 +71,7 @@ def test_every_number_refuses_a_boolean():
 
 def test_a_number_that_is_a_boolean_is_named_with_its_cause():
     with pytest.raises(ConfigError) as refused:
-        load_config(None, ["model.path=m", "algorithm.batch_size=yes", "trainer.betas=[no, 0.9]"])
+        load_section(RunConfig, None, ["model.path=m", "algorithm.batch_size=yes", "trainer.betas=[no, 0.9]"])
     cause = "is a boolean where a number is expected (YAML reads yes, no, on and off as booleans)"
     assert str(refused.value) == f"algorithm: batch_size=True {cause}; trainer: betas=[False, 0.9] {cause}"
 
@@ -205,12 +205,12 @@ def test_defaults_are_valid():
 )
 def test_values_that_would_fail_later_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(None, [override], values={"model": {"path": "m"}})
+        load_section(RunConfig, None, [override], values={"model": {"path": "m"}})
 
 
 def test_zero_and_low_temperatures_are_allowed():
     for temperature in (0, 1e-5, 0.01):
-        assert load_config(None, values={"model": {"path": "m", "temperature": temperature}})
+        assert load_section(RunConfig, None, values={"model": {"path": "m", "temperature": temperature}})
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,6 @@ def test_zero_and_low_temperatures_are_allowed():
 def test_a_number_or_address_that_no_run_survives_is_refused_by_the_name_of_its_knob(override):
     key = override.partition("=")[0]
     with pytest.raises(ConfigError) as caught:
-        load_config(None, ["model.path=m", override])
+        load_section(RunConfig, None, ["model.path=m", override])
     assert str(caught.value).startswith(key)
     assert "\n" not in str(caught.value)

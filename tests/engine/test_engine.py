@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines import GREEDY, build_engine, build_prompts, compute_reference_logits, generate_all
-from tiny_models import CONFIGS, build_tiny
+from tiny_models import CONFIGS, RECURRENT, build_tiny
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -24,7 +24,7 @@ PROMPT_LENGTHS = (3, 17, 30, 4, 65, 8)
 SMOLLM2 = os.environ.get("TUNESMITH_SMOLLM2")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *RECURRENT])
 def test_greedy_equals_generate_token_for_token(name: str) -> None:
     prompts = build_prompts(*PROMPT_LENGTHS)
     completions = generate_all(build_engine(name), prompts, Sampling(max_tokens=12, distribution=GREEDY))
@@ -73,7 +73,7 @@ def test_logprobs_equal_a_full_forward_under_every_setting(name: str, distributi
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "lfm2", "qwen3_5"])
 def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(name: str) -> None:
     prompts = [[*build_prompts(20)[0], *tail] for tail in build_prompts(1, 9, 30, 5, 2)] * 2
     sampling = Sampling(max_tokens=20)

@@ -51,18 +51,19 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 
 
 @cache
-def build_reference_engine():
-    return build_engine(has_prefix_cache=False)
+def build_reference_engine(name: str) -> LocalEngine:
+    return build_engine(name, has_prefix_cache=False)
 
 
 @cache
-def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
-    return run_lockstep(build_reference_engine().generate(prompt, sampling))
+def generate_alone(name: str, prompt: tuple[int, ...], sampling: Sampling) -> Completion:
+    return run_lockstep(build_reference_engine(name).generate(prompt, sampling))
 
 
 @pytest.mark.parametrize("build", [build_engine, build_burst_engine])
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(
+    st.sampled_from(["llama", "lfm2", "qwen3_5"]),
     st.lists(arrivals(), min_size=1, max_size=10),
     st.fixed_dictionaries(
         {
@@ -73,11 +74,14 @@ def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
             "has_prefix_cache": st.booleans(),
             "max_waiting": st.sampled_from([1, 100]),
             "decode_block": st.sampled_from([1, 4, 9]),
+            "max_speculating_seqs": st.sampled_from([0, 2, 16]),
         }
     ),
 )
-def test_any_load_gives_the_tokens_of_each_request_alone(build: Build, load: list[Arrival], section: dict) -> None:
-    engine = build(**section)
+def test_any_load_gives_the_tokens_of_each_request_alone(
+    build: Build, name: str, load: list[Arrival], section: dict
+) -> None:
+    engine = build(name, **section)
 
     async def send(arrival: Arrival) -> tuple[list[int], Completion | None]:
         received: list[int] = []
@@ -101,7 +105,7 @@ def test_any_load_gives_the_tokens_of_each_request_alone(build: Build, load: lis
         return results
 
     for arrival, (received, completion) in zip(load, run_lockstep(run()), strict=True):
-        alone = generate_alone(arrival.prompt, arrival.sampling)
+        alone = generate_alone(name, arrival.prompt, arrival.sampling)
         if completion is None:
             assert len(received) >= (arrival.cancel_after or 0)
             assert received == list(alone.sampled_ids[: len(received)])

@@ -135,6 +135,46 @@ def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     assert asyncio.run(answer(environment, row, Reply("", [call("tool0_f", {"x": 0})])))[0] == 0.0
 
 
+def test_questions_that_no_function_answers_are_split_by_their_functions(folder, tmp_path):
+    sets = [load_set("bfcl", {"path": folder}).rows[split] for split in ("train", "test")]
+    train, test = (next(iter(json.loads(rows[0]["answer"])[0])) for rows in sets)
+    for category, offered in {
+        "irrelevance": [[train], [test]],
+        "live_irrelevance": [[test, train], [], [test]],
+    }.items():
+        write_rows(
+            tmp_path / f"BFCL_v4_{category}.json",
+            [
+                {
+                    "id": f"{category}_{number}",
+                    "question": [[{"role": "user", "content": "Why?"}]],
+                    "function": [{**FUNCTION, "name": name} for name in names],
+                }
+                for number, names in enumerate(offered)
+            ],
+        )
+    environment = load_set("bfcl", {"path": folder, "irrelevance": True})
+    added = [
+        {row["id"] for row in environment.rows[split]} - {row["id"] for row in rows}
+        for split, rows in zip(("train", "test"), sets, strict=True)
+    ]
+    assert added == [{"irrelevance_0"}, {"irrelevance_1", "live_irrelevance_2"}]
+    row = next(row for row in environment.rows["train"] if row["id"] == "irrelevance_0")
+    assert asyncio.run(answer(environment, row, Reply("No.")))[0] == 1.0
+    assert asyncio.run(answer(environment, row, Reply("", [call(train.replace(".", "_"), {"x": 0})])))[0] == 0.0
+    with pytest.raises(
+        ConfigError, match="environment.args.irrelevance is no argument of bfcl:multiple; allowed are path$"
+    ):
+        load_set("bfcl:multiple", {"path": folder, "irrelevance": True})
+
+
+def test_the_response_of_an_episode_has_the_calls_of_the_reply():
+    assert Reply("No.").response == "No."
+    unreadable = Segment(kind="call", text="{", tool="g", call_id="c")
+    written = Reply("I look.", [call("f", {"x": "\u00e9"}), unreadable]).response
+    assert written == 'I look.\n{"name": "f", "arguments": {"x": "\u00e9"}}\n{"name": "g", "arguments": "{"}'
+
+
 def test_what_is_missing_is_named(tmp_path, folder):
     with pytest.raises(ConfigError, match=r"args.path='.*' has no file BFCL_v4_simple_python.json"):
         load_set("bfcl:multiple", {"path": f"{tmp_path}/no"})

@@ -19,6 +19,7 @@ from tunesmith.environments.built_in import build_python_tool
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import build_requests
+from tunesmith.rollout.open_sessions import count_open_sessions
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.workers.group_runner import GroupRunner
@@ -121,6 +122,51 @@ async def test_a_branch_repeats_the_calls_of_an_environments_own_tools():
     group, _, _ = await run_group([], write=write_native, mark="All about", workflow=workflow)
     assert sum(run.parent is not None for run in group.trajectories) > 3
     assert [(run.failure, run.reward) for run in group.trajectories] == [(None, float(NUM_CALLS))] * 8
+
+
+class Walk:
+    """Each reply is a step, and some cannot be repeated: the place is no function of the replies."""
+
+    opened, stepped, closed = [], 0, []
+    numbers = itertools.count(100)
+
+    def __init__(self, way=()):
+        self.way = list(way)
+
+    async def reset(self, task):
+        Walk.opened.append(self)
+        return "Walk."
+
+    async def step(self, action):
+        Walk.stepped += 1
+        self.way.append(next(self.numbers))
+        return f"You are at {self.way[-1]}.", 1.0, len(self.way) == 3
+
+    def finish(self):
+        raise AssertionError("the episode has ended")
+
+    def copy(self):
+        return Walk(self.way)
+
+    async def close(self):
+        Walk.closed.append(self)
+
+
+async def test_a_branch_goes_on_with_a_copy_of_its_parents_environment():
+    before = count_open_sessions()
+    workflow = partial(play, environment=TaskEnvironment(name="walk", create=Walk))
+    group, _, stats = await run_group([], write=lambda word, *_: word, mark="You are", workflow=workflow)
+    branches = [run for run in group.trajectories if run.parent is not None]
+    assert len(branches) > 3
+    assert [(run.failure, run.reward) for run in group.trajectories] == [(None, 3.0)] * 8
+    num_shared = sum(run.num_shared_turns for run in branches)
+    assert stats["rollout/num_inherited_tool_calls"] == num_shared
+    assert Walk.stepped == 8 * 3 - num_shared
+    assert len(Walk.opened) == 8 and len(set(map(id, Walk.closed))) == len(Walk.closed) == 8 + num_shared
+    assert count_open_sessions() == before
+    for run in branches:
+        parent = group.trajectories[run.parent]
+        assert run.turns[run.num_shared_turns - 1] is parent.turns[run.num_shared_turns - 1]
 
 
 def build_counter(results) -> Tool:

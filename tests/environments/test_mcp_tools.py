@@ -22,6 +22,7 @@ from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, tool_agent
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
+from tunesmith.rollout.open_sessions import count_open_sessions
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment
@@ -123,11 +124,11 @@ async def test_a_session_has_a_state_of_its_own_for_all_tools():
     reply = environment.protocol.write_call("", tools["count_up"], '{"by": 2}', number=0)
     (call,) = environment.begin("q").append(*reply).open_calls
     echo = environment.begin("q").append(*environment.protocol.write_call("", tools["echo"], "x", number=0)).open_calls
-    before = Toolbox.num_open_sessions
+    before = count_open_sessions()
     async with toolbox:
         assert [each.result for each in await toolbox.run([call, call, *echo])] == ["2", "4", "x"]
-        assert Toolbox.num_open_sessions == before + 1
-    assert Toolbox.num_open_sessions == before
+        assert count_open_sessions() == before + 1
+    assert count_open_sessions() == before
     async with Toolbox(tools=environment.tools, max_calls=9, max_result_chars=1000) as other:
         assert [each.result for each in await other.run([call])] == ["2"]
 
@@ -147,7 +148,7 @@ async def test_a_server_that_ended_is_a_failure_and_the_next_call_starts_it_agai
 @pytest.mark.anyio
 async def test_a_server_that_hangs_is_a_failure(shared, monkeypatch):
     monkeypatch.setattr("tunesmith.tools.mcp.PING_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("tunesmith.tools.json_rpc.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tunesmith.json_rpc.END_TIMEOUT_S", 0.1)
     with pytest.raises(ServerLostError, match=r"answered neither a call of hang in 2 s nor a ping after it"):
         await shared["hang"].call({})
     assert (await shared["echo"].call({"text": "a"})).text == "a"

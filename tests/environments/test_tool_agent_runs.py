@@ -14,7 +14,7 @@ from tunesmith.environments import Environment, tool_agent
 from tunesmith.errors import ConfigError, ToolUnavailableError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.rollout.signature import check_workflow_function
-from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_environment, load_functions
 from tunesmith.tools.tool import tool
 
@@ -55,7 +55,7 @@ def values(tmp_path, monkeypatch, pocket_folder):
 
 
 def test_a_run_file_trains_the_agent(values):
-    config = build_config(values)
+    config = build_section(RunConfig, values)
     check_paths(config)
     result = tune(config)
     (file,) = (result.folder / "rollouts").glob("*.parquet")
@@ -71,14 +71,14 @@ def test_an_environment_of_ones_own_is_passed_as_a_partial(values):
         raise ToolUnavailableError("down")
 
     environment = Environment(EnvironmentSection(max_tokens=4), tools=[broken])
-    config = build_config(values | {"workflow": None})
+    config = build_section(RunConfig, values | {"workflow": None})
     result = tune(config, workflow_func=partial(tool_agent, environment=environment))
     (file,) = (result.folder / "rollouts").glob("*.parquet")
     assert "broken_calls" in load_rollouts(file)[0].trajectories[0].metrics
 
 
 def test_pass_rates_of_the_agent_are_measured(values, tmp_path):
-    measure_pass_rates(build_config(values), field="rate", out=tmp_path / "rated.jsonl", num_runs=2)
+    measure_pass_rates(build_section(RunConfig, values), field="rate", out=tmp_path / "rated.jsonl", num_runs=2)
     rows = [json.loads(line) for line in (tmp_path / "rated.jsonl").read_text().splitlines()]
     assert [row["rate"] for row in rows] == [0.0] * 4
 
@@ -88,7 +88,7 @@ def test_a_workflow_takes_the_environment_of_its_config(values):
 
     async def plain(task, model): ...
 
-    config = build_config(values)
+    config = build_section(RunConfig, values)
     workflow, _ = load_functions(config, agent)
     assert list(workflow.keywords["environment"].tools) == ["search", "calculator"]
     check_workflow_function(agent)
@@ -133,7 +133,7 @@ async def test_the_limit_of_the_python_tool_is_that_of_its_section(values, secti
 
 def test_an_opening_that_would_be_ignored_is_refused(values):
     with pytest.raises(ConfigError, match="opening=<think> has no effect with protocol=native"):
-        build_config(values | {"environment": {"protocol": "native", "opening": "<think>"}})
+        build_section(RunConfig, values | {"environment": {"protocol": "native", "opening": "<think>"}})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_an_opening_that_would_be_ignored_is_refused(values):
 )
 def test_malformed_sections_are_refused(values, section, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        build_config(values | {"environment": {"tools": [section]}})
+        build_section(RunConfig, values | {"environment": {"tools": [section]}})
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_tools_that_cannot_be_built_are_named(values, section, sentence):
 
 
 def test_a_missing_file_of_a_tool_is_found_before_the_model_loads(values):
-    config = build_config(values | {"environment": {"tools": ["none.py:search"]}})
+    config = build_section(RunConfig, values | {"environment": {"tools": ["none.py:search"]}})
     with pytest.raises(ConfigError, match=r"environment\.tools.* no file 'none\.py'"):
         check_paths(config)
     assert isinstance(config, RunConfig)

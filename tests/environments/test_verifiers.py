@@ -15,9 +15,10 @@ import pytest
 
 from conditions import until
 from tunesmith import tune
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_config import build_section
 from tunesmith.runs.load_function import load_functions, load_task_environment
 from tunesmith.runs.tasks import load_run_tasks
 
@@ -206,13 +207,13 @@ def values(tmp_path, monkeypatch, pocket_folder):
 
 
 def change(values, **environment):
-    return build_config(values | {"environment": {**values["environment"], **environment}})
+    return build_section(RunConfig, values | {"environment": {**values["environment"], **environment}})
 
 
 def test_episodes_are_played_by_the_environment_and_recorded_here(values, tmp_path):
-    config = build_config(values)
+    config = build_section(RunConfig, values)
     rows = [task.row for task in load_run_tasks(config, config.train_dataset, name="t")]
-    test = build_config({**values, "eval_datasets": {"test": {"path": "environment", "split": "test"}}})
+    test = build_section(RunConfig, {**values, "eval_datasets": {"test": {"path": "environment", "split": "test"}}})
     held_out = [task.row for task in load_run_tasks(test, test.eval_datasets["test"], name="t")]
     numbers = [row["data"]["idx"] for row in rows]
     assert len(numbers) == 6 and not set(numbers) & {row["data"]["idx"] for row in held_out}
@@ -231,7 +232,7 @@ def test_episodes_are_played_by_the_environment_and_recorded_here(values, tmp_pa
 
 @pytest.mark.anyio
 async def test_a_rollout_that_is_cancelled_ends_its_episode(values, tmp_path):
-    environment = load_task_environment(build_config(values))
+    environment = load_task_environment(build_section(RunConfig, values))
     client = SimpleNamespace(api_key="key")
     model = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model_name="m", as_openai_client=lambda: client)
     playing = asyncio.create_task(environment.run({"data": environment.describe(11)["data"]}, model))
@@ -261,4 +262,4 @@ def test_bad_input_is_one_sentence_before_a_model_loads(values, changes, sentenc
 def test_a_run_without_an_http_server_is_refused(values):
     values["rollout"].pop("http_port")
     with pytest.raises(ConfigError, match="calls the model over HTTP, which is off: set rollout.http_port"):
-        load_functions(build_config(values))
+        load_functions(build_section(RunConfig, values))

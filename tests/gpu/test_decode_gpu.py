@@ -111,7 +111,8 @@ def test_attention_kernels_equal_a_dense_softmax(
     from tunesmith.engine.cuda.attention_plans import build_prefill_plan
     from tunesmith.engine.cuda.decode_work import DecodeWork, Divider
     from tunesmith.engine.cuda.kernels.paged_decode import list_items, run_paged_decode
-    from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens, run_paged_prefill
+    from tunesmith.engine.cuda.kernels.paged_prefill import run_paged_prefill
+    from tunesmith.model.kernels.span_attention import get_tile_tokens
 
     torch.manual_seed(0)
     device = torch.device("cuda")

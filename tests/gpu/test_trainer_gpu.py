@@ -118,6 +118,20 @@ def test_long_paths_attended_one_by_one_equal_a_dense_mask(monkeypatch):
     assert max(errors) < 1e-2, errors
 
 
+@pytest.mark.parametrize(
+    ("head_size", "heads", "window", "softcap"),
+    [(64, (9, 3), None, None), (128, (4, 2), None, None), (80, (2, 2), 70, None), (128, (7, 1), 70, 30.0)],
+)
+def test_attention_in_the_order_of_the_sampler_equals_a_dense_mask(monkeypatch, head_size, heads, window, softcap):
+    monkeypatch.setattr(attention, "is_exact", lambda: True)
+    for samples in (build_samples(3), build_samples(8), build_samples(1, prompt=150, answer=600)):
+        errors = compare_attention(
+            build_row(samples), torch.bfloat16, head_size, heads,
+            AttentionOptions(sliding_window=window, softcap=softcap),
+        )  # fmt: skip
+        assert max(errors) < 1e-2, errors
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_fused_logprobs_equal_float64(name, temperature):

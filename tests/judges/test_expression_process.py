@@ -22,6 +22,14 @@ LONG_OPERATION = "\\boxed{(9^{9})^{9^{9}}}"
 POWER_TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 
+CANCELLED = '{"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 1}}\n'
+
+
+def write_request(number, candidate, reference):
+    params = {"candidate": candidate, "reference": reference}
+    return json.dumps({"jsonrpc": "2.0", "id": number, "method": "compare", "params": params}) + "\n"
+
+
 @pytest.fixture(scope="module")
 def thread():
     with ThreadPoolExecutor(1) as threads:
@@ -81,14 +89,19 @@ def test_thread_scores_as_the_main_thread_does(thread, text, answer, score):
     assert call(thread, score_symbolic, text, answer) == score_symbolic(text, answer) == score
 
 
+def kill_process(process):
+    """As the kernel does where memory runs out."""
+    os.kill(process._shared.get()._process.pid, signal.SIGKILL)
+
+
 def test_lost_process_is_replaced_once_and_then_a_failure(monkeypatch):
     process = ExpressionProcess()
     try:
         assert process.compare("2", "1+1") is True
-        os.kill(process._process.pid, signal.SIGKILL)
+        kill_process(process)
         assert process.compare("2", "1+1") is True
         monkeypatch.setattr(numeric.sys, "executable", "/bin/false")
-        os.kill(process._process.pid, signal.SIGKILL)
+        kill_process(process)
         with pytest.raises(RolloutError, match="lost 2 times"):
             process.compare("2", "1+1")
     finally:
@@ -109,12 +122,12 @@ def test_process_that_does_not_answer_is_killed_and_replaced(monkeypatch):
 
 def test_program_answers_that_it_is_late_and_serves_the_next_request():
     program = "from tunesmith.judges import expressions; expressions.TIMEOUT_S = 1e-4; expressions.main()"
-    requests = "".join(json.dumps(each) + "\n" for each in (["x^2+1", "1+x^2"], [None, ""]))
+    requests = write_request(1, "x^2+1", "1+x^2") + CANCELLED + write_request(2, None, "")
     ended = subprocess.run(
         [sys.executable, "-c", program], input=requests, text=True, timeout=HANG_S, capture_output=True
     )
-    assert json.loads(ended.stdout.splitlines()[0]) == "late"
-    assert len(ended.stdout.splitlines()) == 2
+    first, second = map(json.loads, ended.stdout.splitlines())
+    assert (first["id"], first["result"], second["id"]) == (1, "late", 2)
 
 
 def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
@@ -137,6 +150,6 @@ def test_fork_while_a_thread_compares_has_a_process_of_its_own(thread):
 
 def test_program_without_an_owner_ends_inside_of_one_multiplication():
     program = "from tunesmith.judges import expressions; expressions.MAX_CPU_S = 1; expressions.main()"
-    request = json.dumps(["(9^{9})^{9^{9}}", "x+1"])
-    ended = subprocess.run([sys.executable, "-c", program], input=f"{request}\n", text=True, timeout=HANG_S)
+    request = write_request(1, "(9^{9})^{9^{9}}", "x+1")
+    ended = subprocess.run([sys.executable, "-c", program], input=request, text=True, timeout=HANG_S)
     assert ended.returncode == -signal.SIGPROF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -10,13 +11,14 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
-    Gemma2Config,
     Gemma4TextConfig,
+    GptOssConfig,
     Lfm2Config,
-    Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
     Qwen3_5TextConfig,
 )
 
+from tiny_models import build_tiny
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
 from tunesmith.errors import ConfigError, ModelError
@@ -251,11 +253,24 @@ SUPPORTED = "supported are text models of transformers in which every layer is o
         ),
         (Qwen3_5TextConfig(**SHARED), "'qwen3_5_text' with layers of type linear_attention, full_attention"),
         (Lfm2Config(**SHARED, layer_types=["conv", "full_attention"] * 2), "'lfm2' with layers of type conv"),
-        (Gemma2Config(**SHARED), "Gemma2ForCausalLM does not use transformers' attention interface"),
-        (Qwen2_5_VLConfig(), "'qwen2_5_vl_text' .*: transformers has no causal language model for it"),
+        (GptOssConfig(**SHARED, num_local_experts=2), "the attention of GptOssForCausalLM has sinks"),
+        (Qwen2AudioConfig(), "'qwen2' .*: transformers has no causal language model for it"),
     ],
 )
 def test_an_unsupported_architecture_is_refused_before_its_weights_are_read(config, reason, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"{reason}.*{SUPPORTED}"):
         check_model(str(tmp_path), max_model_len=16)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "glm4_moe", "deepseek_v3"])
+def test_families_that_transformers_loads_with_other_attention_or_sizes_are_loaded(name, tmp_path):
+    """`sdpa` has no cap on scores, and latent attention has keys and values of different sizes."""
+    expected = build_tiny(name)
+    copy.deepcopy(expected).save_pretrained(tmp_path)
+    check_model(str(tmp_path), max_model_len=64)
+    model = load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+    verify_model(model)
+    ids = torch.arange(3, 30)[None]
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)

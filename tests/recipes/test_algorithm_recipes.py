@@ -10,8 +10,8 @@ import yaml
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
-from tunesmith.config import PreferenceConfig, SftConfig
-from tunesmith.runs.load_config import load_config, load_section
+from tunesmith.config import PreferenceConfig, RunConfig, SftConfig
+from tunesmith.runs.load_config import load_section
 from tunesmith.runs.load_function import load_function
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "algorithms").glob("*.yaml"))
@@ -26,7 +26,7 @@ def test_a_recipe_loads_as_its_algorithm(path, monkeypatch):
     monkeypatch.setenv("DEMO", "demo")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if "workflow" in content:
-        config = load_config(path)
+        config = load_section(RunConfig, path)
         assert resolve_algorithm(config.algorithm).name == path.stem
         assert config.model.path == "demo/sft/model"
     else:

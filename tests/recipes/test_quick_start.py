@@ -17,12 +17,13 @@ from tunesmith.config import (
     ConversationDataSection,
     ModelSection,
     MonitorSection,
+    RunConfig,
     SftConfig,
     SftTrainerSection,
 )
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 from tunesmith.runs.load_function import load_function
 
 pytest.importorskip("agentscope")
@@ -125,6 +126,6 @@ def test_a_workflow_runs_with_an_ordinary_chat_model(monkeypatch, capsys):
 def test_run_files_name_a_valid_workflow_and_judge(name, monkeypatch):
     monkeypatch.chdir(RECIPES.parent)
     monkeypatch.setenv("DEMO", "somewhere")
-    config = load_config(RECIPES / name)
+    config = load_section(RunConfig, RECIPES / name)
     check_workflow_function(load_function(config.workflow, knob="workflow"))
     check_judge_function(load_function(config.judge, knob="judge"))

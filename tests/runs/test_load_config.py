@@ -9,12 +9,12 @@ from tunesmith.commands.table import list_config_classes
 from tunesmith.config import LoraSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import (
-    build_config,
+    build_section,
     change_section,
     config_schema,
     describe_options,
     dump_config,
-    load_config,
+    load_section,
 )
 
 
@@ -26,19 +26,21 @@ def write(folder: Path, text: str) -> Path:
 
 def fault_of(values: dict) -> str:
     with pytest.raises(ConfigError) as caught:
-        build_config({"model": {"path": "m"}} | values)
+        build_section(RunConfig, {"model": {"path": "m"}} | values)
     return str(caught.value)
 
 
 def test_keys_missing_from_a_file_keep_their_defaults(tmp_path):
-    config = load_config(write(tmp_path, "model: {path: some/model}\ntrainer: {learning_rate: 1e-6}\nname: first\n"))
+    config = load_section(
+        RunConfig, write(tmp_path, "model: {path: some/model}\ntrainer: {learning_rate: 1e-6}\nname: first\n")
+    )
     assert config.model.path == "some/model"
     assert config.trainer.learning_rate == 1e-6
     assert config.algorithm == RunConfig.model_fields["algorithm"].default
 
 
 def test_the_default_learning_rate_depends_on_what_is_trained(tmp_path):
-    whole = load_config(write(tmp_path, "model: {path: m}\ntrainer: {learning_rate: null}\n"))
+    whole = load_section(RunConfig, write(tmp_path, "model: {path: m}\ntrainer: {learning_rate: null}\n"))
     adapter = change_section(whole, ["model.lora={}"])
     assert (whole.learning_rate, adapter.learning_rate) == (1e-6, 2e-5)
     assert "learning_rate: 2.0e-05" in dump_config(adapter)
@@ -49,34 +51,40 @@ def test_the_default_learning_rate_depends_on_what_is_trained(tmp_path):
 
 def test_overrides_win_over_the_file_and_need_no_file(tmp_path):
     path = write(tmp_path, "model: {path: a}\nalgorithm: {group_size: 4}\n")
-    config = load_config(path, ["algorithm.group_size=16", "name=null", "trainer.betas=[0.8, 0.9]", "project='1e3'"])
+    config = load_section(
+        RunConfig, path, ["algorithm.group_size=16", "name=null", "trainer.betas=[0.8, 0.9]", "project='1e3'"]
+    )
     assert (config.algorithm.group_size, config.name, config.trainer.betas) == (16, None, (0.8, 0.9))
     assert config.project == "1e3"
-    assert load_config(None, ["model.path=b", "eval_datasets.test.path=d"]).eval_datasets["test"].path == "d"
+    assert (
+        load_section(RunConfig, None, ["model.path=b", "eval_datasets.test.path=d"]).eval_datasets["test"].path == "d"
+    )
 
 
 def test_an_empty_mapping_replaces_the_mapping_of_the_file(tmp_path):
     path = write(tmp_path, "model: {path: a, lora: {r: 4}}\neval_datasets: {a: {path: d}}\n")
-    config = load_config(path, ["eval_datasets={}", "model.lora={}"])
+    config = load_section(RunConfig, path, ["eval_datasets={}", "model.lora={}"])
     assert config.eval_datasets == {}
     assert config.model.lora == LoraSection()
-    again = load_config(path, ["eval_datasets={}", "eval_datasets.b.path=e"])
+    again = load_section(RunConfig, path, ["eval_datasets={}", "eval_datasets.b.path=e"])
     assert list(again.eval_datasets) == ["b"]
-    merged = load_config(path, ["eval_datasets={b: {path: e}}"])
+    merged = load_section(RunConfig, path, ["eval_datasets={b: {path: e}}"])
     assert list(merged.eval_datasets) == ["a", "b"]
 
 
 def test_environment_variables_and_other_keys_are_interpolated(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNESMITH_TEST_MODEL", "from/env")
     model, project = "'${oc.env:TUNESMITH_TEST_MODEL,x}'", "'${oc.env:TUNESMITH_TEST_NONE,y}'"
-    config = load_config(write(tmp_path, f"model: {{path: {model}}}\nproject: {project}\nname: ${{project}}\n"))
+    config = load_section(
+        RunConfig, write(tmp_path, f"model: {{path: {model}}}\nproject: {project}\nname: ${{project}}\n")
+    )
     assert (config.model.path, config.project, config.name) == ("from/env", "y", "y")
 
 
 def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path, "model: {path: '${oc.env:TUNESMITH_TEST_NONE}'}\n")
     with pytest.raises(ConfigError, match=r"^model\.path: .*TUNESMITH_TEST_NONE"):
-        load_config(path)
+        load_section(RunConfig, path)
 
 
 def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
@@ -103,7 +111,7 @@ def test_the_error_of_a_value_names_key_value_and_allowed_range():
 
 def test_a_missing_key_is_named():
     with pytest.raises(ConfigError, match=r"^model is required$"):
-        build_config({})
+        build_section(RunConfig, {})
     assert fault_of({"train_dataset": {"split": "test"}}) == "train_dataset.path is required"
 
 
@@ -123,24 +131,25 @@ def test_all_errors_are_reported_at_once():
 )
 def test_a_file_that_is_not_a_run_file_is_refused(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(write(tmp_path, text))
+        load_section(RunConfig, write(tmp_path, text))
 
 
 def test_a_missing_file_or_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"config file .*none\.yaml does not exist"):
-        load_config(tmp_path / "none.yaml")
+        load_section(RunConfig, tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot read the config file"):
-        load_config(tmp_path)
+        load_section(RunConfig, tmp_path)
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "model=[1", "model.path.deep=1"])
 def test_an_invalid_override_is_refused(tmp_path, override):
     with pytest.raises(ConfigError):
-        load_config(write(tmp_path, "model: {path: m}\n"), [override])
+        load_section(RunConfig, write(tmp_path, "model: {path: m}\n"), [override])
 
 
 def test_a_dumped_config_reads_back_equal(tmp_path):
-    config = build_config(
+    config = build_section(
+        RunConfig,
         {
             "model": {"path": "a ${b} \\${c} \\\\${d} \\e $f"},
             "name": "1e5",
@@ -148,9 +157,9 @@ def test_a_dumped_config_reads_back_equal(tmp_path):
             "train_dataset": {"path": "d: #x", "required_fields": ["question", "answer"]},
             "algorithm": {"loss_args": {"clip_high": 0.28, "note": "über"}},
             "auxiliary_models": {"judge": {"path": "j", "base_url": "http://x/v1"}},
-        }
+        },
     )
-    assert load_config(write(tmp_path, dump_config(config))) == config
+    assert load_section(RunConfig, write(tmp_path, dump_config(config))) == config
 
 
 def test_every_knob_is_listed_once_with_a_description():
@@ -188,5 +197,5 @@ def test_the_error_of_an_unknown_stage_lists_the_known_ones():
 
 def test_an_override_that_is_nested_too_deeply_is_named_by_its_key():
     with pytest.raises(ConfigError) as refused:
-        load_config(None, ["algorithm.loss_args=" + "[" * 5000 + "]" * 5000])
+        load_section(RunConfig, None, ["algorithm.loss_args=" + "[" * 5000 + "]" * 5000])
     assert str(refused.value) == "the value of the override of algorithm.loss_args is nested too deeply to be read"

@@ -16,7 +16,7 @@ from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.store import save_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 from tunesmith.runs.run_folder import RunFolder, open_run_folder, resolve_run_root, set_learning_rate
 from tunesmith.storage import RunPaths, new_folder, save_json, save_text
 
@@ -59,7 +59,7 @@ def test_a_new_run_saves_its_config(tmp_path):
     with open_run_folder(config) as run:
         assert run.paths.root == tmp_path / "p" / "first"
         assert (run.checkpoint, run.committed_step) == (None, None)
-        assert load_config(run.paths.config) == set_learning_rate(config)
+        assert load_section(RunConfig, run.paths.config) == set_learning_rate(config)
 
 
 def test_a_run_without_a_name_is_named_by_the_time(tmp_path):
@@ -180,7 +180,7 @@ def test_resuming_from_a_chosen_step_archives_later_steps(tmp_path, committed):
     damage(committed.checkpoint(6) / "model.safetensors")
     with resume(tmp_path, save_interval_steps=2, resume_from_step=2) as run:
         assert run.committed_step == 2
-        assert load_config(run.paths.config).resume_from_step is None
+        assert load_section(RunConfig, run.paths.config).resume_from_step is None
     kept = {"global_step_2", "rollouts/step_000002.parquet", "selection/step_000002.json", "eval/step_000002.json"}
     moved = {"global_step_4", "global_step_6", "rollouts/step_000003.parquet", "eval/step_000006.json"}
     assert all((run.paths.root / name).exists() and not (run.archive / name).exists() for name in kept)
@@ -264,7 +264,7 @@ def test_the_name_of_a_run_killed_before_its_first_step_is_reusable(tmp_path):
     run.close()
     with open_run_folder(build_config(tmp_path, seed=1)) as run:
         assert (run.archive / "eval/step_000000.json").exists()
-        assert load_config(run.paths.config).seed == 1
+        assert load_section(RunConfig, run.paths.config).seed == 1
 
 
 def test_a_run_that_fails_later_keeps_its_folder(tmp_path):
@@ -292,7 +292,7 @@ def test_a_resumed_run_may_change_its_length_but_not_its_training_settings(tmp_p
         commit(run.paths, 4)
     free = {"continue_from_checkpoint": True, "total_steps": 8, "monitor": {"trackers": []}, "save_interval_steps": 2}
     with open_run_folder(build_config(tmp_path, **free)) as run:
-        assert load_config(run.paths.config).total_steps == 8
+        assert load_section(RunConfig, run.paths.config).total_steps == 8
     other = free | {"algorithm": {"group_size": 16, "loss_args": {"clip_high": 0.3}}, "seed": 1}
     with pytest.raises(ConfigError) as caught:
         open_run_folder(build_config(tmp_path, **other))

@@ -81,7 +81,19 @@ class HostBurstDecoder:
             hidden = []
             for row in range(num_rows):
                 start = int(positions[row])
-                plan = self.build_prefill_plan([Span(0, start, start + 1, table[row].tolist())])
+                slot = int(rows.slots_R[row])
+                plan = self.build_prefill_plan(
+                    [
+                        Span(
+                            0,
+                            start,
+                            start + 1,
+                            table[row].tolist(),
+                            source=slot if self._cache.states else None,
+                            slot=slot,
+                        )
+                    ]
+                )
                 body = run_body(self._model, torch.tensor([[ids[row]]]), torch.tensor([[start]]), plan)
                 hidden.append(body[0])
             self._sample(

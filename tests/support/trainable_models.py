@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sample_spans import build_spans
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, get_config, iter_weights
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.fp32_residual import use_fp32_residual
+from tunesmith.model.towers import find_auto_class, train_all_weights
 from tunesmith.types import Completion, Distribution, Sample
 
 
@@ -33,19 +34,19 @@ def build_frozen(seed: int) -> PreTrainedModel:
 
 @functools.cache
 def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int, num_layers: int) -> PreTrainedModel:
-    config = CONFIGS[name]
-    if num_layers != config.num_hidden_layers:
+    config = get_config(name)
+    if num_layers != config.get_text_config().num_hidden_layers:
         config.num_hidden_layers = num_layers
     config.tie_word_embeddings = is_tied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.2)
+        model = find_auto_class(config).from_config(config, dtype=torch.float32)
+        for weight in iter_weights(model):
+            nn.init.normal_(weight, std=0.2)
     use_plan_attention(model)
     if dtype == torch.float64:
         _widen_norms(model)
-    return model.to(dtype).eval()
+    return train_all_weights(model.to(dtype).eval())
 
 
 def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0) -> PreTrainedModel:
@@ -80,12 +81,21 @@ def read_residual_types(decoder: nn.Module) -> set[torch.dtype]:
     return seen
 
 
+class GatedNorm(nn.RMSNorm):
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * nn.functional.silu(gate)
+
+
 def _widen_norms(model: PreTrainedModel) -> None:
     """Replace norms that always compute in float32 by float64 ones."""
     for name, module in list(model.named_modules()):
-        if name and hasattr(module, "variance_epsilon"):
-            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
-            norm.weight.data.copy_(module.weight.data)
+        kind = type(module).__name__
+        if name and kind.endswith(("RMSNorm", "RMSNormGated")):
+            build = GatedNorm if kind.endswith("Gated") else nn.RMSNorm
+            epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+            norm = build(module.weight.shape, eps=epsilon, dtype=torch.float64)
+            is_centered = kind.startswith(("Qwen3_5", "Qwen3Next")) and build is nn.RMSNorm  # around one
+            norm.weight.data.copy_(module.weight.data + is_centered)
             model.set_submodule(name, norm)
 
 

@@ -291,3 +291,17 @@ def test_metrics_of_minibatches_are_merged_by_their_reduction():
     assert metrics["train/num_updates"] == 3 and metrics["train/num_trained_tokens"] == sum(num_trained)
     assert metrics["train/ppo_kl"] == pytest.approx(-0.5 * num_trained[1] / sum(num_trained), rel=1e-3)
     assert metrics["mismatch/max_log_ratio"] < 1e-4 and metrics["mismatch/kl"] < 1e-9
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_router_and_experts_are_trained_and_their_load_is_reported(name):
+    model = build_trainable(name, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    metrics = build_trainer(model, learning_rate=1e-3).step(score(model, build_samples()))
+    assert metrics["mismatch/kl"] < 1e-9
+    assert 1 < metrics["routing/max_load"] <= 4  # 8 experts, of which each token has 2
+    assert 0 <= metrics["routing/unused"] < 1
+    trained = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    changed = {name.rpartition("mlp.")[2] for name in trained}
+    assert {"gate.weight", "experts.gate_up_proj", "experts.down_proj"} <= changed
+    assert not any("correction_bias" in name for name in changed)

@@ -129,7 +129,8 @@ class Renderer:
 
         Text that cannot fit `max_tokens` tokens raises `PromptTooLongError` before it is tokenized.
         """
-        text = self._render_text(prompt)
+        self._warn_once(prompt)
+        text = self._template.render(prompt.messages, tools=prompt.tools, variables=self._merge_variables(prompt))
         self._check_length(text, max_tokens)
         return self._encode_prompt(text) + self.encode_content(prompt.reply_start, max_tokens=max_tokens)
 
@@ -272,10 +273,6 @@ class Renderer:
 
     def _decode_ends_in_think(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(self.reasoning_tags.opening)
-
-    def _render_text(self, prompt: Prompt) -> str:
-        self._warn_once(prompt)
-        return self._template.render(prompt.messages, tools=prompt.tools, variables=self._merge_variables(prompt))
 
     def _merge_variables(self, prompt: Prompt) -> dict[str, Any]:
         return {**self._variables, **dict(prompt.variables)}

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -33,6 +33,7 @@ from tunesmith.chat.parsers import (
     THINK_OPEN,
     CallFormat,
 )
+from tunesmith.chat.parsers.call_format import Tools
 from tunesmith.chat.special_tokens import SpecialTokens
 from tunesmith.chat.template_fallback import (
     HERMES_EXAMPLE,
@@ -40,7 +41,7 @@ from tunesmith.chat.template_fallback import (
     merge_system_into_user,
     write_calls_as_text,
 )
-from tunesmith.chat.template_rendering import JinjaTemplate
+from tunesmith.chat.template_rendering import JinjaTemplate, Variables
 from tunesmith.errors import ConfigError
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
@@ -139,8 +140,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
+        tools: Tools = (),
+        variables: Variables | None = None,
         has_generation_prompt: bool = True,
     ) -> str:
         """Text of a conversation, including the generation prompt."""
@@ -148,12 +149,7 @@ class ChatTemplate:
         return self._render(messages, tools, variables or {}, has_generation_prompt)
 
     def render_delta(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        appended: str = "",
+        self, messages: Sequence[Message], *, tools: Tools, variables: Variables, appended: str = ""
     ) -> str | None:
         """Text after the last message whose content, or last argument, is the sentinel; None if it is undetermined.
 
@@ -171,23 +167,17 @@ class ChatTemplate:
         return self._render_and_find_delta(messages, tools, variables, appended)
 
     def _render_and_find_delta(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        appended: str,
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, appended: str
     ) -> str | None:
         messages, tools = self._apply_fallbacks(messages, tools)
         call_id = _find_sentinel_call(messages)
         return self.find_delta(self._render(messages, tools, variables, True), call_id=call_id, appended=appended)
 
-    def _has_local_fallbacks(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def _has_local_fallbacks(self, tools: Tools) -> bool:
         """Whether what the template lacks is expressed in the messages where it occurs, not in others."""
         return self.has_system and (self.has_tools or not tools)
 
-    def _apply_fallbacks(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+    def _apply_fallbacks(self, messages: Sequence[Message], tools: Tools) -> tuple[Sequence[Message], Tools]:
         """Express features that the template lacks as message text."""
         if tools and not self.has_tools:
             messages, tools = describe_tools_in_system(messages, tools, example=self._call_example), ()
@@ -223,11 +213,7 @@ class ChatTemplate:
         return after[found.start() :] if is_end else None
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        has_generation_prompt: bool,
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
         num_characters = sum(len(message.content) for message in messages)
         is_short = len(messages) <= MAX_CACHED_MESSAGES and num_characters <= MAX_CACHED_CHARACTERS
@@ -241,23 +227,13 @@ class ChatTemplate:
         return self._render_uncached(messages, *load_cache_key(cache_key))
 
     def _render_uncached(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        has_generation_prompt: bool,
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
         inputs: list[Any] = [[self._convert(message) for message in messages], list(tools), dict(variables)]
         if self.special_tokens is not None:
             inputs = self.special_tokens.escape(inputs)
-        message_dicts, tool_dicts, template_variables = inputs
         try:
-            return self._jinja.render(
-                message_dicts,
-                tools=tool_dicts,
-                variables=template_variables,
-                has_generation_prompt=has_generation_prompt,
-            )
+            return self._jinja.render(*inputs, has_generation_prompt)
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 
@@ -273,7 +249,7 @@ class ChatTemplate:
             fields["thinking"] = fields["reasoning_content"]
         return fields
 
-    def _can_render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+    def _can_render(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
         """Whether the template accepts the messages and the probe appears in the text."""
         try:
             return PROBE in self._render(messages, tools, {}, True)

@@ -12,16 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.chat.memo import memoize, memoize_value
-from tunesmith.chat.messages import (
-    MAX_ARGUMENTS_CHARACTERS,
-    MAX_TOOL_LIST_BYTES,
-    NUM_CACHED_ARGUMENTS,
-    NUM_CACHED_TOOL_LISTS,
-    Message,
-    ToolCall,
-    load_arguments,
-)
+from tunesmith.chat.messages import Message, ToolCall, load_arguments
 
 TOOLS_PROMPT = """# Tools
 
@@ -46,19 +37,13 @@ def describe_tools_in_system(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, example: str = HERMES_EXAMPLE
 ) -> list[Message]:
     """Describe tools in the system message, for templates without tools; `example`: how the model writes a call."""
-    prompt = _describe_tools([example, *tools])
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    call_format = (HERMES_FORMAT if example == HERMES_EXAMPLE else OTHER_FORMAT).format(example=example)
+    prompt = TOOLS_PROMPT.format(tools=lines, format=call_format)
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
         return [first, *messages[1:]]
     return [Message(role="system", content=prompt), *messages]
-
-
-@memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _describe_tools(example_and_tools: Sequence[Any]) -> str:
-    example, *tools = example_and_tools
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    call_format = (HERMES_FORMAT if example == HERMES_EXAMPLE else OTHER_FORMAT).format(example=example)
-    return TOOLS_PROMPT.format(tools=lines, format=call_format)
 
 
 def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -89,13 +74,8 @@ def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def _format_call(call: ToolCall) -> str:
-    name, arguments = json.dumps(call.name, ensure_ascii=False), _format_arguments(call.arguments)
+    name, arguments = (json.dumps(each, ensure_ascii=False) for each in (call.name, load_arguments(call.arguments)))
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
-
-
-@memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)
-def _format_arguments(arguments: str) -> str:
-    return json.dumps(load_arguments(arguments), ensure_ascii=False)
 
 
 def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:

@@ -22,11 +22,17 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from tunesmith.chat.parsers.call_format import Tools
+
+MessageDicts = list[dict[str, Any]]
+"""Messages in the form of `Message.to_template`."""
+Variables = Mapping[str, Any]
+
 NUM_TEMPLATES = 4
 """Compiled templates cached; a tokenizer may have a separate template for requests with tools."""
 QUESTION = {"role": "user", "content": "q"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": [1, None, "\u20ac<"]}}}
-PROBES: Sequence[list[dict[str, Any]]] = (
+PROBES: Sequence[MessageDicts] = (
     [QUESTION],
     [{"role": "system", "content": "s"}, QUESTION, {"role": "assistant", "content": "a", "name": "n"}, QUESTION],
     [QUESTION, {"role": "assistant", "content": "a", "reasoning_content": "r"}],
@@ -55,28 +61,17 @@ class JinjaTemplate:
         )
         """Whether the compiled template is rendered directly."""
 
-    def is_rendered_from_neighbors(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def is_rendered_from_neighbors(self, tools: Tools) -> bool:
         """Whether the template for requests with these tools renders each message from neighboring messages only."""
         return self.is_direct and self._compile_cached(self._tokenizer.get_chat_template(None, list(tools) or None))[2]
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        has_generation_prompt: bool,
-    ) -> str:
-        if self.is_direct and self._tokenizer_parameters.isdisjoint(variables):
-            return self._render_directly(messages, tools, variables, has_generation_prompt)
-        return self._render_by_tokenizer(messages, tools, variables, has_generation_prompt)
+    def render(self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool) -> str:
+        is_direct = self.is_direct and self._tokenizer_parameters.isdisjoint(variables)
+        render = self._render_directly if is_direct else self._render_by_tokenizer
+        return render(messages, tools, variables, has_generation_prompt)
 
     def _render_directly(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        has_generation_prompt: bool,
+        self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
         tools_or_none = list(tools) or None
         template, names, _ = self._compile_cached(self._tokenizer.get_chat_template(None, tools_or_none))
@@ -95,11 +90,7 @@ class JinjaTemplate:
         return template, dict(template.globals), is_rendered_from_neighbors(template.environment.parse(source))
 
     def _render_by_tokenizer(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        has_generation_prompt: bool,
+        self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
         text = self._tokenizer.apply_chat_template(
             messages,
@@ -111,7 +102,7 @@ class JinjaTemplate:
         assert isinstance(text, str)
         return text
 
-    def _is_same(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_same(self, messages: MessageDicts, tools: Tools) -> bool:
         """Whether both ways of rendering give the same text, or raise the same error."""
         results = []
         for render in (self._render_by_tokenizer, self._render_directly):

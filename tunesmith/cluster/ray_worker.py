@@ -55,26 +55,17 @@ class FinalError(Exception):
         self.message = message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where ranks meet, and whether they met before: chosen by the first."""
-
-    address: str
-    port: int
-    is_restart: bool
-
-
 def run_worker(job: RayJob) -> bytes | None:
     """Do the launcher's work as one rank; the first rank returns its pickled result."""
     set_surroundings(job)
     join_ranks(job)
-    meeting = meet(job)
-    os.environ.update(MASTER_ADDR=meeting.address, MASTER_PORT=str(meeting.port))
+    address, port, is_restart = meet(job)
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     is_first = os.environ["RANK"] == "0"
     console = copied_console(Path(job.shared_folder)) if is_first and job.has_console else nullcontext()
     try:
         with console:
-            result = pickle.loads(job.work)(meeting.is_restart)
+            result = pickle.loads(job.work)(is_restart)
         return pickle.dumps(result) if is_first else None
     except RankError:
         time.sleep(CAUSE_FIRST_S)
@@ -115,8 +106,8 @@ def join_ranks(job: RayJob) -> None:
         use_loopback()
 
 
-def meet(job: RayJob) -> Meeting:
-    """The meeting of all ranks; called by each."""
+def meet(job: RayJob) -> tuple[str, int, bool]:
+    """Address and port at which ranks meet, and whether they met before, chosen by the first; called by each."""
     import ray.util  # optional
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -131,8 +122,8 @@ def meet(job: RayJob) -> Meeting:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        meeting = Meeting(address=address, port=port, is_restart=is_restart)
-    found: Meeting = broadcast_from_rank_zero(meeting)
+        meeting = (address, port, is_restart)
+    found: tuple[str, int, bool] = broadcast_from_rank_zero(meeting)
     return found
 
 

@@ -18,11 +18,14 @@ from tunesmith.runs.load_function import load_task_environment
 def list_environments(family: str | None = None) -> str:
     """The families with their packages, or the names of one family."""
     if family is None:
-        return "\n".join(
-            f"{name}: {each.help} (package {each.package} {each.tested}, "
-            f"{'installed' if importlib.util.find_spec(each.imported) else 'not installed'})"
+        packages = {
+            name: f"package {each.package} {each.tested}, "
+            + ("installed" if importlib.util.find_spec(each.imported) else "not installed")
+            if each.package is not None
+            else f"as of {name} {each.tested}, no package"
             for name, each in FAMILIES.items()
-        )
+        }
+        return "\n".join(f"{name}: {each.help} ({packages[name]})" for name, each in FAMILIES.items())
     if family not in FAMILIES:
         raise ConfigError(f"family {family!r}: allowed are {', '.join(FAMILIES)}")
     return "\n".join(f"{family}:{each}".removesuffix(":") for each in import_family(family).list_names())

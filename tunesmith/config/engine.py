@@ -76,6 +76,11 @@ class EngineSection(Section):
     after every step: faster for models of several billion parameters, at the price of a mismatch between sampler and
     trainer, which `algorithm.correction` corrects."""
 
+    max_speculating_seqs: Annotated[int, OWN] = Field(default=0, ge=0, le=65536)
+    """While at most this many requests run and none wait, several tokens of a request are drafted from its own text and
+    from finished replies of its group, and verified in one forward where that pays; samples stay those of the model.
+    0: never."""
+
     @model_validator(mode="after")
     def _check_cache(self) -> Self:
         if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:

@@ -370,6 +370,8 @@ def list_conflicts(config: RunConfig) -> Iterator[str]:
         yield "rollout.branching needs entropies, which engine.kind=vllm does not return: remove one"
     if engine.kind == "vllm" and rollout.max_staleness:
         yield "rollout.max_staleness needs engine.kind=tunesmith: requests of vLLM end with the step"
+    if model.numerics == "exact":
+        yield from list_exact_conflicts(config)
     if cluster.has_sharded_weights:
         yield from list_sharding_conflicts(config)
     if rollout.branching is not None:
@@ -391,6 +393,23 @@ def list_sharding_conflicts(config: RunConfig) -> Iterator[str]:
     for setting, is_so in others.items():
         if is_so:
             yield f"cluster.has_sharded_weights does not work with {setting}: remove one of them"
+
+
+def list_exact_conflicts(config: RunConfig) -> Iterator[str]:
+    model, engine = config.model, config.engine
+    others = {
+        f"model.temperature={model.temperature:g}, but needs 1": model.temperature != 1,
+        "model.top_p, top_k or min_p": model.top_p < 1 or model.top_k > 0 or model.min_p > 0,
+        "model.lora.quantization": model.lora is not None and model.lora.quantization != "none",
+        "engine.kind=vllm": engine.kind == "vllm",
+        "engine.cuda_decode=eager": engine.cuda_decode == "eager",
+        f"engine.weight_format={engine.weight_format}": engine.weight_format != "model",
+        "trainer.has_row_graphs": bool(config.trainer.has_row_graphs),
+        "cluster.has_sharded_weights": config.cluster.has_sharded_weights,
+    }
+    for setting, is_so in others.items():
+        if is_so:
+            yield f"model.numerics=exact does not work with {setting}: change one of them"
 
 
 def list_branching_conflicts(

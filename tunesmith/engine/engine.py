@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.block_manager import BlockPool
+from tunesmith.engine.core.drafts import CPU_COST, CUDA_COST, Drafter
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, StepOutput, deliver_output
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler
@@ -152,7 +153,9 @@ class LocalEngine(BaseEngine):
     def compute_stats(self) -> dict[str, float]:
         """Metrics since the last call."""
         with self._lock:
-            names = ("requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions")
+            names = ["requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions"]
+            if self._output_processor.drafter is not None:
+                names += ["drafted_tokens", "accepted_tokens"]
             counts = self._output_processor.counts
             stats = {f"engine/num_{name}": float(counts[name]) for name in names}
             stats |= self._usage.take()
@@ -209,8 +212,12 @@ class LocalEngine(BaseEngine):
             max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
             prefers_runs=not self._runner.has_graphs,
+            **self._runner.slots,
         )
-        processor = OutputProcessor(scheduler, eos_ids=self.eos_ids)
+        drafter, max_requests = None, self._settings.max_speculating_seqs
+        if max_requests:
+            drafter = Drafter(max_requests=max_requests, cost=CUDA_COST if self._runner.has_graphs else CPU_COST)
+        processor = OutputProcessor(scheduler, eos_ids=self.eos_ids, drafter=drafter)
         if self._runner.has_graphs:
             return processor, AsyncStepper(self._runner, processor, burst_length=self._settings.decode_block)
         return processor, SyncStepper(self._runner, processor)

@@ -12,23 +12,29 @@ Invariants: each rollout has an object of its own. What the model did wrong is a
 or the message of a `ToolInputError` that it raises. Every other exception, and a call that takes longer than
 `step_timeout_s`, is a failure of the environment: the rollout has no reward. `close` is called exactly once for every
 environment that was created, also after errors, time limits and cancellation; a session is open until it has returned.
+
+A branch of a rollout repeats the steps of its parent in an environment of its own. If the environment has `copy`, the
+branch goes on with a copy of its parent's after each of these steps instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import hashlib
 import inspect
 import itertools
+import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import openai
 
@@ -38,6 +44,9 @@ from tunesmith.environments.protocols import read_calls, write_calls
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import DataError, ToolUnavailableError
+from tunesmith.rollout.open_sessions import SESSIONS
+from tunesmith.rollout.time_limit import uncounted_time
+from tunesmith.tool_log import CURRENT_LOG, record_call
 from tunesmith.tools.tool import Tool, ToolInputError
 from tunesmith.types import WorkflowOutput
 
@@ -53,9 +62,6 @@ MAX_GAMES = 5
 """Games that are begun for a rollout whose opponent ends each before the rollout's first turn."""
 OPPONENT = "opponent"
 """The auxiliary model that plays the other seats; without it, they are played by the policy."""
-_numbers = itertools.count()
-_open: dict[int, str] = {}
-"""Names of the environments whose `close` has not returned, by session."""
 
 
 class Reply(str):
@@ -72,12 +78,24 @@ class Reply(str):
         reply.calls = tuple(calls)
         return reply
 
+    @property
+    def response(self) -> str:
+        """The text and the calls, each as JSON on a line of its own."""
+        calls = [
+            {"name": each.tool, "arguments": each.text if each.arguments is None else each.arguments}
+            for each in self.calls
+        ]
+        return "\n".join([*([str(self)] if self else []), *(json.dumps(each, ensure_ascii=False) for each in calls)])
+
 
 class TextEnvironment(Protocol):
     """One episode of an environment. Methods are `async def`, or plain functions, which run in a thread.
 
     Optional attributes: `tools`, a sequence of `Tool` or of schemas as in chat requests, read before each reply;
     `player`, the number of the player who reads the observation; `metrics`, read at the end.
+
+    Optional methods: `finish`, which returns the reward of an episode that `max_turns` or a full context ended; `copy`,
+    which returns at once an environment in the same state that holds nothing to be closed until it is stepped.
     """
 
     def reset(self, task: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
@@ -114,6 +132,14 @@ class Session:
         default_factory=lambda: Toolbox(tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True)
     )
 
+    def pay(self, reward: Any) -> None:
+        """Add the seat's reward to that of its last reply."""
+        value = float(reward[self.seat] if self.has_players else reward)
+        if self.rewards:
+            self.rewards[-1] += value
+        else:
+            self.early_reward += value
+
     @property
     def player(self) -> int:
         """Who reads the observation."""
@@ -143,6 +169,35 @@ class Session:
         return {"finished": float(self.is_done), "invalid_actions": float(self.num_invalid), **own}
 
 
+class Places:
+    """A number of episodes at a time; others wait in order, and their wait counts toward no time limit."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        free = self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._number))
+        with uncounted_time():
+            await free.acquire()
+        try:
+            yield
+        finally:
+            free.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """What a step returned, and the environment after it; a copy of the record has a copy of the environment."""
+
+    returned: Any
+    environment: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Moved:
+        return _Moved(copy.deepcopy(self.returned, memo), self.environment.copy())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnvironment:
     """An environment of a file, with its tasks: what a workflow's parameter `environment` is bound to."""
@@ -164,6 +219,8 @@ class TaskEnvironment:
     """Metrics `<key>/<t>` report the reward of each reply, for algorithms that read it (GiGPO)."""
     executor: Executor | None = None
     """Runs plain methods; by default that of the event loop."""
+    places: Places | None = None
+    """Limits the episodes at a time."""
 
     def list_rows(self, split: str, *, number: int, seed: int) -> list[dict[str, Any]]:
         """The first tasks of a split (`train` or `test`) from a seed on; DataError if there are fewer.
@@ -207,22 +264,22 @@ class TaskEnvironment:
     @asynccontextmanager
     async def open(self, task: Mapping[str, Any]) -> AsyncIterator[Session]:
         """A session in which the episode of the task has begun; closes it at the end."""
-        environment = self.create()
-        number = next(_numbers)
-        _open[number] = self.name
         has_players = self.num_players > 1
-        session = Session(environment, int(task["player"]) if has_players else 0, has_players)
-        try:
-            async with session.toolbox:
-                session.observation = self._check_text(await self._call(environment.reset, "reset", task), "reset")
-                yield session
-        except BaseException:
+        async with nullcontext() if self.places is None else self.places.taken():
+            session = Session(self.create(), int(task["player"]) if has_players else 0, has_players)
+            SESSIONS["opened"] += 1
             try:
-                await self._close(environment, number)
-            except Exception as error:  # noqa: BLE001 - user code; the first error is the cause
-                logger.warning("%s: close failed after an error: %r", self.name, error)
-            raise
-        await self._close(environment, number)
+                async with session.toolbox:
+                    returned = await self._call(session.environment.reset, "reset", task)
+                    session.observation = self._check_text(returned, "reset")
+                    yield session
+            except BaseException:
+                try:
+                    await self._close(session.environment)
+                except Exception as error:  # noqa: BLE001 - user code; the first error is the cause
+                    logger.warning("%s: close failed after an error: %r", self.name, error)
+                raise
+            await self._close(session.environment)
 
     async def step(self, session: Session, action: str) -> None:
         """Apply an action to the session: run the calls of its tools, or let the environment answer."""
@@ -237,7 +294,7 @@ class TaskEnvironment:
             session.observation = [write_result(each.call_id, each.text) for each in results]
             return
         try:
-            returned = await self._call(session.environment.step, "step", reply)
+            returned = await self._move(session, reply)
         except ToolInputError as error:
             session.num_invalid += is_own
             returned = f"Error: {error}", (0.0,) * self.num_players if session.has_players else 0.0, False
@@ -250,15 +307,33 @@ class TaskEnvironment:
         if reply.calls and isinstance(observation, str):
             observation = [write_result(each.call_id, observation) for each in reply.calls]
         session.observation, session.is_done = observation, bool(is_done)
-        value = float(reward[session.seat] if session.has_players else reward)
-        if session.rewards:
-            session.rewards[-1] += value
-        else:
-            session.early_reward += value
+        session.pay(reward)
 
-    async def _close(self, environment: TextEnvironment, number: int) -> None:
+    async def finish(self, session: Session) -> None:
+        """Pay what an episode is worth that the environment has not ended."""
+        if (finish := getattr(session.environment, "finish", None)) is not None and not session.is_done:
+            session.pay(await self._call(finish, "finish"))
+
+    async def _move(self, session: Session, reply: Reply) -> Any:
+        """What `step` returns. With `copy`, a branch gets it from its parent, with the environment after that step."""
+        environment = session.environment
+        if CURRENT_LOG.get() is None or not hasattr(environment, "copy"):
+            return await self._call(environment.step, "step", reply)
+
+        async def make() -> _Moved:
+            return _Moved(await self._call(environment.step, "step", reply), environment)
+
+        calls = [(each.tool, each.arguments) for each in reply.calls]
+        moved = await record_call("step", {"reply": reply, "calls": calls}, make)
+        if moved.environment is not environment:
+            session.environment = moved.environment
+            SESSIONS["opened"] += 1
+            await self._close(environment)
+        return moved.returned
+
+    async def _close(self, environment: TextEnvironment) -> None:
         await self._call(environment.close, "close")
-        del _open[number]
+        SESSIONS["closed"] += 1
 
     async def _call(self, function: Callable[..., Any], what: str, *arguments: Any) -> Any:
         """The result of a function of the environment, a plain one in a thread; raises at the time limit."""
@@ -301,16 +376,11 @@ def find_split(identity: str) -> str:
     return "train" if hashlib.sha256(identity.encode()).digest()[0] % 4 else "test"
 
 
-def count_open_sessions() -> int:
-    """Environments of this process that are not closed."""
-    return len(_open)
-
-
 async def play(task: Mapping[str, Any], model: Any, environment: TaskEnvironment) -> WorkflowOutput:
     """Play the episode of a task: observations are the user's messages, replies the actions.
 
     The episode ends with the environment, after `max_turns` replies, or when the context is full. The reward is the sum
-    of all steps; the response is the last reply.
+    of all steps; the response is the last reply with its calls.
     """
     if environment.run is not None:
         return await environment.run(task, model)
@@ -358,10 +428,10 @@ async def _play(task: Mapping[str, Any], environment: TaskEnvironment, model: An
                 | ({"reasoning_content": reasoning} if reasoning else {})
                 | ({"tool_calls": write_calls(given.calls)} if given.calls else {})
             )
-            reply = str(given) if is_own else reply
+            reply = given.response if is_own else reply
             await environment.step(session, given)
+        await environment.finish(session)
         metrics = session.metrics
     if (key := environment.step_reward_key) is not None:
         metrics |= {f"{key}/{turn}": reward for turn, reward in enumerate(session.rewards)}
-    metrics["open_sessions"] = float(count_open_sessions())
     return WorkflowOutput(reward=sum(session.rewards), response=reply, metrics=metrics)

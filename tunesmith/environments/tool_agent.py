@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.environments.environment import Environment
-from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.types import WorkflowOutput
 
@@ -25,7 +24,6 @@ async def tool_agent(task: Mapping[str, Any], model: Any, environment: Environme
 def collect_metrics(transcript: Transcript, environment: Environment) -> dict[str, float]:
     """The recorded counts of a rollout, as the reward operators and the tables read them."""
     counts = transcript.tool_counts
-    has_sessions = any(each.is_stateful for each in environment.tools.values())
     rate = {"failed_call_rate": transcript.failed_calls / len(transcript.calls)} if transcript.calls else {}
     return {
         "tool_calls": float(len(transcript.calls)),
@@ -35,5 +33,4 @@ def collect_metrics(transcript: Transcript, environment: Environment) -> dict[st
         "format": float(find_format_error(transcript) is None),
         "answered": float(transcript.finish == "answered"),
         **rate,
-        **({"open_sessions": float(Toolbox.num_open_sessions)} if has_sessions else {}),
     }

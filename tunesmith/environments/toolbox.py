@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from tunesmith.environments.transcript import Segment, Transcript
 from tunesmith.errors import ToolUnavailableError
+from tunesmith.rollout.open_sessions import SESSIONS
 from tunesmith.tools.python.call import shorten_text
 from tunesmith.tools.tool import OpenSession, Run, Tool, ToolResult
 
@@ -35,8 +36,6 @@ class Toolbox:
     """Calls that were run, by tool."""
     _sessions: dict[OpenSession, Any] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    num_open_sessions: ClassVar[int] = 0
-    """Sessions of tools of this process that have not been closed."""
 
     async def __aenter__(self) -> Toolbox:
         return self
@@ -129,12 +128,12 @@ class Toolbox:
 @asynccontextmanager
 async def _count(open_session: OpenSession) -> AsyncIterator[Any]:
     """A session, counted until it is closed."""
-    Toolbox.num_open_sessions += 1
+    SESSIONS["opened"] += 1
     try:
         async with open_session() as session:
             yield session
     finally:
-        Toolbox.num_open_sessions -= 1
+        SESSIONS["closed"] += 1
 
 
 def replace_surrogates(text: str) -> str:

@@ -1,16 +1,19 @@
 """The program of `ExpressionProcess`: compares closed expressions with math-verify.
 
-A request is one line of JSON, `[candidate, reference]`, and so is the answer: true, false, null if the reference cannot
-be read, or "late". The program imports nothing of tunesmith, so that it starts alone.
+It speaks JSON-RPC (`tunesmith.json_rpc`): the method `compare` has the parameters `candidate` and `reference`, and the
+result true, false, null if the reference cannot be read, or "late". The program imports nothing of tunesmith, so that
+it starts alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from math_verify import parse, verify
@@ -90,19 +93,21 @@ def main() -> None:
         raise OutOfTime
 
     answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - what libraries print is no answer
     signal.signal(signal.SIGALRM, stop)
     for line in sys.stdin:
-        candidate, reference = json.loads(line)
+        request = json.loads(line)
+        if "id" not in request:  # the owner no longer waits for an answer
+            continue
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         answer: bool | str | None
         try:
             signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
-            answer = compare_expressions(candidate, reference)
+            answer = compare_expressions(**request["params"])
             signal.setitimer(signal.ITIMER_REAL, 0)
         except OutOfTime:
             answer = "late"
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": answer}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
 from tunesmith.model.adapters.adapter import has_adapter, has_same_layout
+from tunesmith.model.towers import copy_processor
 from tunesmith.storage import (
     DONE,
     check_free_space,
@@ -120,6 +121,7 @@ def save_model_files(
                 # save_pretrained refuses some published configs (temperature without do_sample): write it unchecked.
                 model.generation_config = GenerationConfig()
                 model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+            copy_processor(model, folder)
             generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:

@@ -21,7 +21,6 @@ from jinja2.exceptions import TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -34,8 +33,10 @@ from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import check_architecture, check_attention_interface, use_plan_attention
+from tunesmith.model.forward.exact import check_exact, use_exact_numerics
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
 from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
+from tunesmith.model.towers import choose_attention, find_auto_class, train_all_weights
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
@@ -158,6 +159,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
 def load_section_model(section: ModelSection) -> PreTrainedModel:
     """Load the model of a config's model section, on its device and in its dtype."""
     device = resolve_device(section.device)
+    if section.numerics == "exact":
+        use_exact_numerics()
     return load_model(
         section.path,
         dtype=resolve_dtype(section.dtype, device),
@@ -181,8 +184,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in eval mode, with plan attention and optionally a float32 residual stream.
 
-    Without `lora` an adapter at `path` is merged and every parameter takes gradients. With `lora` the adapter at `path`
-    or a new one stays active, and only its parameters take gradients.
+    Without `lora` an adapter at `path` is merged and every parameter of the text decoder takes gradients. With `lora`
+    the adapter at `path` or a new one stays active, and only its parameters take gradients.
     """
     source = find_model(path, base_path)
     quantization: dict[str, Any] = {}
@@ -190,11 +193,12 @@ def load_model(
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
 
         quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
+    config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     with loading(path, source), hidden_progress_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = find_auto_class(config).from_pretrained(
             source.name_or_path,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=choose_attention(config),
             trust_remote_code=trust_remote_code,
             **source.kwargs,
             **quantization,
@@ -225,11 +229,11 @@ def build_empty_model(
     assert device.type == "meta"
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        model: PreTrainedModel = find_auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=trust_remote_code
         )
     use_plan_attention(model.eval())
-    return model.requires_grad_(True)
+    return train_all_weights(model)
 
 
 def install_adapter(
@@ -237,7 +241,7 @@ def install_adapter(
 ) -> PreTrainedModel:
     """Merge the source's adapter; or with `lora` activate it, or a new one, as the only part that takes gradients."""
     if source.adapter is None and lora is None:
-        return model.requires_grad_(True)
+        return train_all_weights(model)
     from tunesmith.model.adapters.lora import (  # PEFT takes seconds to import
         add_adapter,
         disable_cpu_repacking,
@@ -247,7 +251,7 @@ def install_adapter(
 
     if lora is None:
         assert source.adapter is not None
-        return merge_adapter(model, source.adapter).requires_grad_(True)
+        return train_all_weights(merge_adapter(model, source.adapter))
     disable_cpu_repacking(model)
     place = Path(source.name_or_path, source.gguf_file or "")
     base = str(place.absolute()) if place.exists() else source.name_or_path
@@ -304,6 +308,9 @@ def check_section(section: ModelSection) -> PretrainedConfig:
     )
     load_section_tokenizer(section)
     check_residual_dtype(section, config)
+    if section.numerics == "exact":
+        device = resolve_device(section.device)
+        check_exact(config, device, resolve_dtype(section.dtype, device))
     if section.lora is not None:
         adapter = find_model(section.path, section.base_path).adapter
         if adapter is not None:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logprobs import CHUNK_BYTES, CHUNK_FRACTION, CHUNK_TOKENS
+from tunesmith.model.forward.recurrence import RECURRENT_TYPES, count_saved_values, count_state_bytes
 
 GIB = 2**30
 LIBRARY_BYTES = {"cuda": GIB, "cpu": GIB // 2}
@@ -35,6 +36,8 @@ STREAMED_FRACTION = 0.1
 """Fraction of the device's memory above which several ranks do not keep whole gradients."""
 MIN_ROW_TOKENS = 1024
 """Rows that are halved to fit a GPU stay at least this long; shorter ones leave it idle."""
+MIN_SNAPSHOTS = 16
+"""Snapshots of recurrent states, even if they take memory from the KV cache."""
 NF4_BYTES = 0.516
 """Bytes of a weight in 4 bits: 64 weights share a scale of 8 bits, and 256 scales one of 32 bits."""
 EAGER_FACTOR = 1.4
@@ -110,8 +113,12 @@ def estimate_memory(model: PreTrainedModel, settings: MemorySettings, card: Card
             free=free, total=card.num_bytes, num_trained=num_trained, num_ranks=settings.num_ranks
         )
     token_bytes = count_token_bytes(model.config) * model.dtype.itemsize
+    state_bytes = count_state_bytes(model)
+    num_slots = count_state_slots(engine, state_bytes, available=available)
+    available = max(available - num_slots * state_bytes, available // 2)
     num_blocks = count_blocks(engine, token_bytes, max_model_len=settings.max_model_len, available=available)
-    return parts | {"KV cache": num_blocks * engine.page_size * token_bytes}
+    parts |= {"KV cache": num_blocks * engine.page_size * token_bytes}
+    return parts | ({"recurrent states": num_slots * state_bytes} if num_slots else {})
 
 
 def fit_rows(model: PreTrainedModel, settings: MemorySettings, card: Card) -> MemorySettings:
@@ -161,12 +168,17 @@ def count_activation_bytes(model: PreTrainedModel, settings: MemorySettings, car
         num_values = layers * hidden + values
     is_eager = card.type == "cpu" or not settings.trainer.has_compiled_layers
     activations = row * num_values * model.dtype.itemsize * (EAGER_FACTOR if is_eager else 1)
+    saved = count_saved_values(model) or [0]
+    activations += 4 * row * (max(saved) if settings.trainer.has_gradient_checkpointing else sum(saved))
     if (chunk := settings.trainer.logprob_chunk_tokens or (CHUNK_TOKENS if card.type == "cpu" else None)) is not None:
         return int(activations) + 4 * min(chunk, row) * text.vocab_size
     return int(activations) + min(int(max(CHUNK_BYTES, CHUNK_FRACTION * card.num_bytes)), 4 * row * text.vocab_size)
 
 
 def find_head_size(text: PretrainedConfig) -> int:
+    """Size of keys and values in the cache, which latent attention (MLA) expands and pads to the larger of them."""
+    if getattr(text, "qk_nope_head_dim", None):
+        return max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
@@ -177,7 +189,11 @@ def count_kv_heads(text: PretrainedConfig) -> int:
 def count_token_bytes(config: PretrainedConfig) -> int:
     """Keys and values of one token, as a number of values."""
     text = config.get_text_config()
-    return 2 * text.num_hidden_layers * count_kv_heads(text) * find_head_size(text)
+    num_layers = sum(
+        each not in RECURRENT_TYPES
+        for each in getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    )
+    return 2 * num_layers * count_kv_heads(text) * find_head_size(text)
 
 
 def compute_cache_bytes(*, free: int, total: int, num_trained: int, num_ranks: int) -> int:
@@ -185,6 +201,17 @@ def compute_cache_bytes(*, free: int, total: int, num_trained: int, num_ranks: i
     leave of it, times `CACHE_FRACTION`."""
     state = (STATE_BYTES / num_ranks + GRADIENT_BYTES) * num_trained
     return max(int(CACHE_FRACTION * (free - state - ACTIVATION_FRACTION * total)), int(MIN_CACHE_GIB * GIB))
+
+
+def count_state_slots(engine: EngineSection, state_bytes: int, *, available: int) -> int:
+    """Slots of recurrent states: of the running requests, two that are of none, and with a prefix cache those of
+    snapshots: as many again where half of the available bytes suffices. 0 for a model without such states."""
+    if not state_bytes:
+        return 0
+    num_running = engine.max_num_seqs + 2
+    num_left = available // 2 // state_bytes - num_running
+    num_snapshots = min(max(num_left, MIN_SNAPSHOTS), engine.max_num_seqs)
+    return num_running + num_snapshots * engine.has_prefix_cache
 
 
 def count_blocks(engine: EngineSection, token_bytes: int, *, max_model_len: int, available: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from tunesmith.http_server import format_url, open_listener, run_app
 from tunesmith.retrieval.index.search import SearchIndex, build_index
@@ -21,27 +19,20 @@ def build(settings: IndexSettings, *, corpus: str, out: str, name: str | None = 
     return f"{info.num_passages} passages, {info.settings.kind} index {info.index_hash}: {out}"
 
 
-def serve(settings: ServerSettings, *, index: str) -> None:
-    """Serve an index until the process is interrupted; the API key may come from the environment."""
-    key = settings.api_key or os.environ.get(API_KEY_VARIABLE)
-    serve_index(index, settings.model_copy(update={"api_key": key}), announce=announce)
-
-
-def announce(line: str) -> None:
-    """Print the line with the URL; programs that start the server wait for it."""
-    print(line, flush=True)
-
-
 SWITCH_INTERVAL_S = 0.0005
 """How long a search may keep the event loop from the interpreter; Python's default is ten times as long."""
 
 
-def serve_index(folder: str | Path, settings: ServerSettings, *, announce: Callable[[str], None]) -> None:
-    """Open an index and serve it; `announce` receives a line with the URL once requests are accepted."""
+def serve(settings: ServerSettings, *, index: str) -> None:
+    """Serve an index until the process is interrupted; the API key may come from the environment."""
+    settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(API_KEY_VARIABLE)})
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    index = SearchIndex(folder, device=settings.device)
+    opened = SearchIndex(index, device=settings.device)
     with open_listener(settings.host, settings.port, knob="port") as listener:
-        info, url = index.info, format_url(listener, settings.host)
-        announce(f"serving {info.num_passages} passages ({info.settings.kind}, index {info.index_hash}) on {url}")
-        app, has_key = build_app(index, settings), settings.api_key is not None
+        info, url = opened.info, format_url(listener, settings.host)
+        # programs that start the server wait for this line
+        print(
+            f"serving {info.num_passages} passages ({info.settings.kind}, index {info.index_hash}) on {url}", flush=True
+        )
+        app, has_key = build_app(opened, settings), settings.api_key is not None
         run_app(app, listener, has_key=has_key, public_url=url, lifespan="on")

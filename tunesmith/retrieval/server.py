@@ -81,8 +81,13 @@ def _measure(search: Search, ranking: Ranking) -> int:
 RankBatch = Callable[[Sequence[Search]], list[Ranking]]
 
 
-class TooManySearchesError(Exception):
-    """More queries wait than allowed; the client should try again later."""
+class RequestRefusedError(Exception):
+    """A request that is answered with an error status and a sentence."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
 
 
 class Batcher:
@@ -108,13 +113,13 @@ class Batcher:
         """Rankings of all searches of a request.
 
         Raises:
-            TooManySearchesError: too many queries wait already; none of the request's is searched.
+            RequestRefusedError: too many queries wait already; none of the request's is searched.
         """
         known = {search: self.cache.get(search) for search in dict.fromkeys(searches)}
         missing = [search for search, ranking in known.items() if ranking is None]
         added = [search for search in missing if search not in self._futures]
         if added and self._waiting and len(self._waiting) + len(added) > self._max_waiting:
-            raise TooManySearchesError
+            raise RequestRefusedError(503, "too many queries wait (max_waiting of the server); try again later")
         for search in added:
             self._futures[search] = asyncio.get_running_loop().create_future()
             self._waiting.append(search)
@@ -185,32 +190,18 @@ def build_app(index: SearchIndex, settings: ServerSettings | None = None) -> Sta
             Route("/batch_search", handlers.search_batch, methods=["POST"]),
         ],
         lifespan=lifespan,
-        exception_handlers={
-            RequestRefusedError: answer_refusal,
-            TooManySearchesError: answer_too_many,
-            ClientDisconnect: answer_nobody,
-            Exception: answer_failure,
-        },
+        exception_handlers=dict.fromkeys((RequestRefusedError, ClientDisconnect, Exception), answer_exception),
     )
 
 
-def answer_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestRefusedError)
-    return JSONResponse({"detail": error.detail}, status_code=error.status)
-
-
-def answer_too_many(request: Request, error: Exception) -> Response:
-    detail = "too many queries wait (max_waiting of the server); try again later"
-    return JSONResponse({"detail": detail}, status_code=503, headers={"Retry-After": str(RETRY_AFTER_S)})
-
-
-def answer_nobody(request: Request, error: Exception) -> Response:
-    """The client is gone."""
-    return Response(status_code=400)
-
-
-def answer_failure(request: Request, error: Exception) -> Response:
-    """The search failed; the traceback is logged by the server."""
+async def answer_exception(request: Request, error: Exception) -> Response:
+    """A refusal, or 500 for a search that failed, whose traceback is logged by the server."""
+    match error:
+        case RequestRefusedError():
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else None
+            return JSONResponse({"detail": error.detail}, status_code=error.status, headers=headers)
+        case ClientDisconnect():
+            return Response(status_code=400)
     return JSONResponse({"detail": f"the search failed: {type(error).__name__}: {error}"}, status_code=500)
 
 
@@ -283,15 +274,6 @@ def _join(values: Sequence[bytes]) -> bytes:
 
 
 DEFAULT_TOP_N = 10
-
-
-class RequestRefusedError(Exception):
-    """A request that is answered with an error status and a sentence."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import httpx
 import openai
 from openai.types.chat import ChatCompletion
 
+from tunesmith.chat.client import create_chat_completion
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 
@@ -116,10 +117,4 @@ class ChatModel:
         **options: Any,
     ) -> ChatCompletion:
         """Send one chat completion request; `options` are request fields."""
-        fields = self.options | options
-        if tools:
-            fields["tools"] = list(tools)
-        create: Any = self.client.chat.completions.create
-        completion = await create(model=self.model_name, messages=list(messages), stream=False, **fields)
-        assert isinstance(completion, ChatCompletion)
-        return completion
+        return await create_chat_completion(self, messages, tools=tools or (), **options)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import BoundModel, ModelProvider
-from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
+from tunesmith.types import Group, Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,30 +78,6 @@ class RunningGroup:
     def build(self) -> Group:
         runs = tuple(self.ended[index] for index in range(self.request.size))
         return Group(task=self.request.task, trajectories=runs)
-
-
-class GroupModel:
-    """Binds models to one rollout of a group, which then knows the rollout's session."""
-
-    def __init__(
-        self, source: ModelProvider, group: RunningGroup, run_index: int, *, gate: asyncio.Event, keeps_cache: bool
-    ) -> None:
-        """Calls wait while the gate is not set; `keeps_cache`: as `rollout.stale_cache=keep`."""
-        self._source = source
-        self._group = group
-        self._run_index = run_index
-        self._gate = gate
-        self._keeps_cache = keeps_cache
-
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
-        bound = self._source.open(seed=seed, order=order, sampling=sampling)
-        if isinstance(bound.session, Session):
-            bound.session.gate, bound.session.keeps_cache = self._gate, self._keeps_cache
-            self._group.sessions[self._run_index] = bound.session
-        return bound
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        return self._source.close(bound)
 
 
 def build_requests(

@@ -30,7 +30,7 @@ from tunesmith.rollout.failures import (
 )
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import BoundModel, ModelProvider
+from tunesmith.rollout.service import BoundModel, ModelProvider, RecordedCalls
 from tunesmith.rollout.signature import is_sync_function, list_parameters
 from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.rollout.time_limit import UncountedTime
@@ -127,11 +127,13 @@ async def run_trajectory(
     sampling: Sampling | None = None,
     watchdog: EventLoopWatchdog | None = None,
     record: RolloutRecord | None = None,
+    prepare: Callable[[RecordedCalls], None] | None = None,
 ) -> Trajectory:
     """Run the agent; `seed` determines what its models sample, `order` its position in the engine's queue.
 
-    It runs again, in new sessions, if its worker in another process is lost. With a `record`, the calls are recorded so
-    that branches can replay them; if it has a branch point, the rollout is such a branch.
+    It runs again, in new sessions, if its worker in another process is lost. `prepare` receives each session before its
+    first call. With a `record`, which `prepare` gives the session, the calls are recorded so that branches can replay
+    them; if it has a branch point, the rollout is such a branch.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
@@ -141,9 +143,8 @@ async def run_trajectory(
         started = time.perf_counter()
         seed_of_attempt = seed if attempt == 1 else derive_seed(seed, "attempt", attempt)
         bound = model.open(seed=seed_of_attempt, order=order, sampling=sampling)
-        if record is not None:
-            assert bound.session is not None, "only the policy's rollouts branch"
-            bound.session.record = record
+        if prepare is not None and bound.session is not None:
+            prepare(bound.session)
         auxiliary = {
             name: source.open(seed=derive_seed(seed_of_attempt, name), order=order)
             for name, source in auxiliary_models.items()

@@ -1,4 +1,4 @@
-"""Read run files into `RunConfig`, and write them back.
+"""Read the files of commands into their configs, and write them back.
 
 Files are YAML read by OmegaConf: `${oc.env:VAR,default}`, `${other.key}` and `1e-6` work. Dotted overrides take
 precedence over the file. Errors name the dotted key, the value and what is allowed.
@@ -40,17 +40,6 @@ class Knob:
     description: str
 
 
-def load_config(
-    path: Path | str | None,
-    overrides: Sequence[str] = (),
-    *,
-    values: Mapping[str, Any] | None = None,
-    base: Mapping[str, Any] | None = None,
-) -> RunConfig:
-    """Read a run file, or use `base` in its place, then apply nested `values`, then `a.b=value` overrides."""
-    return load_section(RunConfig, path, overrides, values=values, base=base)
-
-
 def load_section(
     kind: type[AnySection],
     path: Path | str | None,
@@ -59,7 +48,7 @@ def load_section(
     values: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> AnySection:
-    """Like `load_config`, for any command's file."""
+    """Read a command's file, or use `base` in its place, then apply nested `values`, then `a.b=value` overrides."""
     merged = OmegaConf.create() if path is None else load_yaml(Path(path))
     for layer in (base, values):
         if layer:
@@ -172,13 +161,8 @@ def apply_override(config: DictConfig, override: str) -> None:
         raise ConfigError(f"the value of the override of {key.strip()} is nested too deeply to be read") from error
 
 
-def build_config(values: Mapping[str, Any]) -> RunConfig:
-    """Validate plain values; all errors are joined into one `ConfigError`."""
-    return build_section(RunConfig, values)
-
-
 def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySection:
-    """Like `build_config`, for any command's config."""
+    """Validate plain values; all errors are joined into one `ConfigError`."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:

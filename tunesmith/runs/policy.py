@@ -27,10 +27,12 @@ from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.environments.episode import OPPONENT
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logits import verify_model
+from tunesmith.model.forward.recurrence import is_recurrent
 from tunesmith.model.load import (
     build_empty_model,
     check_section,
     check_vocabulary,
+    load_config,
     load_model,
     load_section_model,
     load_section_tokenizer,
@@ -38,6 +40,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.model.torch_modes import set_num_threads
+from tunesmith.model.towers import train_all_weights
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent
@@ -94,6 +97,19 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
 
 def check_engine(section: EngineSection, model: ModelSection) -> None:
     """Raise if the device of the model cannot sample from the configured weights."""
+    refused = {
+        "engine.weight_format=fp8": section.weight_format == "fp8",
+        "engine.kind=vllm": section.kind == "vllm",
+        # a state cannot be taken back to before a draft that was not sampled
+        f"engine.max_speculating_seqs={section.max_speculating_seqs}": section.max_speculating_seqs > 0,
+    }
+    if knob := next((each for each, is_set in refused.items() if is_set), None):
+        config = load_config(model.path, trust_remote_code=model.trust_remote_code, base_path=model.base_path)
+        if is_recurrent(config):
+            raise ConfigError(
+                f"{knob} does not support models of type {config.get_text_config().model_type!r}, which have recurrent "
+                "layers: leave it out"
+            )
     if section.weight_format == "fp8":
         check_fp8_device(resolve_device(model.device))
     if section.kind == "vllm":
@@ -186,7 +202,7 @@ def load_sharded_model(
     }
     build = load_model if ranks.is_first else build_empty_model
     model = build(path, device=torch.device("cpu" if ranks.is_first else "meta"), **options)
-    shard_model(model.requires_grad_(is_trained), ranks, device)
+    shard_model(train_all_weights(model) if is_trained else model.requires_grad_(False), ranks, device)
     return model
 
 

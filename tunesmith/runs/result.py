@@ -8,13 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.errors import ModelError
 from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.model.load import LOAD_ERRORS, load_tokenizer
+from tunesmith.model.load import LOAD_ERRORS, load_config, load_tokenizer
 from tunesmith.model.source.resolve import explain_load_error, find_model
+from tunesmith.model.towers import find_auto_class
 from tunesmith.monitor.metric_table import MetricTable, draw_curve
 from tunesmith.runs.record import RunRecord
 
@@ -85,9 +86,10 @@ def load_for_inference(path: str, **options: Any) -> tuple[PreTrainedModel, PreT
     Unlike `load_model`, attention is that of transformers, so `generate` and every other method of the model work.
     """
     source = find_model(path)
+    auto_class = find_auto_class(load_config(path, trust_remote_code=options.get("trust_remote_code", False)))
     try:
         with hidden_progress_bars(), offline_if_unreachable(source.name_or_path):
-            model = AutoModelForCausalLM.from_pretrained(source.name_or_path, **source.kwargs, **options)
+            model = auto_class.from_pretrained(source.name_or_path, **source.kwargs, **options)
             if source.adapter is not None:
                 from peft import PeftModel  # PEFT takes seconds to import
 

@@ -26,7 +26,7 @@ from pydantic import Field
 
 from tunesmith.config.section import Section
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
-from tunesmith.tools.json_rpc import INVALID_PARAMS, HttpServer, RpcError, Server, ServerProcess, SharedServer
+from tunesmith.json_rpc import INVALID_PARAMS, HttpServer, RpcError, Server, ServerProcess, SharedServer
 from tunesmith.tools.tool import Tool, ToolResult, drop_titles, find_text_argument
 from tunesmith.version import __version__
 

@@ -23,6 +23,7 @@ from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.algorithms.sequence_terms import MAX_LOG_RATIO
 from tunesmith.experience.samples import Trie
+from tunesmith.model.experts import start_counting, summarize_routes
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import (
@@ -62,6 +63,7 @@ def run_loss_pass(
     `after_row` is called when the device has a row to compute, or takes part in one of another rank.
     """
     match_rows(model, len(rows), after_row)
+    start_counting(model)
     if stream is not None:
         stream.begin_update(len(rows))
     if graphs is not None:
@@ -90,7 +92,8 @@ def run_loss_pass(
         stream.end_update(after_row)
     if graphs is not None:
         graphs.end_update()
-    return add_parts(parts) if parts else {}
+    routes = {name: Total(reduction="max", value=value) for name, value in summarize_routes(model).items()}
+    return add_parts(parts) | (routes if torch.is_grad_enabled() else {}) if parts else {}
 
 
 def run_row(

@@ -26,10 +26,10 @@ MISMATCH_CAUSES = (
     "KV-cache entries of older weights in the engine, or 16-bit precision too low for this model (try "
     "model.residual_dtype=float32, or model.dtype=float32)"
 )
-Reduction = Literal["sum", "sampled_mean", "newest_mean", "newest_max"]
-"""How a total of an update becomes a metric: `sum`, a sum of weight times token loss, as it is; `sampled_mean`, a sum
-over the tokens that are not an expert's, divided by their number; `newest_mean`, the same over the tokens that the
-newest policy sampled; `newest_max`, the maximum over these."""
+Reduction = Literal["sum", "max", "sampled_mean", "newest_mean", "newest_max"]
+"""How a total of an update becomes a metric: `sum`, a sum of weight times token loss, as it is; `max`, the maximum over
+ranks; `sampled_mean`, a sum over the tokens that are not an expert's, divided by their number; `newest_mean`, the same
+over the tokens that the newest policy sampled; `newest_max`, the maximum over these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def read_totals(totals: Mapping[str, Total[Tensor]], values: Sequence[float], ra
     for part in ranks.all_gather_objects(own):
         for name, total in part.items():
             if name in merged:
-                combine = max if total.reduction == "newest_max" else sum
+                combine = max if total.reduction in ("max", "newest_max") else sum
                 total = replace(total, value=combine([merged[name].value, total.value]))
             merged[name] = total
     return merged
@@ -117,6 +117,8 @@ def build_token_metrics(totals: Mapping[str, Total[float]], counts: TokenCounts,
     for name, total in totals.items():
         if total.reduction == "sum":
             metrics[name] = total.value
+        elif total.reduction == "max":
+            metrics[name] = Max(total.value)
         elif total.reduction == "sampled_mean" and counts.num_sampled:
             metrics[name] = Mean(total.value, over=counts.num_sampled)
         elif total.reduction == "newest_mean" and num_newest:

@@ -28,10 +28,11 @@ import pyarrow.parquet as pq
 import tunesmith.commands.doctor
 from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
+from tunesmith.config import RunConfig
 from tunesmith.errors import TunesmithError
 from tunesmith.experience.store import SCHEMA
 from tunesmith.monitor.metrics_file import format_line, load_metrics
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 from tunesmith.storage import RunPaths, load_json, save_json
 
 FAILING_RUNS = Path(__file__).parent / "failing_runs"
@@ -306,7 +307,7 @@ def keep_run(run: Start, kept: Path) -> None:
     """Copy what the checks read of a run."""
     old, new = RunPaths(run.root), RunPaths(kept)
     kept.mkdir(parents=True)
-    settings = load_config(old.config).model_dump(mode="json", exclude_defaults=True)
+    settings = load_section(RunConfig, old.config).model_dump(mode="json", exclude_defaults=True)
     # YAML reads JSON, and a line is shorter
     text = json.dumps(settings, indent=1).replace(str(run.folder), "work").replace(run.model, "work/pocket")
     new.config.write_text(text + "\n")

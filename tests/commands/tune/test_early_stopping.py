@@ -11,8 +11,9 @@ import pytest
 
 from killed_runs import Zygote, read_metrics
 from small_pocket import write_small_pocket
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_config import build_section
 
 AGENT = textwrap.dedent(
     """
@@ -167,7 +168,7 @@ def test_a_misspelt_metric_of_a_step_is_an_error_after_the_first_step(workplace)
 
 def build(**settings):
     sets = {"held_out": {"path": "test.jsonl"}}
-    return build_config({"model": {"path": "pocket"}, "eval_datasets": sets} | settings)
+    return build_section(RunConfig, {"model": {"path": "pocket"}, "eval_datasets": sets} | settings)
 
 
 @pytest.mark.parametrize(

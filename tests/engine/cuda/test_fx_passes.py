@@ -153,7 +153,7 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
         divider = Divider(block_size=4, num_kv_heads=1, num_heads=1, head_size=16, num_sms=1, window=0)
         division_7S = torch.zeros((7, 2), dtype=torch.int32)
         work = DecodeWork.allocate(divider, Kind.WHOLE, positions, division_7S)
-        plan = build_decode_plan(cache, torch.tensor(blocks, dtype=torch.int32), work)
+        plan = build_decode_plan(cache, torch.tensor(blocks, dtype=torch.int32), work, torch.zeros(2, dtype=torch.long))
         decoded = run_body(model, ids[[0, 1], positions][None], positions[None], plan)[0]
     num_layers, num_last_norms = len(model.get_decoder().layers), 0 if has_fp32_residual else 2
     assert calls == {

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tiny_models import CONFIGS, GEMMA_SIZES, SIZES, build_tiny
+from tiny_models import CONFIGS, GEMMA_SIZES, RECURRENT, SIZES, build_tiny
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
 from tunesmith.model.forward.logits import compute_logits, verify_model
@@ -48,7 +48,7 @@ def build_with_plan_attention(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *RECURRENT])
 def test_concatenated_sequences_equal_separate_eager_forwards(name: str) -> None:
     rows = build_rows()
     expected = torch.cat([build_tiny(name)(input_ids=row[None]).logits[0] for row in rows])
@@ -57,7 +57,7 @@ def test_concatenated_sequences_equal_separate_eager_forwards(name: str) -> None
     torch.testing.assert_close(compute_logits(model, run_rows(model, rows)[0]), expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *RECURRENT])
 def test_without_a_plan_a_padded_batch_is_unchanged(name: str) -> None:
     rows = build_rows()
     ids, mask = torch.zeros(3, 14, dtype=torch.long), torch.zeros(3, 14, dtype=torch.long)

@@ -111,9 +111,7 @@ def test_masks_are_cached_across_layers():
 @given(st.integers(0, 1000), st.sampled_from([1, 3, 256]))
 def test_segments_partition_the_row_and_name_their_parents(seed, max_child_tokens):
     trie = build_random_trie(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "MAX_CHILD_SEGMENT_TOKENS", max_child_tokens)
-        pieces = segments.split_segments(trie)
+    pieces = segments.split_segments(trie, max_child_tokens)
     assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
     assert (pieces[0].start, pieces[-1].end) == (0, trie.num_tokens)
     mask = build_mask(trie, None)

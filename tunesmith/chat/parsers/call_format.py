@@ -161,6 +161,49 @@ def _find_definition(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
+class ClosingTag:
+    """Finds the tag that ends a growing block; at the end of the reply it may be missing."""
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self._closing = closing
+        self._position = len(opening)
+
+    def find(self, text: str, *, is_end: bool) -> tuple[int, int] | None:
+        """Where the text between the tags ends, and where the block ends; None if it needs more text."""
+        end = text.find(self._closing, self._position)
+        if end < 0 and not is_end:
+            self._position = max(self._position, len(text) - len(self._closing) + 1)
+            return None
+        return (len(text), len(text)) if end < 0 else (end, end + len(self._closing))
+
+
+class TaggedReader:
+    """Reads a block between two tags; implements `BlockReader`."""
+
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        read_calls: Callable[[str, bool], tuple[ReadCall, ...]],
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        """`read_calls` receives the text between the tags, and whether there is a closing one; it returns no calls if
+        they are malformed. `is_whole`: a malformed block is content up to its end, else its opening tag is."""
+        self._opening = opening
+        self._tag = ClosingTag(opening, closing)
+        self._read_calls = read_calls
+        self._is_whole = is_whole
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        ends = self._tag.find(text, is_end=is_end)
+        if ends is None:
+            return None
+        body_end, length = ends
+        calls = self._read_calls(text[len(self._opening) : body_end], body_end < length)
+        return Block(length=length if calls or self._is_whole else len(self._opening), calls=calls)
+
+
 class JsonEnd:
     """Finds the end of the JSON object or array that starts at a position of a growing text."""
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import re
 
-from tunesmith.chat.parsers.call_format import NAME_PATTERN, Block, CallFormat, ReadCall, build_call, load_json
+from tunesmith.chat.parsers.call_format import (
+    NAME_PATTERN,
+    CallFormat,
+    ReadCall,
+    TaggedReader,
+    build_call,
+    load_json,
+)
 
 CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
@@ -15,22 +22,6 @@ SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 
 _FENCED = re.compile(rf"\s*function{SEPARATOR}\s*({NAME_PATTERN})\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 _BARE = re.compile(rf"\s*({NAME_PATTERN})\s*{SEPARATOR}(.*)", re.DOTALL)
-
-
-class _DeepSeekReader:
-    """Reads a list of calls; at the end of the reply its closing tokens may be missing."""
-
-    def __init__(self) -> None:
-        self._position = len(CALLS_BEGIN)
-
-    def read(self, text: str, *, is_end: bool) -> Block | None:
-        end = text.find(CALLS_END, self._position)
-        if end < 0 and not is_end:
-            self._position = max(len(CALLS_BEGIN), len(text) - len(CALLS_END) + 1)
-            return None
-        body_end, length = (len(text), len(text)) if end < 0 else (end, end + len(CALLS_END))
-        calls = _read_calls(text[len(CALLS_BEGIN) : body_end])
-        return Block(length=length, calls=calls) if calls else Block(length=len(CALLS_BEGIN))
 
 
 def _read_calls(body: str) -> tuple[ReadCall, ...]:
@@ -61,5 +52,5 @@ DEEPSEEK = CallFormat(
     close=CALL_END,
     markup=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
     arguments_start=r'\{\s*"a"',
-    open_reader=lambda tools: _DeepSeekReader(),
+    open_reader=lambda tools: TaggedReader(CALLS_BEGIN, CALLS_END, lambda body, is_closed: _read_calls(body)),
 )

@@ -19,13 +19,14 @@ from tunesmith.chat.parsers.call_format import (
     NAME_PATTERN,
     Block,
     CallFormat,
+    ClosingTag,
     JsonEnd,
     ReadCall,
     Tools,
     build_call,
     load_json,
 )
-from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES, ClosingTag
+from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
 
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -202,7 +203,7 @@ class _JsonReader:
         return self._end_fence(text, is_end=is_end)
 
     def _open_value(self, text: str, start: int) -> JsonEnd | ClosingTag:
-        return ClosingTag() if text.startswith(CALL_OPEN, start) else JsonEnd(start)
+        return ClosingTag(CALL_OPEN, CALL_CLOSE) if text.startswith(CALL_OPEN, start) else JsonEnd(start)
 
     def _find_value(self, text: str, *, is_end: bool) -> slice | None:
         """Where the JSON of the value is; None if it needs more text."""

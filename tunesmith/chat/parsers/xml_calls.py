@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from tunesmith.chat.parsers.call_format import (
@@ -16,12 +17,13 @@ from tunesmith.chat.parsers.call_format import (
     Block,
     CallFormat,
     ReadCall,
+    TaggedReader,
     Tools,
     build_call,
     find_parameter,
     load_json,
 )
-from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, ClosingTag
+from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN
 
 FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -79,23 +81,13 @@ class _QwenReader:
         return _build_call(found.group(1), _QWEN_PARAMETER.findall(found.group(2)), self._tools)
 
 
-class _GlmReader:
-    """Reads one call."""
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._tag = ClosingTag()
-
-    def read(self, text: str, *, is_end: bool) -> Block | None:
-        ends = self._tag.find(text, is_end=is_end)
-        if ends is None:
-            return None
-        body_end, length = ends
-        found = _GLM_BODY.fullmatch(text, len(CALL_OPEN), body_end)
-        arguments = [] if found is None else _GLM_ARGUMENT.findall(found.group(2))
-        call = None if found is None else _build_call(found.group(1), arguments, self._tools)
-        is_cut = body_end == length and not arguments  # without a closing tag, the name alone may be incomplete
-        return Block(length=len(CALL_OPEN)) if call is None or is_cut else Block(length=length, calls=(call,))
+def _read_glm_call(body: str, is_closed: bool, tools: Tools) -> tuple[ReadCall, ...]:
+    found = _GLM_BODY.fullmatch(body)
+    arguments = [] if found is None else _GLM_ARGUMENT.findall(found.group(2))
+    if found is None or not (is_closed or arguments):  # without a closing tag, the name alone may be incomplete
+        return ()
+    call = _build_call(found.group(1), arguments, tools)
+    return () if call is None else (call,)
 
 
 def _build_call(name: str, arguments: Iterable[tuple[str, str]], tools: Tools) -> ReadCall | None:
@@ -156,5 +148,5 @@ GLM = CallFormat(
     markup=GLM_TAGS,
     arguments_start=r"<arg_key>a</arg_key>",
     argument_ends=("</arg_value>", CALL_CLOSE),
-    open_reader=_GlmReader,
+    open_reader=lambda tools: TaggedReader(CALL_OPEN, CALL_CLOSE, partial(_read_glm_call, tools=tools)),
 )

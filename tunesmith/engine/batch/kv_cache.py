@@ -12,8 +12,10 @@ heads, G query heads of one key-value head, P physical blocks, Z tokens of a blo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
+from tunesmith.model.forward.recurrence import Segment, SegmentTable, States
 
 MAX_BATCHED_QUERIES = 16
 """Requests with more new tokens attend one request at a time."""
@@ -43,26 +46,38 @@ class LayerShape:
 
 
 class KVCache:
-    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read block tables, [K, P, Z, D] for views."""
+    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read block tables, [K, P, Z, D] for views.
+
+    Those of recurrent layers are empty: their states are in the slots of `states`.
+    """
 
     def __init__(
         self,
-        shapes: Sequence[LayerShape],
+        shapes: Sequence[LayerShape | None],
         *,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         is_head_major: bool = False,
+        states: States | None = None,
     ) -> None:
-        """With `is_head_major`, adjacent blocks hold one head's keys contiguously, so that a view can read them."""
+        """The shape of a recurrent layer is None. With `is_head_major`, adjacent blocks hold one head's keys
+        contiguously, so that a view can read them."""
         self.block_size = block_size
         self._block_axis = int(is_head_major)
-        sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_size) for shape in shapes]
+        found = [shape or LayerShape(0, 0) for shape in shapes]
+        sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_size) for shape in found]
         if is_head_major:
-            sizes = [(shape.num_kv_heads, num_blocks, block_size, shape.head_size) for shape in shapes]
-        self.keys = [_build_zeros(size, dtype, device) for size in sizes]
-        self.values = [_build_zeros(size, dtype, device) for size in sizes]
+            sizes = [(shape.num_kv_heads, num_blocks, block_size, shape.head_size) for shape in found]
+        self.keys = [build_zeros(size, dtype, device) for size in sizes]
+        self.values = [build_zeros(size, dtype, device) for size in sizes]
+        self.states = states
+
+    @property
+    def attended_keys(self) -> Tensor:
+        """Keys of a layer that attends."""
+        return next(each for each in self.keys if each.shape[-1])
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold non-finite values: even masked, they would turn attention sums into NaN."""
@@ -70,11 +85,11 @@ class KVCache:
             tensor.index_fill_(self._block_axis, torch.tensor(list(blocks), dtype=torch.long, device=tensor.device), 0)
 
 
-def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU the system commits memory only when a block is first written."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
     num_bytes = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(size, dtype=dtype, device=device)
     try:
         values = np.zeros(num_bytes, dtype=np.uint8)
     except (MemoryError, ValueError) as error:
@@ -85,16 +100,60 @@ def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.from_numpy(values).view(dtype).view(size)
 
 
-class PagedAttentionPlan:
+def build_states(
+    shapes: Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]], *, num_slots: int, device: torch.device
+) -> States:
+    """The recurrent states of each layer, as `describe_states` lists them, in this number of slots."""
+    return {
+        layer: {name: build_zeros((num_slots, *shape), dtype, device) for name, (shape, dtype) in each.items()}
+        for layer, each in shapes.items()
+    }
+
+
+def build_segments(spans: Sequence[Span], states: States | None, device: torch.device) -> SegmentTable:
+    """The segments of the spans. A span may start from a snapshot that another one of the same row leaves."""
+    segments: list[Segment] = []
+    index_of: dict[int, int] = {}
+    for span in sorted(spans, key=attrgetter("start")):  # a snapshot is left by a span that starts earlier
+        source, parent, first = span.source, None if span.source is None else index_of.get(span.source), span.start
+        for position in sorted({*(position for position, _ in span.snapshots), span.stop}):
+            slots = [slot for place, slot in span.snapshots if place == position]
+            for slot in slots:
+                index_of[slot] = len(segments)
+            segments.append(
+                Segment(
+                    start=span.first + first - span.start,
+                    end=span.first + position - span.start,
+                    parent=parent,
+                    source=source if parent is None else None,
+                    targets=(*slots, *((span.slot,) if position == span.stop else ())),
+                )
+            )
+            parent, first = len(segments) - 1, position
+    return SegmentTable(segments, device, states)
+
+
+class _SpanPlan:
+    """What recurrent layers take from the spans of a step."""
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
+        self.cache, self._spans, self._device = cache, spans, device
+
+    @cached_property
+    def segments(self) -> SegmentTable:
+        """Built when a recurrent layer reads it."""
+        return build_segments(self._spans, self.cache.states, self._device)
+
+
+class PagedAttentionPlan(_SpanPlan):
     """The `AttentionPlan` of one step, over a head-major cache.
 
     Spans are ordered by `get_span_order` and have their runs set.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
-        self.cache = cache
+        super().__init__(cache, spans, device)
         size = cache.block_size
-        self._device = device
         self._slots_T = np.array([slot for span in spans for slot in _list_slots(span, size)])
         self._slot_mappings: dict[int, Tensor] = {}
         single = [span for span in spans if span.stop - span.start == 1]
@@ -151,7 +210,8 @@ def _list_slots(span: Span, block_size: int) -> list[int]:
 
 def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tuple[list[Span], bool]]:
     """Batches, and whether each attends over views, at one call per contiguous run, or over a gathered copy."""
-    token_bytes = 2 * cache.keys[0].shape[0] * cache.keys[0].shape[-1] * cache.keys[0].itemsize
+    keys = cache.attended_keys
+    token_bytes = 2 * keys.shape[0] * keys.shape[-1] * keys.itemsize
     viewed: list[Span] = []
     for batch in batches:
         num_runs = len({run.first for span in batch for run in span.runs})
@@ -348,19 +408,19 @@ def has_single_runs(spans: Sequence[Span]) -> bool:
     return len(spans) <= MAX_REQUESTS and all(len(span.runs) == 1 and span.stop - span.start == 1 for span in spans)
 
 
-class SingleRunPlan:
+class SingleRunPlan(_SpanPlan):
     """The `AttentionPlan` of one step, over a head-major cache."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span]) -> None:
-        self._cache = cache
+        super().__init__(cache, spans, torch.device("cpu"))
         self._slots = [(span.runs[0].first * cache.block_size, span.stop) for span in spans]
         """The first token of each request in the cache, and the length of its context."""
         self._new_slots_T = torch.tensor([first + length - 1 for first, length in self._slots])
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer, (_, num_kv_heads, num_requests, head_size) = get_layer_index(module), key.shape
-        keys_1KSD = self._cache.keys[layer].view(1, num_kv_heads, -1, head_size)
-        values_1KSD = self._cache.values[layer].view(1, num_kv_heads, -1, head_size)
+        keys_1KSD = self.cache.keys[layer].view(1, num_kv_heads, -1, head_size)
+        values_1KSD = self.cache.values[layer].view(1, num_kv_heads, -1, head_size)
         keys_1KSD.index_copy_(2, self._new_slots_T, key)
         values_1KSD.index_copy_(2, self._new_slots_T, value)
         queries = query.transpose(1, 2).reshape(num_requests, 1, num_kv_heads, -1, head_size).unbind()

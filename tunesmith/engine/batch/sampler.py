@@ -49,13 +49,13 @@ class SamplerOutput:
     top_logprobs: list[TopLogprobs] | None = None
     """The most likely tokens of each row; None: no row asked for them."""
 
-    def get_details(self, row: int, sampling: Sampling) -> TokenDetails | None:
-        """The details that the request of a row asks for; None if it asks for none."""
+    def get_details(self, rows: slice, sampling: Sampling) -> TokenDetails | None:
+        """The details that the request of these rows asks for; None if it asks for none."""
         entropies = top_logprobs = None
         if sampling.return_entropy and self.entropies is not None:
-            entropies = (self.entropies[row],)
+            entropies = tuple(self.entropies[rows])
         if sampling.top_logprobs and self.top_logprobs is not None:
-            top_logprobs = (self.top_logprobs[row][: sampling.top_logprobs],)
+            top_logprobs = tuple(each[: sampling.top_logprobs] for each in self.top_logprobs[rows])
         if entropies is None and top_logprobs is None:
             return None
         return TokenDetails(entropies=entropies, top_logprobs=top_logprobs)

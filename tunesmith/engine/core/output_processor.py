@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tunesmith.engine.core.drafts import Drafter
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import Scheduler, SchedulerOutput
 from tunesmith.engine.core.stopping import StopConditions
@@ -53,8 +54,10 @@ class StepOutput:
 class OutputProcessor:
     """The requests in the engine and their output that has not been delivered yet."""
 
-    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int]) -> None:
+    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int], drafter: Drafter | None = None) -> None:
+        """`drafter` None: no speculation."""
         self.scheduler = scheduler
+        self.drafter = drafter
         self.eos_ids = frozenset(eos_ids)
         self.states: dict[int, RequestState] = {}
         """The state of each request by its id."""
@@ -192,6 +195,8 @@ class OutputProcessor:
 
     def _remove(self, state: RequestState) -> None:
         del self.states[state.request.request_id]
+        if self.drafter is not None:
+            self.drafter.end(state.request)
         self.num_deadlines -= state.request.deadline_at is not None
         self._output.num_dequeued += state.is_queued
         state.is_queued = False

@@ -63,6 +63,10 @@ class Request:
     """Hashes of the full blocks of `token_ids`, as far as they were needed."""
     num_published: int = 0
     """Full blocks in the prefix cache, where other requests find them."""
+    state_source: int | None = None
+    """Slot of the recurrent state from which its next chunk starts, where that is not its own slot."""
+    snapshot_blocks: tuple[int, ...] = ()
+    """Numbers of blocks after which its prefill keeps a snapshot of the recurrent state."""
     num_cached_tokens: int | None = None
     """Tokens found in the prefix cache at first admission."""
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tunesmith.engine.core.block_manager import BlockPool, compute_salt, hash_block
 from tunesmith.engine.core.request import Request
+from tunesmith.engine.core.snapshots import SnapshotPool
 
 MIN_HEADROOM = 16
 """Blocks by which even a short request can grow before its keys and values continue elsewhere in the cache."""
@@ -34,6 +35,23 @@ class ScheduledChunk:
     request: Request
     start: int
     stop: int
+    source: int | None = None
+    """Slot of the recurrent state before the first token: the request's own, or another; None: the model has none."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """Positions before which the recurrent state is kept, and the slots for it."""
+    draft: Sequence[int] = ()
+    """Tokens that may follow the request's last one, computed with it; discarded from the first one on that is not
+    sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return self.stop - self.start + len(self.draft)
+
+    @property
+    def has_own_state(self) -> bool:
+        """The chunk continues from the state in the request's slot, or the model has no recurrent states."""
+        return self.source in (None, self.request.slot)
 
     @property
     def has_last_token(self) -> bool:
@@ -53,6 +71,10 @@ class SchedulerOutput:
     may_preempt: bool = True
     is_in_first_forward: Callable[[ScheduledChunk], bool] | None = None
     """Whether the step's first forward computes a chunk, so that later ones may read its blocks; None: always."""
+    kept_slots: set[int] = field(default_factory=set)
+    """Slots of snapshots that the step reads or writes."""
+    late_snapshots: list[tuple[bytes, int]] = field(default_factory=list)
+    """Snapshots of later forwards, which no chunk of the step may read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,14 +100,20 @@ class Scheduler:
         max_batched_tokens: int,
         has_prefix_cache: bool,
         prefers_runs: bool = False,
+        empty_slot: int | None = None,
+        snapshots: SnapshotPool | None = None,
     ) -> None:
-        """With `prefers_runs`, a request's blocks are adjacent in the cache where possible."""
+        """With `prefers_runs`, a request's blocks are adjacent in the cache where possible. `empty_slot`: of the
+        recurrent state before any token, for models that have such states; they reuse prefixes that have
+        `snapshots`."""
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.has_prefix_cache = has_prefix_cache
         self.prefers_runs = prefers_runs
+        self.empty_slot = empty_slot
+        self.snapshots = snapshots
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.held: list[Request] = []
@@ -126,6 +154,9 @@ class Scheduler:
         # a request that is admitted now would take the blocks that a preemption has just freed
         if self.waiting and not step.num_preemptions:
             self._admit_waiting(step)
+        for block_hash, slot in step.late_snapshots:
+            assert self.snapshots is not None
+            self.snapshots.publish(block_hash, slot)
         return step
 
     def continue_running(self, is_included: Callable[[Request], bool]) -> list[ScheduledChunk]:
@@ -148,6 +179,10 @@ class Scheduler:
             requests[row].blocks += blocks[first:last]
             first = last
         return True
+
+    def make_room(self, request: Request, num_tokens: int) -> bool:
+        """Hold blocks for `num_tokens` of a running request, if that preempts none."""
+        return self._grow(request, num_tokens, SchedulerOutput(may_preempt=False))
 
     def commit(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Mark the chunks as computed: their keys and values are in the cache, or will be before any read."""
@@ -187,6 +222,8 @@ class Scheduler:
         for request in (*self.running, *self.waiting, *self.held):
             request.block_hashes.clear()
         self._deferred.clear()
+        if self.snapshots is not None:
+            self.snapshots.reset()
         self._salt = compute_salt(policy_version)
         self.policy_version = policy_version
 
@@ -202,8 +239,30 @@ class Scheduler:
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             if not self._grow(request, stop, step):
                 break
-            step.chunks.append(ScheduledChunk(request, request.num_computed, stop))
-            step.num_tokens_left -= stop - request.num_computed
+            self._add_chunk(request, stop, step)
+
+    def _add_chunk(self, request: Request, stop: int, step: SchedulerOutput) -> None:
+        """Compute the request's next tokens up to `stop` in this step."""
+        start, source = request.num_computed, request.slot if self.empty_slot is not None else None
+        if request.state_source is not None:
+            source, request.state_source = request.state_source, None
+        taken = []
+        for num_blocks in request.snapshot_blocks:
+            if start < num_blocks * self.block_size <= stop and self._shares_blocks(request):
+                assert self.snapshots is not None
+                block_hash = request.block_hashes[num_blocks - 1]
+                slot = None if self.snapshots.has(block_hash) else self.snapshots.take(step.kept_slots)
+                if slot is not None:
+                    step.kept_slots.add(slot)
+                    taken.append((num_blocks * self.block_size, slot, block_hash))
+        chunk = ScheduledChunk(request, start, stop, source, tuple((position, slot) for position, slot, _ in taken))
+        step.chunks.append(chunk)
+        step.num_tokens_left -= stop - start
+        for _, slot, block_hash in taken:
+            if step.is_in_first_forward is None or step.is_in_first_forward(chunk):
+                self.snapshots.publish(block_hash, slot)
+            else:
+                step.late_snapshots.append((block_hash, slot))
 
     def _grow(self, request: Request, num_tokens: int, step: SchedulerOutput) -> bool:
         """Hold blocks for `num_tokens`, preempting from the lowest priority up.
@@ -248,14 +307,23 @@ class Scheduler:
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
             found = self.pool.find(block_hashes)
             found += map(ready.__getitem__, takewhile(ready.__contains__, block_hashes[len(found) :]))
+            request.state_source = self.empty_slot
+            if self.snapshots is not None:
+                # a prefix that two requests share, and the prompt, of which the last token is computed in any case
+                shared = (len(found), (len(request.prompt_ids) - 1) // self.block_size)
+                num_known, slot = self.snapshots.find(block_hashes[: len(found)])
+                found = found[:num_known]
+                request.snapshot_blocks = tuple(sorted({each for each in shared if each > num_known}))
+                if slot is not None:
+                    request.state_source = slot
+                    step.kept_slots.add(slot)
             # Shorter requests behind this one may fit, but wait too: otherwise they would take each block that becomes
             # free, and a long request might never start.
             if not self._start(request, found, num_blocks - len(found)):
                 break
             admitted.add(request.request_id)
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
-            step.chunks.append(ScheduledChunk(request, request.num_computed, stop))
-            step.num_tokens_left -= stop - request.num_computed
+            self._add_chunk(request, stop, step)
             ready.update(self._list_new_blocks(step.chunks[-1], step))
         gone = admitted.union(request.request_id for request in step.unschedulable)
         self.waiting = [request for request in self.waiting if request.request_id not in gone]

@@ -37,3 +37,9 @@ class Span:
     blocks: list[int]
     runs: Sequence[BlockRun] = ()
     """The same blocks as contiguous runs; empty for kernels that read block tables."""
+    source: int | None = None
+    """Slot of the recurrent state before the first new token; None: the model has none."""
+    slot: int = 0
+    """Slot of the request, to which the state after its last token goes."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """Positions in the span, ascending, and the slots to which the state before them goes too."""

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from tunesmith.model.towers import list_towers
+
 MIN_WEIGHTS = 1 << 16
 """Smaller layers lose more to call overhead than they gain."""
 TYPICAL_ROWS = 32
@@ -79,7 +81,8 @@ class OneDnnLinears:
     """Packed copies of a model's larger linear layers; layers that would not gain are left as they are."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [module for module in model.modules() if _can_pack(module)]
+        unused = {id(each) for name in list_towers(model) for each in model.get_submodule(name).modules()}
+        layers = [module for module in model.modules() if id(module) not in unused and _can_pack(module)]
         self._is_frozen = any(not layer.weight.requires_grad for layer in layers)
         """An adapter is trained: weights without gradients never change, and those with gradients are small."""
         self._layers = [layer for layer in layers if not (self._is_frozen and layer.weight.requires_grad)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
-from tunesmith.engine.batch.kv_cache import KVCache
+from tunesmith.engine.batch.kv_cache import KVCache, build_segments
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.decode_work import DecodeWork
 from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
+from tunesmith.model.forward.recurrence import Segment, SegmentTable
 
 
 class _LayerPlan:
@@ -77,17 +79,26 @@ class PrefillLayerPlan(_LayerPlan):
 class LayeredPlan:
     """The plans of all layers as one `AttentionPlan` for `run_body`."""
 
-    def __init__(self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan]) -> None:
+    def __init__(
+        self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan], segments: SegmentTable | None = None
+    ) -> None:
+        """`segments` are those of recurrent layers, for models that have such layers."""
         self.layers = layers
+        self.segments: Any = segments
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return self.layers[get_layer_index(module)].attend(module, query, key, value, options)
 
 
-def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork) -> LayeredPlan:
+def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork, slots_R: Tensor) -> LayeredPlan:
     """Decode attention of requests whose last known token is at the positions of `work`."""
     blocks = zip(cache.keys, cache.values, strict=True)
-    return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks])
+    rows = [Segment(start=row, end=row + 1, source=0, targets=(0,)) for row in range(len(slots_R))]
+    table = SegmentTable(rows, slots_R.device, cache.states, slots_R)
+    if (spans := work.spans) is not None:
+        tensors = (spans.slots_R, block_table_RP, spans.spans_3R, spans.tiles_2R)
+        return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks], table)
+    return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks], table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,4 +145,7 @@ def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: in
     shared = (arrays.slot_mapping_T, arrays.block_table_RP, arrays.spans_3R, arrays.tiles_2I)
     tensors = [copy_to_device(array, device) for array in shared]
     blocks_of_layers = zip(cache.keys, cache.values, strict=True)
-    return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks_of_layers])
+    return LayeredPlan(
+        [PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks_of_layers],
+        build_segments(spans, cache.states, device) if cache.states else None,
+    )

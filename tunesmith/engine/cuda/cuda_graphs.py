@@ -31,13 +31,14 @@ from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, Pre
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
-from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
-from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
+from tunesmith.engine.cuda.kernels.sample import SamplingTensors, log_trainer_logprobs, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
 from tunesmith.model.forward.attention import run_body
+from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
+from tunesmith.model.kernels.span_attention import get_tile_tokens
 
 MAX_BURST_STEPS = 64
 """Most steps per launch; a request that finishes within a burst wastes the rest of it."""
@@ -105,7 +106,7 @@ class DecodeGraphs:
             entropy_log_LR=log_lines.view(torch.float32)[2 * LOG_LINES :],
         )
         config = model.config.get_text_config()
-        num_heads, num_kv_heads = config.num_attention_heads, cache.keys[0].shape[1]
+        num_heads, num_kv_heads = config.num_attention_heads, cache.attended_keys.shape[1]
         self._context = GraphContext(
             model=model,
             cache=cache,
@@ -117,7 +118,7 @@ class DecodeGraphs:
                 block_size=cache.block_size,
                 num_kv_heads=num_kv_heads,
                 num_heads=num_heads,
-                head_size=cache.keys[0].shape[3],
+                head_size=cache.attended_keys.shape[3],
                 num_sms=get_num_sms(device),
                 window=getattr(config, "sliding_window", None) or 0,
             ),
@@ -125,7 +126,7 @@ class DecodeGraphs:
         )
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
-        self._graphs: GraphStore[DecodeWork] = GraphStore(model)
+        self._graphs: GraphStore[Any] = GraphStore(model)
         """Keys: the number of rows, whether some row is truncated, whether some row asks for entropies, and how
         attention is divided. Values: the items of attention, which each replay lists again."""
         self._hidden_graphs: HiddenGraphs | None = None
@@ -170,7 +171,9 @@ class DecodeGraphs:
 
     def prefill(self, spans: Sequence[Span], token_ids: NDArray[np.int64], last_tokens: Sequence[int]) -> Tensor | None:
         """Queue the forward of spans in one row: hidden states [N, C] of the tokens at the places `last_tokens`; None
-        if it is not faster than the model's own forward."""
+        if it is not faster than the model's own forward, or if layers are recurrent."""
+        if self._cache.states:
+            return None
         if self._prefill_graphs is None:
             self._prefill_graphs = PrefillGraphs(self._context)
         if not self._prefill_graphs.can_compute(len(token_ids), len(spans)):
@@ -215,19 +218,20 @@ class DecodeGraphs:
         first = len(rows.slots_R) - rows.num_prefilled
         for hidden_NC in rows.prefill_hidden:
             prefilled_rows = self._sampling.narrow(first, first + len(hidden_NC))
-            sample_next_tokens(
-                compute_logits(self._model, hidden_NC),
-                prefilled_rows,
-                has_truncation=has_truncation,
-                has_entropies=has_entropies,
-            )
+            self._sample(hidden_NC, prefilled_rows, has_truncation, has_entropies)
             first += len(hidden_NC)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[DecodeWork]:
+    def _sample(self, hidden_RC: Tensor, rows: SamplingTensors, has_truncation: bool, has_entropies: bool) -> None:
+        logits_RV = compute_logits(self._model, hidden_RC)
+        sample_next_tokens(logits_RV, rows, has_truncation=has_truncation, has_entropies=has_entropies)
+        if is_exact():
+            log_trainer_logprobs(logits_RV, rows)
+
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
         key = (size, has_truncation, has_entropies, kind)
         return self._graphs.find(key) or self._capture(*key)
 
-    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[DecodeWork]:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
         """Capture a step on padding rows while the device is idle."""
         # the last launch may still copy from the pinned staging buffer, which is padded now
         torch.cuda.synchronize()
@@ -237,16 +241,21 @@ class DecodeGraphs:
         self._copy_inputs(self._staging[self._buffer], size)
         self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
         rows = self._sampling.narrow(0, size)
-        work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
-        plan = build_decode_plan(self._cache, self._block_table[:size], work)
+        table_RP = self._block_table[:size]
+        work = DecodeWork.allocate(
+            self._context.divider,
+            kind,
+            rows.positions_R,
+            self._division_7S,
+            exact_table_RP=table_RP if is_exact() else None,
+        )
+        plan = build_decode_plan(self._cache, table_RP, work, self._inputs.slots_S[:size])
 
-        def run_step() -> DecodeWork:
+        def run_step() -> tuple[DecodeWork, LayeredPlan]:
             list_items(work)
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
-            sample_next_tokens(
-                compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation, has_entropies=has_entropies
-            )
-            return work  # nothing else holds these tensors, whose addresses are in the graph
+            self._sample(hidden_RC, rows, has_truncation, has_entropies)
+            return work, plan  # nothing else holds these tensors, whose addresses are in the graph
 
         with self.installed():
             graph = self._graphs.capture((size, has_truncation, has_entropies, kind), run_step)
@@ -258,7 +267,7 @@ class DecodeGraphs:
 class _StepInputs:
     """Per-row inputs of a captured step. Fields of one dtype share a matrix, so two copies transfer them all."""
 
-    integers_6S: Tensor
+    integers_7S: Tensor
     floats_3S: Tensor
     sources_S: Tensor
     """Row of the previous launch that samples this row's last token; -1: `token_ids_S` holds it."""
@@ -268,6 +277,8 @@ class _StepInputs:
     log_lines_S: Tensor
     """A token's line of the log is this plus its position."""
     top_ks_S: Tensor
+    slots_S: Tensor
+    """Slots of recurrent states; that of padding is one more than requests have."""
     temperatures_S: Tensor
     top_ps_S: Tensor
     min_ps_S: Tensor
@@ -275,17 +286,18 @@ class _StepInputs:
     @classmethod
     def allocate(cls, num_slots: int, **options: Any) -> _StepInputs:
         """Padding rows; `options` are passed to `torch.zeros` and `torch.ones`."""
-        integers_6S = torch.zeros((6, num_slots), dtype=torch.long, **options)
+        integers_7S = torch.zeros((7, num_slots), dtype=torch.long, **options)
         floats_3S = torch.ones((3, num_slots), **options)
         return cls(
-            integers_6S=integers_6S,
+            integers_7S=integers_7S,
             floats_3S=floats_3S,
-            sources_S=integers_6S[0],
-            token_ids_S=integers_6S[1],
-            positions_S=integers_6S[2],
-            seeds_S=integers_6S[3],
-            log_lines_S=integers_6S[4],
-            top_ks_S=integers_6S[5],
+            sources_S=integers_7S[0],
+            token_ids_S=integers_7S[1],
+            positions_S=integers_7S[2],
+            seeds_S=integers_7S[3],
+            log_lines_S=integers_7S[4],
+            top_ks_S=integers_7S[5],
+            slots_S=integers_7S[6],
             temperatures_S=floats_3S[0],
             top_ps_S=floats_3S[1],
             min_ps_S=floats_3S[2],
@@ -293,7 +305,7 @@ class _StepInputs:
 
     def copy_(self, other: _StepInputs) -> None:
         """Copy all fields of `other` without synchronizing."""
-        self.integers_6S.copy_(other.integers_6S, non_blocking=True)
+        self.integers_7S.copy_(other.integers_7S, non_blocking=True)
         self.floats_3S.copy_(other.floats_3S, non_blocking=True)
 
 
@@ -318,6 +330,7 @@ class _StagingBuffers:
         inputs.sources_S.numpy()[:num_rows] = rows.sources_R
         inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
         inputs.positions_S.numpy()[:num_rows] = rows.positions_R
+        inputs.slots_S.numpy()[:num_rows] = slots_R
         inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
         log_lines_S = inputs.log_lines_S.numpy()
         log_lines_S[:num_rows] = first_log_line - rows.positions_R
@@ -330,8 +343,9 @@ class _StagingBuffers:
 
     def pad(self, first: int, last: int) -> None:
         """Turn rows `first` to `last - 1` into padding."""
-        self.inputs.integers_6S.numpy()[:, first:last] = 0
+        self.inputs.integers_7S.numpy()[:, first:last] = 0
         self.inputs.sources_S.numpy()[first:last] = -1
+        self.inputs.slots_S.numpy()[first:last] = len(self.inputs.slots_S)
         self.inputs.floats_3S.numpy()[:, first:last] = 1.0
         self.inputs.min_ps_S.numpy()[first:last] = 0.0
         self.block_table.numpy()[first:last] = self._scratch_block
@@ -351,9 +365,10 @@ def build_graphs(
     is_compiled: bool,
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given. Exact
+    numerics have no fused layers."""
     fused = None
-    if is_compiled:
+    if is_compiled and not is_exact():
         merge_weights(model)
         max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)

@@ -63,3 +63,13 @@ class Prologue:
     """Weight of the RMS norm that precedes the rotary embedding; None without such a norm."""
     key_norm_D: Tensor | None = None
     epsilon: float = 0.0
+
+
+def get_prologue_tensors(prologue: Prologue | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cosine, sine and the two norm weights; `unused` is passed for those that the kernel does not read."""
+    if prologue is None:
+        return unused, unused, unused, unused
+    query_norm, key_norm = prologue.query_norm_D, prologue.key_norm_D
+    if query_norm is None or key_norm is None:
+        query_norm = key_norm = unused
+    return prologue.cos_1TD, prologue.sin_1TD, query_norm, key_norm

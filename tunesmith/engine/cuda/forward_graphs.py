@@ -26,6 +26,7 @@ from tunesmith.engine.cuda.attention_plans import LayeredPlan, PrefillLayerPlan,
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.forward.attention import run_body
+from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
 # A decode step of few rows takes the time of reading the weights, so up to 64 rows sizes may double.
@@ -69,16 +70,16 @@ class HiddenGraphs:
     def __init__(self, context: GraphContext) -> None:
         self._context = context
         num_slots, num_columns, device = context.num_slots, context.num_columns, context.model.device
-        self._integers_2S = torch.zeros((2, num_slots), dtype=torch.long, device=device)
-        """Token ids and positions."""
+        self._integers_3S = torch.zeros((3, num_slots), dtype=torch.long, device=device)
+        """Token ids, positions, and slots of recurrent states."""
         self._block_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, device=device)
-        self._host_integers_2S = torch.zeros((2, num_slots), dtype=torch.long, pin_memory=True)
+        self._host_integers_3S = torch.zeros((3, num_slots), dtype=torch.long, pin_memory=True)
         self._host_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, pin_memory=True)
         self._division_7S = torch.zeros((7, num_slots), dtype=torch.int32, device=device)
         self._host_division_7S = torch.zeros((7, num_slots), dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
         """Recorded after the last copy from the host buffers."""
-        self._graphs: GraphStore[tuple[Tensor, DecodeWork]] = GraphStore(context.model)
+        self._graphs: GraphStore[tuple[Tensor, DecodeWork, LayeredPlan]] = GraphStore(context.model)
         """Keys: the batch size, and how attention is divided. Each writes hidden states [R, C]; the items of attention
         are kept with it."""
 
@@ -88,7 +89,7 @@ class HiddenGraphs:
         # the host buffers are written again only when the device has read them; its computation need not be over
         self._copied.synchronize()
         self._fill(spans, token_ids, size)
-        positions_R, table_RP = self._host_integers_2S[1, : len(spans)], self._host_table_SP[: len(spans)]
+        positions_R, table_RP = self._host_integers_3S[1, : len(spans)], self._host_table_SP[: len(spans)]
         division = self._context.divider.divide(table_RP.numpy(), positions_R.numpy(), num_steps=1)
         graph = self._graphs.find((size, division.kind))
         if graph is None:
@@ -96,40 +97,43 @@ class HiddenGraphs:
             self._fill(spans, token_ids, size)
         self._copy(size, division)
         self._copied.record()
-        hidden_RC, _ = graph.replay()
+        hidden_RC, _, _ = graph.replay()
         return hidden_RC[: len(spans)]
 
     def _fill(self, spans: Sequence[Span], token_ids: Sequence[int], size: int) -> None:
-        integers, table = self._host_integers_2S.numpy(), self._host_table_SP.numpy()
-        integers[:, :size] = 0
+        integers, table = self._host_integers_3S.numpy(), self._host_table_SP.numpy()
+        integers[:, :size] = [[0], [0], [self._context.num_slots]]
         table[:size] = self._context.scratch_block
         integers[0, : len(spans)] = token_ids
-        integers[1, : len(spans)] = [span.start for span in spans]
+        integers[1:, : len(spans)] = [[span.start for span in spans], [span.slot for span in spans]]
         for row, span in enumerate(spans):
             table[row, : len(span.blocks)] = span.blocks
 
     def _copy(self, size: int, division: Division) -> None:
-        self._integers_2S.copy_(self._host_integers_2S, non_blocking=True)
+        self._integers_3S.copy_(self._host_integers_3S, non_blocking=True)
         self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
         if division.kind is not Kind.WHOLE:
             division.fill(self._host_division_7S.numpy())
             self._division_7S.copy_(self._host_division_7S, non_blocking=True)
 
-    def _capture(self, size: int, kind: Kind) -> CapturedGraph[tuple[Tensor, DecodeWork]]:
+    def _capture(self, size: int, kind: Kind) -> CapturedGraph[tuple[Tensor, DecodeWork, LayeredPlan]]:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         context = self._context
         self._fill((), (), size)
         self._copy(size, context.divider.build_empty(kind))
         torch.cuda.synchronize()  # the next request's inputs go through the same host buffers
-        ids_R, positions_R = self._integers_2S[:, :size]
-        work = DecodeWork.allocate(context.divider, kind, positions_R, self._division_7S)
-        plan = build_decode_plan(context.cache, self._block_table_SP[:size], work)
+        ids_R, positions_R, slots_R = self._integers_3S[:, :size]
+        table_RP = self._block_table_SP[:size]
+        work = DecodeWork.allocate(
+            context.divider, kind, positions_R, self._division_7S, exact_table_RP=table_RP if is_exact() else None
+        )
+        plan = build_decode_plan(context.cache, table_RP, work, slots_R)
 
-        def run_step() -> tuple[Tensor, DecodeWork]:
+        def run_step() -> tuple[Tensor, DecodeWork, LayeredPlan]:
             list_items(work)
-            # nothing else holds the tensors of `work`, whose addresses are in the graph
-            return run_body(context.model, ids_R[None], positions_R[None], plan)[0], work
+            # nothing else holds the tensors of `work` and `plan`, whose addresses are in the graph
+            return run_body(context.model, ids_R[None], positions_R[None], plan)[0], work, plan
 
         with context.installed():
             return self._graphs.capture((size, kind), run_step)

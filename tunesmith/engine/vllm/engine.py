@@ -340,14 +340,7 @@ class DistantEngine(BaseEngine):
         super().__init__(model, tokenizer, max_model_len=max_model_len)
         self.policy_version = 0
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        order: tuple[int, ...] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
         """Raise EngineError: only the first rank samples."""
         raise EngineError("only the first rank samples with vLLM, and this rank was asked to")
 

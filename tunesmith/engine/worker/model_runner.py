@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,12 +26,14 @@ from tunesmith.engine.batch.kv_cache import (
     LayerShape,
     PagedAttentionPlan,
     SingleRunPlan,
+    build_states,
     get_span_order,
     has_single_runs,
 )
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
+from tunesmith.engine.core.snapshots import SnapshotPool
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.decoder_trace import trace_decoder
 from tunesmith.engine.cpu.layers import CpuLayers
@@ -44,12 +46,12 @@ from tunesmith.model.forward.attention import (
     CausalPlan,
     fix_rotary_frequencies,
     get_layer_index,
-    refuse_architecture,
     run_body,
 )
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
-from tunesmith.model.memory import GIB, MIN_CACHE_GIB, compute_cache_bytes, count_blocks
+from tunesmith.model.forward.recurrence import count_state_bytes, describe_states
+from tunesmith.model.memory import GIB, MIN_CACHE_GIB, compute_cache_bytes, count_blocks, count_state_slots
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle, DecodeGraphs
@@ -82,8 +84,10 @@ class ModelRunner:
         self.model = model
         shapes = probe_layers(model)
         fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
-        token_bytes = sum(2 * shape.num_kv_heads * shape.head_size for shape in shapes) * model.dtype.itemsize
-        available = measure_cache_bytes(model, has_trainer=has_trainer)
+        token_bytes = sum(2 * each.num_kv_heads * each.head_size for each in shapes if each) * model.dtype.itemsize
+        available, state_bytes = measure_cache_bytes(model, has_trainer=has_trainer), count_state_bytes(model)
+        num_slots = count_state_slots(settings, state_bytes, available=available)
+        available = max(available - num_slots * state_bytes, available // 2)
         self.num_blocks = count_blocks(settings, token_bytes, max_model_len=max_model_len, available=available)
         self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
         self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
@@ -94,7 +98,14 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
             is_head_major=not self.has_graphs,
+            states=build_states(describe_states(model), num_slots=num_slots, device=model.device),
         )
+        self.slots: dict[str, Any] = {}
+        """Slots of recurrent states that are of no request, as arguments of `Scheduler`; one more is for padding."""
+        if num_slots:
+            first = settings.max_num_seqs + 1
+            snapshots = SnapshotPool(range(first + 1, num_slots)) if settings.has_prefix_cache else None
+            self.slots = {"empty_slot": first, "snapshots": snapshots}
         self._burst_decoder = (
             _build_burst_decoder(model, self.cache, settings, max_model_len, fp8) if self.has_graphs else None
         )
@@ -111,11 +122,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], SamplerOutput]:
-        """Compute the chunks; return those that sample a token, and their tokens in the same order."""
+        """Compute the chunks; return those that sample, and their tokens in the same order: one for each, and one for
+        each token of its draft."""
         # by number of new tokens and context: attention batches neighbors, and pads them to the longest
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
-        num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        num_rows = sum(chunk.num_tokens for chunk in chunks)
         with nullcontext() if self._cpu_layers is None else self._cpu_layers.installed(num_rows=num_rows):
             logits_NV = compute_logits(self.model, self._compute_hidden(chunks), scaling=self._logit_scaling).float()
         return sampling, self._sample(sampling, logits_NV)
@@ -144,24 +156,30 @@ class ModelRunner:
         return self._burst_decoder.launch(rows, num_steps=num_steps)
 
     def _compute_hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Hidden states [N, C] of the last tokens of the chunks that sample, in order."""
-        ids, spans, last_tokens = array("q"), [], []
+        """Hidden states [N, C] of the last tokens and drafts of the chunks that sample, in order."""
+        ids, spans, last_tokens = array("q"), [], list[int]()
         for chunk in chunks:
             runs = () if self._burst_decoder is not None else chunk.request.find_runs()
-            spans.append(Span(len(ids), chunk.start, chunk.stop, chunk.request.blocks, runs))
+            assert chunk.request.slot is not None
+            states = (chunk.source, chunk.request.slot, chunk.snapshots)
+            stop = chunk.start + chunk.num_tokens
+            spans.append(Span(len(ids), chunk.start, stop, chunk.request.blocks, runs, *states))
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
+            ids.extend(chunk.draft)
             if chunk.has_last_token:
-                last_tokens.append(len(ids) - 1)
-        if self._burst_decoder is not None and len(last_tokens) == len(ids):
+                last_tokens += range(len(ids) - len(chunk.draft) - 1, len(ids))
+        has_own_states = all(chunk.has_own_state for chunk in chunks)
+        is_decode = len(last_tokens) == len(ids) == len(chunks)
+        if self._burst_decoder is not None and is_decode and has_own_states:
             return self._burst_decoder.compute_hidden(spans, ids)
         if self._burst_decoder is not None and last_tokens:
             hidden_NC = self._burst_decoder.prefill(spans, np.frombuffer(ids, dtype=np.int64), last_tokens)
             if hidden_NC is not None:
                 return hidden_NC
-        num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
+        num_tokens, device, plan = len(ids), self.cache.attended_keys.device, self._build_plan(spans)
         positions = np.array([chunk.start for chunk in chunks])
         if num_tokens > len(chunks):
-            positions = concatenate_ranges(positions, np.array([chunk.stop for chunk in chunks]) - positions)
+            positions = concatenate_ranges(positions, np.array([chunk.num_tokens for chunk in chunks]))
         ids_T = copy_to_device(np.frombuffer(ids, dtype=np.int64), device)
         hidden_TC = self._run_body(ids_T[None], copy_to_device(positions, device)[None], plan)[0]
         if len(last_tokens) == num_tokens:
@@ -170,7 +188,7 @@ class ModelRunner:
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:
-            device = self.cache.keys[0].device  # `model.device` searches the parameters
+            device = self.cache.attended_keys.device  # `model.device` searches the parameters
             if device.type == "cpu" and has_single_runs(spans):
                 return SingleRunPlan(self.cache, spans)
             return PagedAttentionPlan(self.cache, spans, device)
@@ -185,15 +203,16 @@ class ModelRunner:
     def _sample(self, chunks: Sequence[ScheduledChunk], logits_NV: Tensor) -> SamplerOutput:
         if not chunks:
             return SamplerOutput([], [], [])
-        samplings = [chunk.request.sampling for chunk in chunks]
+        rows = [(chunk.request, chunk.stop + index) for chunk in chunks for index in range(1 + len(chunk.draft))]
+        samplings = [request.sampling for request, _ in rows]
         return sample_tokens(
             logits_NV,
             [sampling.distribution for sampling in samplings],
             [sampling.seed for sampling in samplings],
-            [chunk.stop for chunk in chunks],
+            [position for _, position in rows],
             has_entropies=any(sampling.return_entropy for sampling in samplings),
             num_top=max(sampling.top_logprobs for sampling in samplings),
-            adjustment=self._build_adjustment([chunk.request for chunk in chunks], logits_NV.device),
+            adjustment=self._build_adjustment([request for request, _ in rows], logits_NV.device),
         )
 
     def _build_adjustment(self, requests: Sequence[Request], device: torch.device) -> LogitAdjustment | None:
@@ -228,7 +247,7 @@ def _build_burst_decoder(
         cache,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
-        is_compiled=settings.cuda_decode == "compiled",
+        is_compiled=settings.cuda_decode == "compiled" and not cache.states,
         fp8=fp8,
     )
 
@@ -257,7 +276,7 @@ def check_fp8_device(device: torch.device) -> None:
 
 
 def _get_order(chunk: ScheduledChunk) -> tuple[int, int]:
-    return get_span_order(chunk.start, chunk.stop)
+    return get_span_order(chunk.start, chunk.start + chunk.num_tokens)
 
 
 class _ShapeProbe(CausalPlan):
@@ -268,19 +287,17 @@ class _ShapeProbe(CausalPlan):
         self.shape_of_layer: dict[int, LayerShape] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        if key.shape != value.shape:
-            raise refuse_architecture(module.config, f"keys and values of {type(module).__name__} differ in size")
         self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
         return super().attend(module, query, key, value, options)
 
 
 @torch.no_grad()
-def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
-    """Sizes of every layer's keys and values, recorded in a forward of one token."""
+def probe_layers(model: PreTrainedModel) -> list[LayerShape | None]:
+    """Sizes of every layer's keys and values, recorded in a forward of one token; None for recurrent layers."""
     plan = _ShapeProbe(model.device)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     run_body(model, token, token, plan)
-    return [plan.shape_of_layer[layer] for layer in sorted(plan.shape_of_layer)]
+    return [plan.shape_of_layer.get(layer) for layer in range(max(plan.shape_of_layer) + 1)]
 
 
 def measure_cache_bytes(model: PreTrainedModel, *, has_trainer: bool) -> int:

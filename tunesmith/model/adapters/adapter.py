@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
+from tunesmith.model.towers import find_auto_class
 from tunesmith.storage import load_json
 
 KEY_PREFIX = "base_model.model."
@@ -33,9 +34,9 @@ def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
     """Refuse an adapter whose layer shapes do not match this configuration."""
     meta_model = build_meta_model(config)
     for name, (num_inputs, num_outputs) in read_layer_shapes(adapter).items():
-        found = find_linear_shape(meta_model, name)
-        if found != (num_inputs, num_outputs):
-            has = "has no such layer" if found is None else f"has {found[0]} -> {found[1]}"
+        found = find_shapes(meta_model, name)
+        if (num_inputs, num_outputs) not in found:
+            has = f"has {found[0][0]} -> {found[0][1]}" if found else "has no such layer"
             raise ModelError(
                 f"the adapter {str(adapter.folder)!r} is for a base other than {adapter.base!r}: it adapts {name} "
                 f"({num_inputs} -> {num_outputs}), and this base {has}"
@@ -45,7 +46,7 @@ def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
 def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: layers and shapes without weights."""
     with torch.device("meta"):
-        meta_model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        meta_model: PreTrainedModel = find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return meta_model
 
 
@@ -68,10 +69,11 @@ def check_same_adapter(adapter: AdapterFiles, lora: LoraSection) -> None:
         requested = getattr(lora, key)
         if requested not in (value, getattr(defaults, key)):
             raise ModelError(f"model.lora.{key}={requested:g}, but the adapter {str(adapter.folder)!r} has {value:g}")
-    if isinstance(lora.target_modules, tuple) and set(lora.target_modules) != set(adapter.target_modules):
+    known = [*adapter.target_modules, *adapter.target_parameters]
+    if isinstance(lora.target_modules, tuple) and set(lora.target_modules) != set(known):
         raise ModelError(
             f"model.lora.target_modules={list(lora.target_modules)}, but the adapter {str(adapter.folder)!r} has "
-            f"{adapter.target_modules}"
+            f"{known}"
         )
 
 
@@ -94,10 +96,14 @@ def read_layer_shapes(adapter: AdapterFiles) -> dict[str, tuple[int, int]]:
     return {name: (num_inputs[name], num_outputs[name]) for name in num_inputs}
 
 
-def find_linear_shape(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Input and output sizes of the linear layer of that name, or None."""
-    module = dict(model.named_modules()).get(name)
-    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
+def find_shapes(model: nn.Module, name: str) -> list[tuple[int, int]]:
+    """Input and output sizes of the linear layer, or of the weights of the experts, of that name."""
+    module = dict(model.named_modules()).get(name.replace(".base_layer", ""))  # PEFT nests adapters of one module
+    if isinstance(module, nn.Linear):
+        return [(module.in_features, module.out_features)]
+    weights = [] if module is None else [each for each in module.parameters(recurse=False) if each.ndim == 3]
+    order = slice(1, None) if getattr(module, "is_transposed", False) else slice(None, 0, -1)
+    return [tuple(each.shape[order]) for each in weights]
 
 
 def has_adapter(model: PreTrainedModel) -> bool:

@@ -19,22 +19,66 @@ from peft import (
     inject_adapter_in_model,
     set_peft_model_state_dict,
 )
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
+from tunesmith.model.experts import ADAPTERS, find_expert_weights
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
+from tunesmith.model.towers import build_tower_pattern, list_towers
 from tunesmith.storage import save_json
 
 ADAPTER = "default"
 """PEFT's default adapter name; a model has one adapter."""
+RANK_MULTIPLE = 8
+"""Grouped products take rows of a multiple of 16 bytes; factors of other ranks are padded with zeros."""
 MAX_QUANTIZATION_ERROR = 0.15
 """NF4's relative error on normally distributed weights is 0.09; kernels with misplaced scales are far above this."""
+
+
+class _Factors(nn.Linear):
+    """Low-rank factors of all experts, which `ExpertAdapter` reads. Not a plain linear layer: its forward never runs,
+    so what replaces or records the forwards of linear layers must pass it over."""
+
+
+class ExpertAdapter(ParamWrapper):
+    """PEFT's adapter of a weight of all experts, in PEFT's names and files, which `run_experts` applies.
+
+    PEFT's own forward builds the adapted weights of all experts, and autograd would keep them for every layer.
+    """
+
+    def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        output: Tensor = self.base_layer(x, *args, **kwargs)
+        return output
+
+    def read_factors(self) -> tuple[Tensor, Tensor, float]:
+        """Factors [E, C, R] and [E, R, O] and the scaling of their product."""
+        down, up = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        rank = self.r[ADAPTER]
+        down_ERC = down.view(self.num_experts, rank, -1)
+        up_ERO = up.view(-1, rank, self.num_experts).permute(2, 1, 0)
+        if num_added := -rank % RANK_MULTIPLE:
+            down_ERC, up_ERO = (functional.pad(each, (0, 0, 0, num_added)) for each in (down_ERC, up_ERO))
+        return down_ERC.transpose(1, 2), up_ERO.contiguous(), self.scaling[ADAPTER]
+
+
+def use_expert_adapters(model: PreTrainedModel) -> None:
+    """Let `run_experts` apply the adapters of experts."""
+    for module in model.modules():
+        if type(module) is ParamWrapper:
+            module.__class__ = ExpertAdapter
+            for factors in (module.lora_A[ADAPTER], module.lora_B[ADAPTER]):
+                factors.__class__ = _Factors
+            # in a plain dict: as a submodule, the adapter, which contains the experts, would be inside of them
+            vars(module.get_base_layer()).setdefault(ADAPTERS, {})[module.parameter_name] = module
 
 
 def build_quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -87,13 +131,17 @@ def measure_quantization_error(width: int, device: torch.device) -> float:
 
 def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: torch.dtype) -> None:
     """Inject a new adapter; the model's outputs do not change until the adapter is trained."""
+    targets, weights = resolve_targets(model, lora.target_modules)
+    check_expert_dropout(lora, weights)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=lora.r,
         lora_dropout=lora.dropout,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        target_modules=resolve_targets(model, lora.target_modules),
+        target_modules=targets,
+        target_parameters=weights or None,
+        exclude_modules=build_tower_pattern(model),
     )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -102,6 +150,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: 
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"model.lora.target_modules={lora.target_modules!r}: {reason[:300]}") from error
+    use_expert_adapters(model)
     set_adapter_dtype(model, dtype)
 
 
@@ -110,9 +159,20 @@ def load_adapter(
 ) -> None:
     """Inject an adapter from disk for further training, with the dropout of `lora` in place of its saved one."""
     attach_adapter(model, adapter, is_trainable=True)
+    check_expert_dropout(lora, model.peft_config[ADAPTER].target_parameters or [])
+    use_expert_adapters(model)
     model.peft_config[ADAPTER].base_model_name_or_path = base
     set_dropout(model, lora.dropout)
     set_adapter_dtype(model, dtype)
+
+
+def check_expert_dropout(lora: LoraSection, weights: list[str]) -> None:
+    """Refuse dropout on adapters of experts: it would have to drop inputs before they are multiplied by any factor."""
+    if lora.dropout and weights:
+        raise ModelError(
+            f"model.lora.dropout={lora.dropout:g}: adapters of experts ({', '.join(weights)}) have no dropout; set it "
+            "to 0 or adapt linear layers only"
+        )
 
 
 def set_dropout(model: PreTrainedModel, dropout: float) -> None:
@@ -145,13 +205,15 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainabl
     return peft_model
 
 
-def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
-    """`target_modules` for PEFT; "attention" means the linear children of modules with a `layer_idx`."""
+def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> tuple[str | list[str], list[str]]:
+    """`target_modules` and `target_parameters` for PEFT; "attention" means the linear children of modules with a
+    `layer_idx`. A name is that of linear layers or, if there are none, of weights of experts."""
     if isinstance(targets, tuple):
-        check_target_names(model, targets)
-        return list(targets)
+        return find_named_targets(model, targets)
     if targets != "attention":
-        return targets
+        weights = sorted({shorten(name) for name in find_expert_weights(model)})
+        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)}
+        return (sorted(linear - find_reserved_names(model)), weights) if weights else (targets, [])
     names = {
         name
         for module in model.modules()
@@ -163,7 +225,7 @@ def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> s
         raise ModelError(
             f"no attention projections found in {type(model).__name__}; name layers in model.lora.target_modules"
         )
-    return sorted(names)
+    return sorted(names), []
 
 
 def set_adapter_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -205,12 +267,48 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
     )
 
 
-def check_target_names(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """Refuse a name that matches no linear layer; PEFT ignores it if another name matches."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+def shorten(name: str) -> str:
+    """The last two parts of the name of a weight, such as experts.down_proj."""
+    return ".".join(name.split(".")[-2:])
+
+
+def list_linear_layers(model: PreTrainedModel, *, has_head: bool = False) -> list[str]:
+    """Names of the linear layers of the text decoder."""
+    towers, head = tuple(f"{name}." for name in list_towers(model)), model.get_output_embeddings()
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name, module in layers if not name.startswith(towers) and (has_head or module is not head)]
+
+
+def find_reserved_names(model: PreTrainedModel) -> set[str]:
+    """Names of linear layers that PEFT, in models with experts, replaces by names of experts' weights and the router:
+    those that the layers of single experts once had, and that shared experts still have."""
+    names = {name.rpartition(".")[2] for name in list_linear_layers(model)}
+    config = LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(config, model, None)
+    return names - set(config.target_modules)
+
+
+def find_named_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The targets that name linear layers, and those that name weights of experts; refuse one that names neither, which
+    PEFT ignores if another does."""
+    known: tuple[list[str], list[str]] = (list_linear_layers(model, has_head=True), find_expert_weights(model))
+    found: tuple[list[str], list[str]] = ([], [])
+    reserved = find_reserved_names(model) if known[1] else set()
     for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        kind = next((kind for kind in (0, 1) if any(f".{name}".endswith(f".{target}") for name in known[kind])), None)
+        if kind is None:
+            layers = ", ".join(sorted({name.rpartition(".")[2] for name in known[0]}))
+            weights = ", ".join(sorted(set(map(shorten, known[1]))))
             raise ModelError(
-                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r}; its layers: {known}"
+                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r}; its layers: "
+                + layers
+                + (f"; weights of its experts: {weights}" if weights else "")
             )
+        if kind == 0 and target.rpartition(".")[2] in reserved:
+            raise ModelError(
+                f"model.lora.target_modules: PEFT takes {target!r} for weights of experts in models of type "
+                f"{model.config.model_type}, so its linear layers cannot be adapted; leave it out, or name "
+                f"{' or '.join(sorted(set(map(shorten, known[1]))))}"
+            )
+        found[kind].append(target)
+    return found

@@ -17,18 +17,27 @@ Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.experts import use_experts
+from tunesmith.model.forward.recurrence import (
+    RECURRENT_MODELS,
+    RECURRENT_TYPES,
+    SegmentTable,
+    list_sequences,
+    use_recurrent_plans,
+)
+from tunesmith.model.towers import find_model_class, list_weights
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
@@ -36,7 +45,7 @@ UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_h
 SUPPORTED = (
     "supported are text models of transformers in which every layer is of type full_attention or sliding_attention "
     "and all have heads of one size, such as Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Mistral, Gemma 3 and "
-    "Phi-3"
+    f"Phi-3, and those with recurrent layers of types {', '.join(RECURRENT_MODELS)}"
 )
 
 
@@ -51,7 +60,8 @@ def refuse_architecture(config: PretrainedConfig, reason: str) -> ModelError:
 def check_layers(config: PretrainedConfig) -> None:
     """Refuse layers that do not attend, or that have keys and windows of different sizes."""
     text = config.get_text_config()
-    if unknown := set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES):
+    known = {*LAYER_TYPES, *(RECURRENT_TYPES if text.model_type in RECURRENT_MODELS else ())}
+    if unknown := set(getattr(text, "layer_types", None) or ()) - known:
         raise refuse_architecture(text, f"layers of type {', '.join(sorted(unknown))} are not implemented")
     if getattr(text, "is_heterogeneous", False):
         varying = [name for name in UNIFORM if len({getattr(each, name, None) for each in text.per_layer_config}) > 1]
@@ -62,16 +72,20 @@ def check_layers(config: PretrainedConfig) -> None:
 def check_architecture(config: PretrainedConfig) -> None:
     """Refuse a configuration whose layers or modeling code plan attention does not support."""
     check_layers(config)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = find_model_class(config)
     if model_class is not None:
         check_attention_interface(config, model_class)
+        if not model_class._supports_sdpa and any(name.endswith(".sinks") for name in list_weights(config)):
+            raise refuse_architecture(config, f"the attention of {model_class.__name__} has sinks")
     elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
         raise refuse_architecture(config, "transformers has no causal language model for it")
 
 
 def check_attention_interface(config: PretrainedConfig, model_class: Any) -> None:
     """Refuse modeling code that does not use transformers' attention interface."""
-    if not (model_class._supports_attention_backend and model_class._supports_sdpa):
+    # models with recurrent layers do not say that they do; `verify_model` measures whether their attention uses plans
+    is_recurrent = config.get_text_config().model_type in RECURRENT_MODELS
+    if not (is_recurrent or model_class._supports_attention_backend):
         raise refuse_architecture(config, f"{model_class.__name__} does not use transformers' attention interface")
 
 
@@ -96,7 +110,10 @@ class AttentionOptions:
 
 
 class AttentionPlan(Protocol):
-    """Attention among the tokens of one flat row, for every layer."""
+    """Attention among the tokens of one flat row, for every layer; recurrent layers read the segments of its paths."""
+
+    @property
+    def segments(self) -> SegmentTable: ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D], contiguous.
@@ -107,8 +124,13 @@ class AttentionPlan(Protocol):
 
 
 def use_plan_attention(model: PreTrainedModel) -> None:
-    """Make the model's attention use plans; calls without a plan still behave as with `sdpa`."""
+    """Make attention and recurrent layers use plans, and experts `run_experts`.
+
+    Calls without a plan still behave as with `sdpa`.
+    """
     model.set_attn_implementation(PLAN_ATTENTION)
+    use_recurrent_plans(model)
+    use_experts(model)
     if model.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
     for module in model.modules():
@@ -184,6 +206,7 @@ class CausalPlan:
         distance = torch.arange(len(sequence), device=device)
         self.distance_TT = distance[:, None] - distance[None, :]
         self.mask_TT = (sequence[:, None] == sequence[None, :]) & (self.distance_TT >= 0)
+        self.segments = SegmentTable(list_sequences(lengths), device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         mask_TT = self.mask_TT
@@ -211,7 +234,7 @@ def _run_attention(
     if attention_plan is not None:
         _check_supported(module, attention_mask, dropout, kwargs)
         options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-        return attention_plan.attend(module, query, key, value, options), None
+        return _attend_padded(attention_plan, module, query, key, value, options), None
     if softcap is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -220,6 +243,21 @@ def _run_attention(
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     output = attend_masked(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_padded(
+    plan: AttentionPlan, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Plans and KV caches have one size for keys and values; where they differ (latent attention), zeros are appended
+    to the smaller, which change no score and no sum."""
+    size, value_size = query.shape[-1], value.shape[-1]
+    if size == value_size:
+        return plan.attend(module, query, key, value, options)
+    options = replace(options, scaling=options.get_scaling(size))
+    query, key, value = (
+        functional.pad(each, (0, max(size, value_size) - each.shape[-1])) for each in (query, key, value)
+    )
+    return plan.attend(module, query, key, value, options)[..., :value_size].contiguous()
 
 
 def _check_supported(module: nn.Module, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def _score_chunk(
     head = model.get_output_embeddings()
     is_plain = not (has_truncation(distribution) or distribution.logit_bias or adjustment)
     if is_plain and is_16bit_linear_head(head, hidden_NC):
-        from tunesmith.model.forward.logprob_kernels import (
+        from tunesmith.model.kernels.logprob_kernels import (
             FusedLogprob,  # needs Triton, which is installed on CUDA machines only
         )
 

@@ -33,6 +33,8 @@ class AdapterFiles:
     alpha: float
     target_modules: Any
     """A pattern or a list of names, in the form of PEFT's config."""
+    target_parameters: list[str]
+    """Names of adapted weights of experts."""
 
 
 def is_adapter(place: Path) -> bool:
@@ -56,6 +58,7 @@ def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
             r=settings["r"],
             alpha=settings["lora_alpha"],
             target_modules=settings["target_modules"],
+            target_parameters=settings.get("target_parameters") or [],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})") from error

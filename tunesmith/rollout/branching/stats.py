@@ -8,29 +8,25 @@ from statistics import fmean
 
 from tunesmith.rollout.recording.replay import RolloutRecord
 
+COUNTED = (
+    "branched_rollouts", "fresh_rollouts", "inherited_turns", "inherited_tokens", "inherited_tool_calls",
+    "repeated_tool_calls", "branch_prefill_tokens",
+)  # fmt: skip
+"""Names of counters; fresh rollouts start from the task with what an ended rollout did not give to branches."""
+
 
 @dataclass(slots=True, kw_only=True)
 class BranchingStats:
     """What happened since the last `take`; other ranks send theirs to the first one."""
 
     counts: Counter[str] = field(default_factory=Counter)
+    """By name, see `COUNTED`."""
     probabilities: list[float] = field(default_factory=list)
+    """Of branches, at each branch point at which the rollout had rollouts to give away."""
     changes: list[float] = field(default_factory=list)
+    """Of the entropy, at the same branch points."""
     initial: list[int] = field(default_factory=list)
-
-    def add_group(self, num_initial: int) -> None:
-        """A group with this many initial rollouts."""
-        self.initial.append(num_initial)
-
-    def add_decision(self, *, probability: float, change: float, num_branches: int) -> None:
-        """A branch point at which the rollout had rollouts to give away."""
-        self.probabilities.append(probability)
-        self.changes.append(change)
-        self.counts["branched_rollouts"] += num_branches
-
-    def add_fresh(self) -> None:
-        """A rollout from the task with what an ended rollout did not give to branches."""
-        self.counts["fresh_rollouts"] += 1
+    """Initial rollouts of each group."""
 
     def add_record(self, record: RolloutRecord) -> None:
         """A finished rollout: what it received from its parent."""
@@ -57,17 +53,8 @@ class BranchingStats:
     def compute(self) -> dict[str, float]:
         """Metrics since the last call."""
         taken = self.take()
-        counts = taken.counts
-        metrics = {
-            "rollout/num_branch_points": float(len(taken.probabilities)),
-            "rollout/num_branched_rollouts": float(counts["branched_rollouts"]),
-            "rollout/num_fresh_rollouts": float(counts["fresh_rollouts"]),
-            "rollout/num_inherited_turns": float(counts["inherited_turns"]),
-            "rollout/num_inherited_tokens": float(counts["inherited_tokens"]),
-            "rollout/num_inherited_tool_calls": float(counts["inherited_tool_calls"]),
-            "rollout/num_repeated_tool_calls": float(counts["repeated_tool_calls"]),
-            "rollout/num_branch_prefill_tokens": float(counts["branch_prefill_tokens"]),
-        }
+        metrics = {"rollout/num_branch_points": float(len(taken.probabilities))}
+        metrics |= {f"rollout/num_{name}": float(taken.counts[name]) for name in COUNTED}
         if taken.initial:
             metrics["rollout/initial_rollouts_mean"] = fmean(taken.initial)
         if taken.probabilities:

@@ -123,7 +123,7 @@ class GroupTrees:
         slope = self._branching.section.dynamic_budget_slope
         try:
             if slope is None:
-                self._branching.stats.add_group(num_initial)
+                self._branching.stats.initial.append(num_initial)
                 self._start_initial(0, split_evenly(self._group_size, num_initial))
             else:
                 await self._start_after_first(num_initial, slope)
@@ -154,7 +154,7 @@ class GroupTrees:
                 entropy_at_start=first.entropy_at_start,
                 tool_entropies=first.tool_entropies,
             )
-        self._branching.stats.add_group(num_initial)
+        self._branching.stats.initial.append(num_initial)
         own, *others = split_evenly(self._group_size, num_initial)
         points, first.pending, first.end = first.pending, None, own
         for call, entropy in points:
@@ -182,7 +182,7 @@ class GroupTrees:
     def _start_fresh(self, rollout: _Rollout) -> None:
         """Start a rollout from the task with what an ended rollout did not give to branches."""
         if rollout.budget:
-            self._branching.stats.add_fresh()
+            self._branching.stats.counts["fresh_rollouts"] += 1
             self._start(self._open(rollout.next_index, rollout.end))
 
     def _receive_call(self, rollout: _Rollout, call: RecordedCall) -> None:
@@ -215,7 +215,10 @@ class GroupTrees:
         rng = random.Random(derive_seed(self._seed, rollout.run_index, call.index))
         num_drawn = sum(rng.random() < probability for _ in range(section.beam - 1))
         num_branches = min(num_drawn, rollout.budget)
-        self._branching.stats.add_decision(probability=probability, change=change, num_branches=num_branches)
+        stats = self._branching.stats
+        stats.probabilities.append(probability)
+        stats.changes.append(change)
+        stats.counts["branched_rollouts"] += num_branches
         rollout.num_consecutive = rollout.num_consecutive + 1 if num_branches else 0
         point = rollout.record.build_point(rollout.run_index, call)
         for share in divide_budget(rollout.budget, num_branches):

@@ -10,18 +10,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import httpx
 import openai
-import pydantic
+import pydantic_core
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
-from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.response import build_error_body
@@ -30,9 +27,6 @@ BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) -
     "self", "stream", "extra_headers", "extra_query", "extra_body", "timeout",
 }  # fmt: skip
 """Arguments of `create` that are fields of the request body."""
-NUM_CACHED_VALUES, MAX_VALUE_BYTES = 16384, 4096
-"""Cache size and key length of the check whether a message or a list of tools is plain JSON."""
-SCALARS = frozenset({str, bool, int})
 
 
 class InProcessClient(openai.AsyncOpenAI):
@@ -83,11 +77,11 @@ class _Completions(AsyncCompletions):
         assert isinstance(self._client, InProcessClient)
         self._client.check_not_closed()
         endpoint = self._client.endpoint
-        fields = _build_body(arguments)
+        fields = None if endpoint is None else _choose_fields(arguments)
         if endpoint is None or fields is None:
             return await super().create(**arguments)
         try:
-            body = await endpoint.complete(self._client.api_key, fields)
+            body = await endpoint.complete(self._client.api_key, _to_json_values(fields))
         except ApiError as error:
             request = httpx.Request("POST", f"{self._client.base_url}chat/completions")
             response = httpx.Response(error.status, json=build_error_body(error), request=request)
@@ -95,8 +89,8 @@ class _Completions(AsyncCompletions):
         return ChatCompletion.model_validate(body)
 
 
-def _build_body(arguments: Mapping[str, Any]) -> Any:
-    """The request body as JSON values; None if the call has to go over the transport."""
+def _choose_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of the request body; None if the call has to go over the transport."""
     extra_body = arguments.get("extra_body") or {}
     fields = {
         key: value
@@ -107,47 +101,21 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
         return None
     if not {"messages", "model"} <= fields.keys() or isinstance(fields.get("response_format"), type):
         return None
-    fields |= extra_body
-    messages, tools = fields.pop("messages"), fields.pop("tools", None)
-    body = fields if all(map(_is_scalar, fields.values())) else _copy_json(fields)
-    body["messages"] = list(map(_to_json_value, messages)) if type(messages) is list else _copy_json(messages)
-    if tools is not None:
-        body["tools"] = _to_json_value(tools)
-    return body
+    # JSON has no bytes, and `_to_json_values` would make text of them
+    if any(bytes in map(type, each.values()) for each in fields["messages"] if isinstance(each, dict)):
+        return None
+    return fields | extra_body
 
 
-def _to_json_value(value: Any) -> Any:
-    """The value itself if it is plain JSON, as repeated messages mostly are; else a copy converted to JSON."""
-    if type(value) is dict and all(map(_is_text, value)) and all(map(_is_text, value.values())):
-        return value
-    cache_key = build_cache_key(value)
-    return value if cache_key is not None and _is_json(cache_key) else _copy_json(value)
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether JSON gives back the same value; it has no infinity and NaN."""
-    return value is None or type(value) in SCALARS or (type(value) is float and math.isfinite(value))
-
-
-@memoize(max_entries=NUM_CACHED_VALUES, max_length=MAX_VALUE_BYTES)
-def _is_json(cache_key: bytes) -> bool:
+def _to_json_values(fields: Mapping[str, Any]) -> Any:
+    """A copy of the fields as JSON gives them back; objects of pydantic become their fields that are not null."""
     try:
-        return build_cache_key(_copy_json(load_cache_key(cache_key))) == cache_key
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def _copy_json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=_encode_object))
+        return pydantic_core.to_jsonable_python(fields, exclude_none=True, fallback=_encode_object)
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "the messages contain lone surrogates, which cannot be encoded as UTF-8") from error
 
 
 def _encode_object(value: Any) -> Any:
-    if isinstance(value, pydantic.BaseModel):
-        return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Iterable):

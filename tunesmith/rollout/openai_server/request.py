@@ -7,8 +7,8 @@ without effect on the result (`ignore`) are ignored.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -297,21 +297,18 @@ class RequestParser:
     def __init__(self, uses_variable: Callable[[str], bool]) -> None:
         """`uses_variable`: whether the chat template refers to a variable."""
         self._uses_variable = uses_variable
-        self._options: OrderedDict[tuple[bytes, Sampling], ChatRequest] = OrderedDict()
-        """Requests without messages, least recently used first."""
+        self._parse_cached = functools.lru_cache(NUM_CACHED_OPTIONS)(self._parse_key)
 
     def parse(
         self, body: Any, defaults: Sampling, *, parse_messages: Callable[[Any], tuple[Message, ...]] = parse_messages
     ) -> tuple[ChatRequest, Prompt]:
         """The request, and its messages as a prompt; raises `RequestError`. `parse_messages` parses the messages."""
         fields = {**OBJECT(body, "the request body"), "messages": None}
-        cache_key = build_cache_key(fields)
-        key = None if cache_key is None or len(cache_key) > MAX_CACHED_BYTES else (cache_key, defaults)
-        request = None if key is None else self._options.get(key)
-        if request is None:
-            request = _parse_options(fields if key is None else load_cache_key(key[0]), defaults, self._uses_variable)
-            if key is not None:
-                self._cache(key, request)
+        key = build_cache_key(fields)
+        if key is None or len(key) > MAX_CACHED_BYTES:
+            request = _parse_options(fields, defaults, self._uses_variable)
+        else:
+            request = self._parse_cached(key, defaults)
         try:
             messages = parse_messages(body.get("messages"))
         except ValueError as error:
@@ -326,10 +323,8 @@ class RequestParser:
             messages=messages, tools=request.tools, variables=request.variables, reply_start=reply_start
         )
 
-    def _cache(self, key: tuple[bytes, Sampling], request: ChatRequest) -> None:
-        self._options[key] = request
-        if len(self._options) > NUM_CACHED_OPTIONS:
-            self._options.popitem(last=False)
+    def _parse_key(self, key: bytes, defaults: Sampling) -> ChatRequest:
+        return _parse_options(load_cache_key(key), defaults, self._uses_variable)
 
 
 def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str], bool]) -> ChatRequest:

@@ -73,25 +73,19 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *
     return RequestLimit(app, limits.max_requests)
 
 
-async def answer_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return answer_error(error.status, str(error))
+async def answer_exception(request: Request, error: Exception) -> Response:
+    """A refusal, or 500 for an error of ours, whose traceback is logged by the server.
 
-
-async def answer_unknown(request: Request, error: Exception) -> Response:
-    """No such route, or another method."""
-    assert isinstance(error, HTTPException)
-    path = re.sub(r"^/t/[^/]*", "", request.url.path)  # without the key of a session
-    return answer_error(error.status_code, f"{request.method} {path}: {error.detail.lower()}")
-
-
-async def answer_nobody(request: Request, error: Exception) -> Response:
-    """The client is gone."""
-    return Response(status_code=400)
-
-
-async def answer_failure(request: Request, error: Exception) -> Response:
-    """An error of ours; the traceback is logged by the server."""
+    A coroutine: Starlette runs plain functions in a thread, and logs a traceback if the server ends meanwhile.
+    """
+    match error:
+        case ApiError():
+            return answer_error(error.status, str(error))
+        case HTTPException():  # no such route, or another method
+            path = re.sub(r"^/t/[^/]*", "", request.url.path)  # without the key of a session
+            return answer_error(error.status_code, f"{request.method} {path}: {error.detail.lower()}")
+        case ClientDisconnect():
+            return Response(status_code=400)
     return answer_error(500, f"the server failed: {type(error).__name__}: {error}")
 
 
@@ -100,13 +94,9 @@ def answer_error(status: int, message: str) -> JSONResponse:
     return JSONResponse(build_error(message, status=status), status_code=status, headers=headers)
 
 
-EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
-    ApiError: answer_refusal,
-    HTTPException: answer_unknown,
-    ClientDisconnect: answer_nobody,
-    Exception: answer_failure,
-}
-"""Coroutines: Starlette runs plain functions in a thread, and logs a traceback if the server ends meanwhile."""
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = dict.fromkeys(
+    (ApiError, HTTPException, ClientDisconnect, Exception), answer_exception
+)
 
 
 class _Handlers:

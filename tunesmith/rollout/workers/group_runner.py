@@ -15,11 +15,12 @@ from typing import Self
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
 from tunesmith.rollout.cancellation import cancel_all
-from tunesmith.rollout.group import GroupModel, GroupRequest, RunningGroup
+from tunesmith.rollout.group import GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
+from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.service import ModelProvider
+from tunesmith.rollout.service import ModelProvider, RecordedCalls
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog, watch_event_loop
 from tunesmith.types import Group, Trajectory
 
@@ -130,19 +131,27 @@ class GroupRunner:
         self, group: RunningGroup, run_index: int, record: RolloutRecord | None = None
     ) -> Trajectory:
         request = group.request
+
+        def prepare(session: RecordedCalls) -> None:
+            session.record = record
+            if isinstance(session, Session):
+                session.gate, session.keeps_cache = self.gate, self._keeps_cache
+                group.sessions[run_index] = session
+
         # the permit covers the judge too, which may call models or tools of its own
         async with self._permits:
             trajectory = await run_trajectory(
                 request.task,
                 run_index,
                 agent=self._agent,
-                model=GroupModel(self._model, group, run_index, gate=self.gate, keeps_cache=self._keeps_cache),
+                model=self._model,
                 auxiliary_models=self._auxiliary_models,
                 seed=request.derive_rollout_seed(run_index),
                 order=(request.index, run_index),
                 sampling=request.sampling,
                 watchdog=self._watchdog,
                 record=record,
+                prepare=prepare,
             )
         group.add(trajectory)
         self.progress.add([trajectory], is_kept=request.is_trained)

@@ -16,6 +16,7 @@ from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.rollout.actors import Actors, serve_models
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import GroupRequest
+from tunesmith.rollout.open_sessions import compute_session_stats
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
@@ -54,6 +55,8 @@ class GatherWeights:
 class LocalWorker:
     """Runs groups in this process."""
 
+    rank = 0
+
     def __init__(
         self,
         actors: Actors,
@@ -82,10 +85,6 @@ class LocalWorker:
         """Counted before an evaluation."""
         self.on_change: Callable[[], None] = lambda: None
         self.groups = self._build_runner(RolloutProgress())
-
-    @property
-    def rank(self) -> int:
-        return 0
 
     @property
     def progress(self) -> RolloutProgress:
@@ -236,7 +235,7 @@ class LocalWorker:
         engine, service = self.actors.engine, self.actors.service
         return WorkerStatistics(
             engine={} if engine is None else engine.compute_stats(),
-            recorder={} if service is None else service.recorder.compute_stats(),
+            recorder={} if service is None else service.recorder.compute_stats() | compute_session_stats(),
         )
 
     def _end_window(self, is_idle: bool) -> None:

@@ -32,8 +32,7 @@ class Worker(Protocol):
     on_change: Callable[[], None]
     """Called when a group has finished, a window has ended, or an error has occurred."""
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
 
     @property
     def progress(self) -> RolloutProgress:

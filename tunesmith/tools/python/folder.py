@@ -33,7 +33,8 @@ class SandboxFolder:
 
     def is_full(self) -> bool:
         if self._max_mb is None:
-            return count_files_of_file_system(self._path) > MAX_FILES
+            found = os.statvfs(self._path)
+            return found.f_files - found.f_ffree > MAX_FILES
         return measure_folder(self._path, max_bytes=self._max_mb * MIB, max_files=MAX_FILES)
 
     def restore(self) -> bool:
@@ -58,12 +59,6 @@ def measure_folder(path: str, *, max_bytes: int, max_files: int) -> bool:
         except OSError:
             continue
     return False
-
-
-def count_files_of_file_system(path: str) -> int:
-    """Files and folders of a file system, such as a tmpfs."""
-    found = os.statvfs(path)
-    return found.f_files - found.f_ffree
 
 
 def empty_folder(path: str, *, max_files: int | None = None) -> bool:

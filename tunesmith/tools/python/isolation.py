@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,12 +313,3 @@ def _choose_user_id() -> int:
     if int(mapped[0]) > 0 or int(mapped[2]) < FIRST_USER_ID + NUM_USER_IDS:
         return NOBODY
     return FIRST_USER_ID + (os.getpid() * 1000 + next(_worker_numbers)) % NUM_USER_IDS
-
-
-def iter_plans(settings: PythonToolSection, *, is_session: bool) -> Iterator[tuple[str, LaunchPlan | ConfigError]]:
-    """Plans in order of preference, or why there is none."""
-    for kind in list_isolations(settings):
-        try:
-            yield kind, build_plan(kind, settings, is_session=is_session)
-        except ConfigError as error:
-            yield kind, error

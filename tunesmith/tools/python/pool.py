@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -44,22 +44,14 @@ class CancelledCallError(Exception):
 class PendingCall:
     """A call in a thread that another thread may cancel; made on the event loop."""
 
-    def __init__(self, on_start: OnStart = ignore_start) -> None:
+    def __init__(self, limit: asyncio.Timeout, on_start: OnStart) -> None:
+        """`limit`: on the time until the call starts; the block within it waits for the call."""
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
         self._is_cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._on_start = on_start
-        self._limit: asyncio.Timeout | None = None
-
-    @contextlib.contextmanager
-    def waiting(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """A block that waits for the call; the limit ends with the start of the call."""
         self._limit = limit
-        try:
-            yield
-        finally:
-            self._limit = None
+        self._on_start = on_start
 
     def attach(self, worker: WorkerProcess) -> None:
         """Start in a worker, from the thread of the call."""
@@ -72,9 +64,10 @@ class PendingCall:
             self._loop.call_soon_threadsafe(self._start)
 
     def _start(self) -> None:
-        if self._limit is not None and not self._is_cancelled:
-            self._limit.reschedule(None)
-            self._on_start()
+        if not self._is_cancelled:
+            with contextlib.suppress(RuntimeError):  # the block has ended: nobody waits
+                self._limit.reschedule(None)
+                self._on_start()
 
     @property
     def is_cancelled(self) -> bool:
@@ -102,12 +95,11 @@ class WorkerPool:
 
     async def run(self, code: str, on_start: OnStart = ignore_start) -> Answer:
         """The answer of a worker to the code; `on_start` is called when a worker takes it."""
-        call = PendingCall(on_start)
         limit = asyncio.timeout(self._max_wait_s)
+        call = PendingCall(limit, on_start)
         try:
             async with limit:
-                with call.waiting(limit):
-                    return await run_in_threads(self._threads, call, self._run, code, call)
+                return await run_in_threads(self._threads, call, self._run, code, call)
         except TimeoutError:
             if not limit.expired():
                 raise

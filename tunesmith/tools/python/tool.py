@@ -11,7 +11,6 @@ import asyncio
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
@@ -49,11 +48,10 @@ class PythonSession:
         """Run code; `SandboxError` if the worker is lost, and with it the state. `on_start`: the worker takes it."""
         if self._is_closed:
             raise SandboxError("this Python session is closed, or a call of it was cancelled")
-        call = PendingCall(on_start)
         try:
             async with asyncio.timeout(None) as limit:
-                with call.waiting(limit):
-                    answer = await run_in_threads(self._threads, call, self._run, code, call)
+                call = PendingCall(limit, on_start)
+                answer = await run_in_threads(self._threads, call, self._run, code, call)
         except BaseException:
             self.close()
             raise
@@ -93,9 +91,7 @@ class PythonSession:
     async def __aenter__(self) -> PythonSession:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.close()
 
     def _run(self, code: str, call: PendingCall) -> Answer:
@@ -192,7 +188,5 @@ class PythonTool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.close()

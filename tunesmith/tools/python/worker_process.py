@@ -23,7 +23,7 @@ from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
 from tunesmith.tools.python.call import Answer, Call, Child, Control, SandboxLostError
 from tunesmith.tools.python.folder import SandboxFolder, remove_folder
-from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, find_installed_files, iter_plans
+from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, find_installed_files, list_isolations
 
 TIMEOUT_S = 120.0
 """Limit of the worker's own actions; generous, because packages are imported at its start."""
@@ -178,13 +178,10 @@ class Launcher:
     def _start_first(self, *, is_session: bool) -> WorkerProcess:
         find_installed_files(self._settings.packages)
         reasons = []
-        for kind, plan in iter_plans(self._settings, is_session=is_session):
-            if isinstance(plan, ConfigError):
-                reasons.append(f"{kind}: {plan}")
-                continue
+        for kind in list_isolations(self._settings):
             try:
-                worker = _launch(plan, self._settings)
-            except (SandboxLostError, OSError) as error:
+                worker = self._launch(kind, is_session=is_session)
+            except (SandboxLostError, OSError, ConfigError) as error:
                 reasons.append(f"{kind}: {_describe_error(error)}")
                 continue
             self._kind = kind
@@ -198,18 +195,18 @@ class Launcher:
 
     def _start_kind(self, kind: str, *, is_session: bool) -> WorkerProcess:
         try:
-            return _launch(build_plan(kind, self._settings, is_session=is_session), self._settings)
+            return self._launch(kind, is_session=is_session)
         except (SandboxLostError, OSError, ConfigError) as error:
             raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {_describe_error(error)}") from error
 
-
-def _launch(plan: LaunchPlan, settings: PythonToolSection) -> WorkerProcess:
-    try:
-        return WorkerProcess(plan, settings)
-    except BaseException:
-        if plan.folder is not None:
-            remove_folder(plan.folder)
-        raise
+    def _launch(self, kind: str, *, is_session: bool) -> WorkerProcess:
+        plan = build_plan(kind, self._settings, is_session=is_session)
+        try:
+            return WorkerProcess(plan, self._settings)
+        except BaseException:
+            if plan.folder is not None:
+                remove_folder(plan.folder)
+            raise
 
 
 def _describe_error(error: Exception) -> str:

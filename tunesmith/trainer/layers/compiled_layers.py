@@ -18,6 +18,8 @@ from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tunesmith.model.forward.exact import is_exact
+from tunesmith.model.forward.recurrence import list_recurrent
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 
 MAX_VARIANTS = 64
@@ -25,12 +27,14 @@ MAX_VARIANTS = 64
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """On a GPU with unquantized weights that are not sharded.
+    """On a GPU with unquantized weights that are not sharded, without recurrent layers, unless numerics are exact.
 
-    torch.compile does not support the kernels of quantized layers, and treats the shapes of sharded weights as dynamic.
+    torch.compile does not support the kernels of quantized layers, treats the shapes of sharded weights as dynamic, and
+    would trace the turns of every row of recurrent layers.
     """
     is_plain = not getattr(model, "is_quantized", False) and find_sharding(model) is None
-    return model.device.type == "cuda" and is_plain
+    is_free = not list_recurrent(model) and not is_exact()
+    return model.device.type == "cuda" and is_plain and is_free
 
 
 def find_compilable(*models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:

@@ -67,8 +67,8 @@ def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_comp
     if requested and not can:
         raise ConfigError(
             "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights that are "
-            "whole on each rank, rotary embeddings that do not depend on length, and neither gradient checkpointing "
-            "nor model.lora.dropout: leave it out"
+            "whole on each rank, rotary embeddings that do not depend on length, and neither recurrent layers, "
+            "gradient checkpointing nor model.lora.dropout: leave it out"
         )
     return can and (is_launch_bound(model) if requested is None else requested)
 

@@ -10,8 +10,6 @@ Axes: N tokens of a segment, P tokens of its path (the segment included), H quer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,35 +17,29 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
+from tunesmith.model.forward.recurrence import Segment
 
 MAX_CHILD_SEGMENT_TOKENS = 128
 """Longest segment that has a parent segment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrieSegment:
-    """A chain of nodes, and the index of its parent segment (None: it starts at a root)."""
-
-    start: int
-    end: int
-    parent: int | None
-
-
-def split_segments(trie: Trie) -> list[TrieSegment]:
-    """Segments in depth-first order; they partition the row."""
+def split_segments(trie: Trie, max_child_tokens: int | None = None) -> list[Segment]:
+    """Chains of nodes without a branch, in depth-first order; they partition the row. Those with a parent have at most
+    `max_child_tokens`, by default `MAX_CHILD_SEGMENT_TOKENS`."""
+    max_child_tokens = max_child_tokens or MAX_CHILD_SEGMENT_TOKENS
     is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
     starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
-    segments: list[TrieSegment] = []
+    segments: list[Segment] = []
     path: list[int] = []
     for run_start, run_end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
         depth = trie.depth_T[run_start]
         while path and trie.depth_T[segments[path[-1]].start] >= depth:
             path.pop()
-        length = MAX_CHILD_SEGMENT_TOKENS if path else run_end - run_start
+        length = max_child_tokens if path else run_end - run_start
         for start in range(run_start, run_end, length):
             parent = path[-1] if path else None
             path.append(len(segments))
-            segments.append(TrieSegment(start=start, end=min(start + length, run_end), parent=parent))
+            segments.append(Segment(start=start, end=min(start + length, run_end), parent=parent))
     return segments
 
 

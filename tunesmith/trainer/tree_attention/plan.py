@@ -2,7 +2,8 @@
 
 Node q attends to node k if and only if k <= q < subtree_end[k]; a sliding window counts in depth. On a CPU attention
 runs per segment (`cpu.py`). On a GPU one kernel evaluates the same rule, over tiles that are scheduled when the row is
-built (`tile_schedule.py`); long paths without branches go to cuDNN one by one, and float64 uses a dense mask.
+built (`tile_schedule.py`); long paths without branches go to cuDNN one by one, and float64 uses a dense mask. With
+`model.numerics=exact` the forward is the sampler's kernel.
 
 Axes: T tokens of the row.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +23,10 @@ from transformers import PreTrainedModel
 
 from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
-from tunesmith.trainer.tree_attention.cpu import SegmentAttention
+from tunesmith.model.forward.exact import is_exact
+from tunesmith.model.forward.recurrence import SegmentTable
+from tunesmith.model.memory import find_head_size
+from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
     NARROW,
     PADDING,
@@ -32,6 +37,9 @@ from tunesmith.trainer.tree_attention.tile_schedule import (
     compute_table_size,
     pad_trie,
 )
+
+if TYPE_CHECKING:
+    from tunesmith.trainer.tree_attention.kernels.exact_attention import Spans  # needs Triton
 
 MIN_PATH_TOKENS = 4096
 """Mean path length from which one cuDNN call per path is faster than the tree kernel."""
@@ -52,8 +60,14 @@ class TreePlan:
         self._segments = SegmentAttention(trie) if device.type == "cpu" else None
         self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
         self._tables: dict[tuple[int | None, int], Tensor] = {}
+        self._spans: dict[int, Spans] = {}
         if device.type != "cpu":
             self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
+
+    @cached_property
+    def segments(self) -> SegmentTable:
+        """Built when a recurrent layer reads it."""
+        return SegmentTable(split_segments(self._trie), self._device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`."""
@@ -63,7 +77,7 @@ class TreePlan:
             if options.sliding_window is not None and options.sliding_window > self._max_depth:
                 options = replace(options, sliding_window=None)
             return self._segments.attend(query, key, value, options).transpose(1, 2).contiguous()
-        if query.dtype == torch.float64 or value.shape[-1] != query.shape[-1]:
+        if query.dtype == torch.float64:
             trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
             mask = build_mask(trie, options.sliding_window).to(self._device)
             output = attend_masked(query, key, value, mask, scaling=options.scaling, softcap=options.softcap)
@@ -83,14 +97,30 @@ class TreePlan:
         scaling = options.get_scaling(query.shape[-1])
         window, softcap = options.sliding_window, options.softcap
         is_plain = window is None and softcap is None and query.dtype != torch.float32
+        if is_exact():
+            return self._attend_exactly(query, key, value, options)
         if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
             return path_attention(query, key, value, self._path_starts, scaling)[0]
+        table, steps = self._find_table(query, window)
+        return tree_attention(query, key, value, table, steps, window or 0, scaling, softcap or 0.0)[0]
+
+    def _attend_exactly(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        from tunesmith.trainer.tree_attention.kernels.exact_attention import ExactAttention, build_spans
+
+        num_groups = query.shape[1] // key.shape[1]
+        if num_groups not in self._spans:
+            self._spans[num_groups] = build_spans(self._trie, num_groups, self._device)
+        window, scaling = options.sliding_window or 0, options.get_scaling(query.shape[-1])
+        table, steps = self._find_table(query, options.sliding_window)
+        spans, softcap = self._spans[num_groups], options.softcap or 0.0
+        return ExactAttention.apply(query, key, value, spans, table, steps, window, scaling, softcap)
+
+    def _find_table(self, query: Tensor, window: int | None) -> tuple[Tensor, int]:
         tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
         table_key = (window, tile.steps)
         if table_key not in self._tables:
             self._tables[table_key] = self._build_table(window, tile)
-        table = self._tables[table_key]
-        return tree_attention(query, key, value, table, tile.steps, window or 0, scaling, softcap or 0.0)[0]
+        return self._tables[table_key], tile.steps
 
     def reserve_tables(self) -> None:
         """Reallocate each table at the maximum size for a row of this length.
@@ -116,10 +146,12 @@ class TreePlan:
 def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
     """Tile and windows of the model's layers, as keyword arguments of `TreePlan`."""
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     is_wide = torch.finfo(model.dtype).bits >= 32
-    return {"tile": choose_tile(size, is_wide=is_wide), "windows": (None,) if window is None else (None, window)}
+    return {
+        "tile": choose_tile(find_head_size(config), is_wide=is_wide),
+        "windows": (None,) if window is None else (None, window),
+    }
 
 
 def find_long_paths(trie: Trie) -> Tensor | None:

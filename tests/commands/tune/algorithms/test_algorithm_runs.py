@@ -14,9 +14,10 @@ from small_runs import ask, judge_letters, list_apples, write_splits
 from tunesmith import JudgeOutput
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.compat.chat_models import build_openai_chat_model
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, DataError, ModelError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.runs.load_config import load_config
+from tunesmith.runs.load_config import load_section
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def run(tmp_path, pocket_folder):
             "engine.kv_cache_tokens=8192", "trainer.learning_rate=1e-3", "total_steps=2", "save_interval_steps=1",
             "monitor.trackers=[]", "monitor.has_progress=false",
         ]  # fmt: skip
-        config = load_config(None, [*settings, *overrides])
+        config = load_section(RunConfig, None, [*settings, *overrides])
         return run_tuning(config, workflow=ask, judge=judge, build_model=build_openai_chat_model)
 
     return call

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from free_ports import find_free_port
 from killed_runs import read_metrics
 from tunesmith.cluster.rank_info import RankInfo
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
-from tunesmith.runs.load_config import build_config
+from tunesmith.runs.load_config import build_section
 from tunesmith.runs.placement import place_config
 
 NEEDS_ALL = pytest.mark.skipif(
@@ -271,5 +272,7 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes(ranks, samplers, vic
 )
 def test_what_cannot_only_sample_is_one_sentence(settings, num_ranks, message):
     with pytest.raises(ConfigError, match=message):
-        config = build_config({"model": {"path": "m", "device": "cpu"}, "algorithm": {"batch_size": 8}} | settings)
+        config = build_section(
+            RunConfig, {"model": {"path": "m", "device": "cpu"}, "algorithm": {"batch_size": 8}} | settings
+        )
         place_config(config, RankInfo(world_size=num_ranks, local_size=num_ranks), num_gpus=0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
 
 FP8_DTYPE = torch.float8_e4m3fn
 TILE = 4096

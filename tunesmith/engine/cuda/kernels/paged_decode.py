@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.custom_ops import Prologue
+from tunesmith.engine.cuda.custom_ops import Prologue, get_prologue_tensors
 from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, Kind, get_num_sms
-from tunesmith.engine.cuda.kernels.heads import apply_softcap, get_prologue_tensors, load_heads
-from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.heads import apply_softcap, load_heads
+from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +307,8 @@ def _merge_parts_kernel(
 
 def list_items(work: DecodeWork) -> None:
     """List the step's items from the positions and the division of the batch, as they are on the device."""
+    if work.spans is not None:
+        work.spans.update()
     if not len(work.items_2WF):
         return
     num_rows, num_prefixes = len(work.positions_R), work.num_prefixes

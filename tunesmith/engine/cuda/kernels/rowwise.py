@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
 
 GATE_TILE = 1024
 

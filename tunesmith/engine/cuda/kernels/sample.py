@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.logprob_kernels import compute_token_logprobs
 
 TILE = 2048
 """Vocabulary entries per program."""
@@ -338,3 +339,13 @@ def sample_next_tokens(
         num_warps=4,
         **options,
     )
+
+
+def log_trainer_logprobs(logits_RV: Tensor, rows: SamplingTensors) -> None:
+    """Replace the logprobs just logged by those of the trainer's kernel, in rows that sample from the whole
+    distribution at temperature 1: its sums have another order (`model/forward/exact.py`)."""
+    logprobs_R, _, _ = compute_token_logprobs(logits_RV, rows.ids_R, scale_before=1.0, scale_after=1.0, softcap=0.0)
+    is_plain_R = (rows.temperatures_R == 1) & (rows.top_ks_R == 0) & (rows.top_ps_R >= 1) & (rows.min_ps_R == 0)
+    places = rows.log_lines_R + rows.positions_R, torch.arange(len(rows.ids_R), device=logits_RV.device)
+    log_LR = rows.logprob_log_LR
+    log_LR[places] = torch.where(is_plain_R, logprobs_R, log_LR[places])

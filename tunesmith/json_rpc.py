@@ -66,6 +66,11 @@ class SharedServer(Generic[AnyServer]):
             self._server = None if server is self._server else self._server
         server.close()
 
+    def close(self) -> None:
+        """Close the server, if there is one; the next use opens another."""
+        if (server := self._server) is not None:
+            self.forget(server)
+
 
 def build_message(method: str, params: Mapping[str, Any], **fields: Any) -> Message:
     return {"jsonrpc": "2.0", **fields, "method": method, "params": dict(params)}

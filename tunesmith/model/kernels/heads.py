@@ -1,22 +1,9 @@
-"""Device functions that the decode and prefill attention kernels share: head norm, rotary embedding, softcap."""
+"""Device functions that attention kernels share: head norm, rotary embedding, softcap."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tunesmith.engine.cuda.custom_ops import Prologue
-
-
-def get_prologue_tensors(prologue: Prologue | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cosine, sine and the two norm weights; `unused` is passed for those that the kernel does not read."""
-    if prologue is None:
-        return unused, unused, unused, unused
-    query_norm, key_norm = prologue.query_norm_D, prologue.key_norm_D
-    if query_norm is None or key_norm is None:
-        query_norm = key_norm = unused
-    return prologue.cos_1TD, prologue.sin_1TD, query_norm, key_norm
 
 
 @triton.jit

@@ -1,0 +1,246 @@
+"""Trains and evaluates the arms of the study of function calls, and of a game, several at a time on one GPU.
+
+    MODEL=path/to/model python -m benchmarks.learning.function_calling_arms --work /tmp/arms --out results --jobs 3 \\
+        --limit-s 900
+    python -m benchmarks.learning.function_calling kept/* --base kept/base --out results/learning/function_calling.json
+
+Each arm is one or two commands of `tunesmith` with the files of `recipes/function_calling` or `recipes/text_game`, in
+a folder of its own. Arms start in the order of `ARMS`; finished ones are skipped, so that the script continues after a
+limit. `arms.tar.gz` in the output folder is written anew after each arm, in pieces of 15 MB: logs, settings, metrics
+and evaluations, for arms that the limit cut too. Checkpoints are deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+RECIPE = Path("recipes/function_calling")
+GAME = Path("recipes/text_game/run.yaml")
+SHUFFLE = "benchmarks.learning.shuffled_rewards:shuffle_rewards"
+FORM = "recipes.function_calling.controls:pay_form"
+REQUIRED = "recipes.function_calling.controls:play_required"
+PIECE = 15_000_000
+KEPT = (
+    "eval/step_*.json",
+    "metrics.jsonl",
+    "config.yaml",
+    "comparison.json",
+    "comparison.md",
+    "train.jsonl",
+    "log.txt",
+)
+SMALL = {
+    "tune": ["total_steps=2", "algorithm.batch_size=2", "algorithm.group_size=2", "evaluation.interval_steps=0"],
+    "sft": ["max_steps=2", "max_rows_per_batch=2"],
+}
+SMALL_SAMPLER = ["engine.kv_cache_gib=null", "engine.kv_cache_tokens=40000", "engine.max_num_seqs=4",
+                 "environment.num_train=8", "environment.num_test=4", "model.max_tokens=16"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Commands of `tunesmith`; `@arm` is the folder of the arm, `@kept` that of what is kept, `@model` the model."""
+
+    commands: Sequence[Sequence[str]]
+    needs: str | None = None
+    rows: str | None = None
+    """Conversations to fine-tune on."""
+
+
+def tune(*changes: str, seed: int, needs: str | None = None, file: Path = RECIPE / "run.yaml") -> Arm:
+    given = [*changes, f"seed={seed}", "name=run", "checkpoint_root_dir=@arm"]
+    return Arm([["tune", str(file), *(part for each in given for part in ("--set", each))]], needs)
+
+
+def evaluate(model: str, *changes: str) -> list[str]:
+    sets = [part for each in changes for part in ("--set", each)]
+    return ["eval", str(RECIPE / "run.yaml"), "--model", f"model={model}", "--out", "@arm/eval", *sets]
+
+
+def fine_tune(rows: str, *changes: str) -> Arm:
+    sets = [part for each in changes for part in ("--set", each)]
+    return Arm([["sft", str(RECIPE / "sft.yaml"), "--out", "@arm/sft", *sets], evaluate("@arm/sft/model")], rows=rows)
+
+
+def operator(name: str, **args: Any) -> str:
+    return f"experience.operators={json.dumps([{'name': name, 'args': args}])}"
+
+
+def select(kind: str, **args: Any) -> list[str]:
+    selector = {"selector_type": kind, "feature_keys": ["base_pass_rate"], "args": args}
+    return [f"train_dataset={json.dumps({'path': '@kept/pass_rate/train.jsonl', 'task_selector': selector})}"]
+
+
+PASS_RATE = ["pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"]
+BOTS = select("difficulty_based", m=8, target_reward=0.5, tau=0, do_sample=True)
+ARMS: dict[str, Arm] = {
+    "base": Arm([evaluate("@model")]),
+    "rl-42": tune(seed=42),
+    "rl-1": tune(seed=1),
+    "rl-2": tune(seed=2),
+    "required": Arm([evaluate("@model", f"workflow={REQUIRED}")]),
+    "sft_answers-42": fine_tune("answers", "seed=42"),
+    "form-42": tune(operator(FORM), seed=42),
+    "shuffled-42": tune(operator(SHUFFLE, seed=42), seed=42),
+    "sft_form-42": fine_tune("form", "seed=42", "max_steps=25"),
+    "sft_answers_1e-5-42": fine_tune("answers", "seed=42", "trainer.learning_rate=1e-5"),
+    "pass_rate": Arm([PASS_RATE]),
+    "bots-42": tune(*BOTS, seed=42, needs="pass_rate"),
+    **{f"{name}-{seed}": arm for seed in (1, 2) for name, arm in {
+        "form": tune(operator(FORM), seed=seed),
+        "shuffled": tune(operator(SHUFFLE, seed=seed), seed=seed),
+        "sft_answers": fine_tune("answers", f"seed={seed}"),
+        "bots": tune(*BOTS, seed=seed, needs="pass_rate"),
+    }.items()},
+    "easy2hard-42": tune(*select("offline_easy2hard"), seed=42, needs="pass_rate"),
+    **{f"game-{seed}": tune("evaluation.at_start=true", seed=seed, file=GAME) for seed in (42, 1, 2)},
+    **{f"game_async-{seed}": tune("rollout.max_staleness=1", seed=seed, file=GAME) for seed in (42, 1, 2)},
+}  # fmt: skip
+
+
+@dataclass
+class Queue:
+    """Runs arms; everything big is in `work`, what is kept of an arm in `work/kept/NAME`."""
+
+    work: Path
+    out: Path
+    model: str
+    is_small: bool
+    changes: Sequence[str]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
+    is_cut: bool = False
+
+    @property
+    def kept(self) -> Path:
+        return self.work / "kept"
+
+    def is_done(self, name: str) -> bool:
+        return (self.kept / name / "done.json").is_file()
+
+    def run(self, name: str) -> None:
+        """Run the commands of an arm, and keep its small files."""
+        arm, folder = ARMS[name], self.work / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        environment = dict(os.environ) | {"MODEL": self.model}
+        begun, codes = time.time(), []
+        with (folder / "log.txt").open("wb") as log:
+            commands = [["-m", "tunesmith", *each] for each in arm.commands]
+            if arm.rows:
+                environment["ROWS"] = str(folder / "rows.jsonl")
+                made = ["-m", "recipes.function_calling.conversations", arm.rows, "--out", environment["ROWS"]]
+                data = ["--data", os.environ["BFCL"]] if "BFCL" in os.environ else []
+                commands.insert(0, [*made, *data])
+            for command in commands:
+                with self.lock:
+                    if self.is_cut:
+                        break
+                    filled = [self.fill(each, folder) for each in [*command, *self.list_changes(command)]]
+                    process = subprocess.Popen(
+                        [sys.executable, *filled],
+                        stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+                    )  # fmt: skip
+                    self.processes[name] = process
+                codes.append(process.wait())
+                if codes[-1]:
+                    break
+        seconds = time.time() - begun
+        self.keep(name, {"seconds": seconds, "codes": codes, "begun": begun, "is_cut": self.is_cut})
+        shutil.rmtree(folder)
+        print(f"{name:22} {'cut' if self.is_cut else codes} after {seconds:.0f} s", flush=True)
+
+    def fill(self, text: str, folder: Path) -> str:
+        return text.replace("@kept", str(self.kept)).replace("@model", self.model).replace("@arm", str(folder))
+
+    def list_changes(self, command: Sequence[str]) -> list[str]:
+        kind = command[2]
+        if command[1] != "tunesmith":
+            return []
+        small = [*SMALL.get(kind, ()), *(SMALL_SAMPLER if kind != "sft" else ())] if self.is_small else []
+        given = [*small, *(self.changes if kind != "sft" else ())]
+        return [part for each in given for part in ("--set", each)]
+
+    def keep(self, name: str, record: dict[str, Any]) -> None:
+        """Copy the small files of an arm, and pack what is kept of all arms."""
+        folder, target = self.work / name, self.kept / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for pattern in KEPT:
+            for file in folder.rglob(pattern):
+                shutil.copy(file, target / file.name)
+        is_done = not record["is_cut"] and not any(record["codes"])
+        (target / ("done.json" if is_done else "failed.json")).write_text(json.dumps(record))
+        with self.lock:
+            self.pack()
+
+    def pack(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        packed = self.work / "arms.tar.gz"
+        with tarfile.open(packed, "w:gz", compresslevel=6) as archive:
+            archive.add(self.kept, arcname="kept")
+        data = packed.read_bytes()
+        for number, start in enumerate(range(0, len(data), PIECE)):
+            piece = self.out / f"arms.tar.gz.{number}"
+            (self.work / "piece").write_bytes(data[start : start + PIECE])
+            shutil.move(self.work / "piece", piece)
+
+    def stop(self) -> None:
+        """End what runs; the threads then keep what there is."""
+        with self.lock:
+            self.is_cut = True
+            for process in self.processes.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for running arms, on a large disk")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is kept, packed")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), help="all, in the order of the table, without it")
+    parser.add_argument("--jobs", type=int, default=3, help="arms at a time")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which running arms are cut")
+    parser.add_argument("--small", action="store_true", help="two steps of two tasks, to try the script on a CPU")
+    parser.add_argument("--set", action="append", default=[], help="change of all run files, as in tunesmith tune")
+    arguments = parser.parse_args()
+    work, out = arguments.work.resolve(), arguments.out.resolve()
+    queue = Queue(work, out, os.environ["MODEL"], arguments.small, arguments.set)
+    end, waiting, running = time.time() + arguments.limit_s, list(arguments.arms), {}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        while waiting or running:
+            waiting = [each for each in waiting if not queue.is_done(each)]
+            ready = [each for each in waiting if (needs := ARMS[each].needs) is None or queue.is_done(needs)]
+            for name in ready[: arguments.jobs - len(running)]:
+                waiting.remove(name)
+                running[pool.submit(queue.run, name)] = name
+            if not running:
+                print("not run:", *waiting)
+                break
+            timeout = None if queue.is_cut else max(0.0, end - time.time())
+            done, _ = wait(running, timeout=timeout, return_when=FIRST_COMPLETED)
+            for each in done:
+                running.pop(each)
+                each.result()
+            if time.time() >= end and not queue.is_cut:
+                queue.stop()
+                print("limit reached; not begun:", *waiting, flush=True)
+                waiting = []
+
+
+if __name__ == "__main__":
+    main()

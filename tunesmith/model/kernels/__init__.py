@@ -1,0 +1,1 @@
+"""Triton kernels that sampler and trainer share; imported only on machines with a CUDA device."""

@@ -1,0 +1,96 @@
+"""Checkpoints of several towers, such as vision-language models, of which sampler and trainer use the text decoder.
+
+The whole model is loaded, so that checkpoints and exports hold every tower under the model type of the source. Towers
+other than the text decoder and its head never run, because messages are text, and take no gradients.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import cached_file
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def find_auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """The class that builds every tower of a model; the one for causal language models drops some."""
+    has_towers = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if has_towers else AutoModelForCausalLM
+
+
+def find_model_class(config: PretrainedConfig) -> Any:
+    """The class that `find_auto_class` builds for this configuration, or None."""
+    is_text = find_auto_class(config) is AutoModelForCausalLM
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if is_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return mapping.get(type(config), None)
+
+
+def choose_attention(config: PretrainedConfig) -> str:
+    """The attention to load a model with; plan attention replaces it, also where `sdpa` lacks a cap on scores."""
+    model_class = find_model_class(config)
+    return "eager" if model_class is not None and not model_class._supports_sdpa else "sdpa"
+
+
+def list_weights(config: PretrainedConfig) -> list[str]:
+    """Names of all weights of a model."""
+    with torch.device("meta"):
+        return list(find_auto_class(config).from_config(config).state_dict())
+
+
+def list_towers(model: nn.Module) -> list[str]:
+    """Names of the modules that are neither in the text decoder nor in its head; empty for a text model."""
+    if not isinstance(model, PreTrainedModel) or model.config.get_text_config() is model.config:
+        return []
+    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+    text = {id(module) for part in parts for module in part.modules()}
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if not any(id(each) in text for each in child.modules()):
+                yield prefix + name
+            elif id(child) not in text:
+                yield from walk(child, f"{prefix}{name}.")
+
+    return list(walk(model, ""))
+
+
+def build_tower_pattern(model: PreTrainedModel) -> str | None:
+    """Regular expression of the names of modules in towers other than text; None for a text model."""
+    towers = list_towers(model)
+    return rf"({'|'.join(map(re.escape, towers))})\..*" if towers else None
+
+
+def train_all_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Let every weight of the text decoder and its head take gradients, and no other."""
+    model.requires_grad_(True)
+    for name in list_towers(model):
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def copy_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the settings of image processors, which are files beside the weights, from the model's source."""
+    if not list_towers(model):
+        return
+    for name in PROCESSOR_FILES:
+        file = cached_file(
+            model.name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if file is not None:
+            shutil.copyfile(file, folder / name)
