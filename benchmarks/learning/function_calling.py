@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -227,7 +228,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = find_data(arguments.data)
     functions = group_functions(folder)
-    rows = load_rows(folder, "") | split_irrelevance(folder)
+    rows = load_rows(folder, "") | split_irrelevance(folder, sys.maxsize)
     first_names = {
         name: find_names(row.line)[0] if "accepted" in row.line else row.line["function"][0]["name"]
         for name, row in rows.items()
