@@ -96,7 +96,7 @@ ARMS: dict[str, Arm] = {
     "form-42": tune(operator(FORM), seed=42),
     "shuffled-42": tune(operator(SHUFFLE, seed=42), seed=42),
     "sft_answers-42": fine_tune("answers", "seed=42"),
-    "required": Arm([evaluate("@model", f"workflow={REQUIRED}")]),
+    "required": Arm([[*evaluate("@model", f"workflow={REQUIRED}"), "--debug"]]),
     "sft_form-42": fine_tune("form", "seed=42", "max_steps=25"),
     "sft_answers_1e-5-42": fine_tune("answers", "seed=42", "trainer.learning_rate=1e-5"),
     "pass_rate": Arm([PASS_RATE]),
