@@ -131,7 +131,9 @@ def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     with pytest.raises(DataError, match="'bfcl:irrelevance' has no task of the split train"):
         environment.list_rows("train", number=1, seed=0)
     (row,) = environment.list_rows("test", number=5, seed=0)
-    assert asyncio.run(answer(environment, row, Reply("No.")))[0] == 1.0
+    assert asyncio.run(answer(environment, row, Reply('No. My "name" is Bo, and I have no "arguments".')))[0] == 1.0
+    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}'):
+        assert asyncio.run(answer(environment, row, Reply(attempt)))[0] == 0.0
     assert asyncio.run(answer(environment, row, Reply("", [call("tool0_f", {"x": 0})])))[0] == 0.0
 
 

@@ -48,6 +48,9 @@ SERVICES = {
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }  # fmt: skip
+ATTEMPT = re.compile(r"<tool_call>|\"name\"\s*:.*\"(arguments|parameters)\"\s*:", re.DOTALL)
+"""Text of a call that is none, of an invented function or unreadable. Where no call is right it is not paid: a policy
+learns to write such text in place of an answer."""
 MAX_DIGITS = 300
 """Of numbers that calls of MathAPI may ask for; more would hold up the process."""
 
@@ -234,7 +237,12 @@ class Question:
         readable = [(name, arguments) for name, arguments in calls if arguments is not None]
         self.metrics = {"called": float(bool(readable))}
         if "accepted" not in line:
-            return "", float(bool(readable) == line["id"].startswith("live_relevance")), True
+            is_right = (
+                bool(readable)
+                if line["id"].startswith("live_relevance")
+                else not readable and ATTEMPT.search(action) is None
+            )
+            return "", float(is_right), True
         self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]
