@@ -168,10 +168,8 @@ def load_adapter(
 def check_expert_dropout(lora: LoraSection, weights: list[str]) -> None:
     """Refuse dropout on adapters of experts: it would have to drop inputs before they are multiplied by any factor."""
     if lora.dropout and weights:
-        raise ModelError(
-            f"model.lora.dropout={lora.dropout:g}: adapters of experts ({', '.join(weights)}) have no dropout; set it "
-            "to 0 or adapt linear layers only"
-        )
+        reason = f"adapters of experts ({', '.join(weights)}) have no dropout; set it to 0"
+        raise ModelError(f"model.lora.dropout={lora.dropout:g}: {reason}")
 
 
 def set_dropout(model: PreTrainedModel, dropout: float) -> None:
@@ -297,12 +295,9 @@ def find_named_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tupl
         kind = next((kind for kind in (0, 1) if any(f".{name}".endswith(f".{target}") for name in known[kind])), None)
         if kind is None:
             layers = ", ".join(sorted({name.rpartition(".")[2] for name in known[0]}))
-            weights = ", ".join(sorted(set(map(shorten, known[1]))))
-            raise ModelError(
-                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r}; its layers: "
-                + layers
-                + (f"; weights of its experts: {weights}" if weights else "")
-            )
+            layers += f"; weights of its experts: {', '.join(sorted(set(map(shorten, known[1]))))}" if known[1] else ""
+            reason = f"{type(model).__name__} has no linear layer {target!r}; its layers: {layers}"
+            raise ModelError(f"model.lora.target_modules: {reason}")
         if kind == 0 and target.rpartition(".")[2] in reserved:
             raise ModelError(
                 f"model.lora.target_modules: PEFT takes {target!r} for weights of experts in models of type "

@@ -76,9 +76,8 @@ def check_architecture(config: PretrainedConfig) -> None:
     model_class = find_model_class(config)
     if model_class is not None:
         check_attention_interface(config, model_class)
-        if not model_class._supports_sdpa and any(
-            hasattr(each, "sinks") for each in build_meta_model(config).modules()
-        ):
+        meta = None if model_class._supports_sdpa else build_meta_model(config)
+        if meta is not None and any(hasattr(each, "sinks") for each in meta.modules()):
             raise refuse_architecture(config, f"the attention of {model_class.__name__} has sinks")
     elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
         raise refuse_architecture(config, "transformers has no causal language model for it")
