@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tunesmith.config.section import Needs, Section
+from tunesmith.config.section import Needs, Section, write_without
 
 OWN = Needs("kind", "tunesmith")
 VLLM = Needs("kind", "vllm")
@@ -80,6 +80,10 @@ class EngineSection(Section):
     """While at most this many requests run and none wait, several tokens of a request are drafted from its own text and
     from finished replies of its group, and verified in one forward where that pays; samples stay those of the model.
     0: never."""
+
+    @model_serializer(mode="wrap")
+    def _write_later_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return write_without(self, write, "max_speculating_seqs")
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tunesmith.config.section import Needs, Section, Temperature
+from tunesmith.config.section import Needs, Section, Temperature, write_without
 
 CALL_FORMATS = {
     "harmony": "harmony:HARMONY",
@@ -98,6 +98,10 @@ class ServedModelSection(Section):
     text; the harmony parser of tool calls always separates it."""
     trust_remote_code: bool = False
     """Execute Python code that comes with the model. Enable it only for sources you trust."""
+
+    @model_serializer(mode="wrap")
+    def _write_later_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return write_without(self, write, "numerics")
 
 
 class ModelSection(ServedModelSection):

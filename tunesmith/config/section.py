@@ -20,7 +20,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tunesmith.types import MIN_TEMPERATURE
@@ -190,6 +198,13 @@ class Section(BaseModel):
                 getattr(self, name).refuse_knobs((inner,), explanation, where=f"{where}.{name}")
             elif self.is_changed(name):
                 raise ValueError(f"{where}.{self.show(name)} {explanation}, or leave out {name}")
+
+
+def write_without(section: Section, write: SerializerFunctionWrapHandler, *names: str) -> dict[str, Any]:
+    """The values of a section without knobs that are at their default: digests of files that earlier versions wrote,
+    which lack them, stay the same."""
+    values: dict[str, Any] = write(section)
+    return {name: value for name, value in values.items() if name not in names or section.is_changed(name)}
 
 
 class DataSection(Section):
