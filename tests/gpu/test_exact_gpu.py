@@ -31,7 +31,7 @@ def test_sampler_and_trainer_compute_equal_bits(name):
 
 def run_child(name: str, numerics: str) -> dict[str, float]:
     command = [sys.executable, __file__, name, numerics]
-    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    folders = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
     done = subprocess.run(command, capture_output=True, text=True, env=build_environment(folders))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

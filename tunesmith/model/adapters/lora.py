@@ -17,7 +17,6 @@ from peft import (
     PeftModel,
     get_peft_model_state_dict,
     inject_adapter_in_model,
-    set_peft_model_state_dict,
 )
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -262,9 +261,9 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
     state = {KEY_PREFIX + name: tensor for name, tensor in read_adapter_state(model).items()}
     if state.keys() != saved.keys() or any(not has_same_layout(saved[name], state[name]) for name in state):
         raise StorageError(f"{folder} does not hold the adapter of this model: layers, shapes or dtypes differ")
-    set_peft_model_state_dict(
-        model, {name.removeprefix(KEY_PREFIX): tensor for name, tensor in saved.items()}, adapter_name=ADAPTER
-    )
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])
 
 
 def shorten(name: str) -> str:
