@@ -178,6 +178,7 @@ TRANSLATED = {
     "read_algorithm": "`algorithm.algorithm_type`: the three keys together name the algorithm",
     "read_warmup_ratio": "`trainer.warmup_ratio`",
     "read_save_interval": "`save_interval_steps`; 0 is refused, because a run needs checkpoints to be resumed",
+    "read_prefix_caching": "`engine.has_prefix_cache`; false is slow for conversations, which a note says",
     "read_loss_args": "`algorithm.loss_args`, `algorithm.terms_args`, `algorithm.loss_aggregation`",
     "read_advantage_args": "`algorithm.advantage_args`",
     "read_kl_name": "`algorithm.kl_estimator`; `none` sets `algorithm.kl_coef` to 0",
