@@ -9,8 +9,8 @@ parser and judged by the leaderboard's rules, whatever the arm was paid for.
 
 The primary categories are those of which most rows have several functions or real users' text. `unseen` are primary
 tasks of which every offered function, those that the task does not need too, is in no training task. `no_call` are the
-questions that no offered function answers. The content of calls is compared apart from their form on the tasks that
-had a readable call before and have one after.
+questions that no offered function answers; text of a call of an invented function is a call there. The content of calls
+is compared apart from their form on the tasks that had a readable call before and have one after.
 Paired comparisons are by task: McNemar's exact test for one seed, and bootstrap intervals over groups of tasks that
 share a function, for the mean of the seeds.
 """
@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from typing import Any
 from benchmarks.shared.report import publish
 from tunesmith.chat.parsers.json_calls import JSON
 from tunesmith.environments.sets.bfcl import (
+    ATTEMPT,
     TRAINED,
     Row,
     find_data,
@@ -64,11 +66,11 @@ class Answer:
 
 def read_calls(text: str, row: Row) -> list[Call]:
     """The calls of a reply, by the names of the leaderboard's functions."""
-    assert JSON.open_reader is not None
+    assert JSON.read_block is not None
     calls: list[Call] = []
     start = 0
     while places := [place for each in JSON.openers if (place := text.find(each, start)) >= 0]:
-        block = JSON.open_reader(row.schemas).read(text[min(places) :], is_end=True)
+        block = JSON.read_block(text[min(places) :], row.schemas, is_end=True)
         assert block is not None
         calls += [(row.names.get(each.name, each.name), json.loads(each.arguments)) for each in block.calls]
         start = min(places) + max(block.length, 1)
@@ -78,7 +80,8 @@ def read_calls(text: str, row: Row) -> list[Call]:
 def judge(text: str, num_tokens: int, paid: float, row: Row) -> Answer:
     calls, line = read_calls(text, row), row.line
     if "accepted" not in line:
-        return Answer(paid, text, num_tokens, calls, not calls, not calls)
+        is_silent = not calls and ATTEMPT.search(text) is None
+        return Answer(paid, text, num_tokens, calls, is_silent, is_silent)
     is_parallel = "parallel" in line["id"]
     names = sorted(name for name, _ in calls) == sorted(find_names(line))
     is_right = not find_mistake(line["function"], calls, line["accepted"], is_parallel=is_parallel)
@@ -173,8 +176,8 @@ def average(seeds: Sequence[Mapping[str, Answer]], names: Sequence[str]) -> dict
     return {name: fmean(each[name].is_right for each in seeds) for name in names}
 
 
-def read_cost(folder: Path, answers: Mapping[int, Mapping[str, Answer]], primary: Sequence[str]) -> dict[str, Any]:
-    """Seconds of the arm's processes; of its steps, seconds, rollouts and tokens; and accuracy over rollouts."""
+def read_cost(folder: Path) -> dict[str, Any]:
+    """Seconds of the arm's processes; of its steps, seconds, rollouts and tokens; and test reward over rollouts."""
     ended = next(file for name in ("done.json", "failed.json") if (file := folder / name).is_file())
     record = json.loads(ended.read_text())
     cost: dict[str, Any] = {"seconds": record["seconds"], "is_cut": record["is_cut"]}
@@ -183,6 +186,7 @@ def read_cost(folder: Path, answers: Mapping[int, Mapping[str, Answer]], primary
     steps = {row["step"]: row for row in rows if "perf/step_s" in row}
     if not steps:
         return cost
+    evaluated = {row["step"]: row["eval/test/reward"] for row in rows if "eval/test/reward" in row}
     return cost | {
         "steps": len(steps),
         "step_seconds": sum(row["perf/step_s"] for row in steps.values()),
@@ -195,10 +199,9 @@ def read_cost(folder: Path, answers: Mapping[int, Mapping[str, Answer]], primary
                 "step": step,
                 "rollouts": sum(row["rollout/num_trajectories"] for each, row in steps.items() if each <= step),
                 "step_seconds": sum(row["perf/step_s"] for each, row in steps.items() if each <= step),
-                "primary": fmean(found[name].is_right for name in primary),
-                "paid": fmean(each.paid for each in found.values()),
+                "reward": reward,
             }
-            for step, found in answers.items()
+            for step, reward in evaluated.items()
         ],
     }
 
@@ -227,7 +230,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = find_data(arguments.data)
     functions = group_functions(folder)
-    rows = load_rows(folder, "") | split_irrelevance(folder)
+    rows = load_rows(folder, "") | split_irrelevance(folder, sys.maxsize)
     first_names = {
         name: find_names(row.line)[0] if "accepted" in row.line else row.line["function"][0]["name"]
         for name, row in rows.items()
@@ -251,7 +254,7 @@ def main() -> None:
                 for part in ("primary", "all", "no_call", "unseen")
                 if parts[part]
             },
-            "cost": read_cost(arguments.folder / name, evaluated[name], parts["primary"]),
+            "cost": read_cost(arguments.folder / name),
         }
     for arm, seeds in by_arm.items():
         own = [last[each] for each in seeds]

@@ -87,15 +87,16 @@ def select(kind: str, **args: Any) -> list[str]:
 
 PASS_RATE = ["pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"]
 BOTS = select("difficulty_based", m=8, target_reward=0.5, tau=0, do_sample=True)
+ALL = ["environment.args.irrelevance=0.3", "environment.num_train=2348"]
 ARMS: dict[str, Arm] = {
     "base": Arm([evaluate("@model")]),
     "rl-42": tune(seed=42),
     "rl-1": tune(seed=1),
     "rl-2": tune(seed=2),
-    "required": Arm([evaluate("@model", f"workflow={REQUIRED}")]),
-    "sft_answers-42": fine_tune("answers", "seed=42"),
     "form-42": tune(operator(FORM), seed=42),
     "shuffled-42": tune(operator(SHUFFLE, seed=42), seed=42),
+    "sft_answers-42": fine_tune("answers", "seed=42"),
+    "required": Arm([[*evaluate("@model", f"workflow={REQUIRED}"), "--debug"]]),
     "sft_form-42": fine_tune("form", "seed=42", "max_steps=25"),
     "sft_answers_1e-5-42": fine_tune("answers", "seed=42", "trainer.learning_rate=1e-5"),
     "pass_rate": Arm([PASS_RATE]),
@@ -106,6 +107,8 @@ ARMS: dict[str, Arm] = {
         "sft_answers": fine_tune("answers", f"seed={seed}"),
         "bots": tune(*BOTS, seed=seed, needs="pass_rate"),
     }.items()},
+    **{f"rl_all-{seed}": tune(*ALL, seed=seed) for seed in (42, 1, 2)},
+    "rl_none-42": tune("environment.args.irrelevance=0", "environment.num_train=1660", seed=42),
     "easy2hard-42": tune(*select("offline_easy2hard"), seed=42, needs="pass_rate"),
     **{f"game-{seed}": tune("evaluation.at_start=true", seed=seed, file=GAME) for seed in (42, 1, 2)},
     **{f"game_async-{seed}": tune("rollout.max_staleness=1", seed=seed, file=GAME) for seed in (42, 1, 2)},

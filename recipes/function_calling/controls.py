@@ -16,7 +16,7 @@ def pay_form(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
     def pay(run: Trajectory) -> Trajectory:
         if run.reward is None:
             return run
-        return replace(run, reward=float(run.metrics["called"] == ("answer" in run.task.row)))
+        return replace(run, reward=run.metrics["called"] if "answer" in run.task.row else run.reward)
 
     return [replace(group, trajectories=tuple(map(pay, group.trajectories))) for group in groups], {}
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.environments.sets.bfcl import describe, find_data, load_rows, offer_name, split_irrelevance
+from tunesmith.environments.sets.bfcl import Row, describe, find_data, load_rows, offer_name, split_irrelevance
 from tunesmith.environments.sets.bfcl_calls import find_mistake
 
 NO_CALL = "None of the functions can answer this."
@@ -61,10 +61,16 @@ def build_row(messages: Sequence[Any], tools: Sequence[Any], calls: Sequence[tup
     return {"messages": [*messages, reply], "tools": list(tools)}
 
 
+def load_tasks(folder: Path) -> dict[str, Row]:
+    """The tasks of `run.yaml`."""
+    rows = load_rows(folder, "")
+    return rows | split_irrelevance(folder, sum(not row.is_held_out for row in rows.values()) // 9)
+
+
 def list_answers(folder: Path) -> list[dict[str, Any]]:
     """Of each training task; without those whose first values its own judge refuses."""
     rows = []
-    for identity, row in (load_rows(folder, "") | split_irrelevance(folder)).items():
+    for identity, row in load_tasks(folder).items():
         accepted = row.line.get("accepted", ())
         calls = [(name, choose_keys(values)) for call in accepted for name, values in call.items()]
         mistake = find_mistake(row.line["function"], calls, accepted, is_parallel="parallel" in identity)

@@ -131,7 +131,9 @@ def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     with pytest.raises(DataError, match="'bfcl:irrelevance' has no task of the split train"):
         environment.list_rows("train", number=1, seed=0)
     (row,) = environment.list_rows("test", number=5, seed=0)
-    assert asyncio.run(answer(environment, row, Reply("No.")))[0] == 1.0
+    assert asyncio.run(answer(environment, row, Reply('No. My "name" is Bo, and I have no "arguments".')))[0] == 1.0
+    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}'):
+        assert asyncio.run(answer(environment, row, Reply(attempt)))[0] == 0.0
     assert asyncio.run(answer(environment, row, Reply("", [call("tool0_f", {"x": 0})])))[0] == 0.0
 
 
@@ -153,19 +155,23 @@ def test_questions_that_no_function_answers_are_split_by_their_functions(folder,
                 for number, names in enumerate(offered)
             ],
         )
-    environment = load_set("bfcl", {"path": folder, "irrelevance": True})
+    environment = load_set("bfcl", {"path": folder, "irrelevance": 0.1})
     added = [
         {row["id"] for row in environment.rows[split]} - {row["id"] for row in rows}
         for split, rows in zip(("train", "test"), sets, strict=True)
     ]
     assert added == [{"irrelevance_0"}, {"irrelevance_1", "live_irrelevance_2"}]
+    tested = load_set("bfcl", {"path": folder, "irrelevance": 0})
+    assert [len(tested.rows[split]) for split in ("train", "test")] == [len(sets[0]), len(sets[1]) + 2]
     row = next(row for row in environment.rows["train"] if row["id"] == "irrelevance_0")
     assert asyncio.run(answer(environment, row, Reply("No.")))[0] == 1.0
     assert asyncio.run(answer(environment, row, Reply("", [call(train.replace(".", "_"), {"x": 0})])))[0] == 0.0
     with pytest.raises(
         ConfigError, match="environment.args.irrelevance is no argument of bfcl:multiple; allowed are path$"
     ):
-        load_set("bfcl:multiple", {"path": folder, "irrelevance": True})
+        load_set("bfcl:multiple", {"path": folder, "irrelevance": 0.1})
+    with pytest.raises(ConfigError, match="environment.args.irrelevance=1 is no share of the training tasks"):
+        load_set("bfcl", {"path": folder, "irrelevance": 1})
 
 
 def test_the_response_of_an_episode_has_the_calls_of_the_reply():

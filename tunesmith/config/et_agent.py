@@ -61,6 +61,9 @@ class FlywheelConfig(Section):
     """Correctness from which a trajectory is right."""
     num_votes: Annotated[int, Needs("roles.judge", reason="the model that votes")] = Field(default=3, ge=1)
     """Votes of `roles.judge` for each answer, always all of them. A tie has no verdict, so an odd number is better."""
+    role_max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a reply of the stage's model as analyst, author or judge, which is longer than a step of an agent; null
+    is `model.max_tokens`. Auxiliary models have their own `max_tokens`."""
     num_iterations: int = Field(default=3, ge=0)
     """Iterations of operators after the first rollouts; 0 only rolls out."""
     num_rollouts: int = Field(default=1, ge=1)

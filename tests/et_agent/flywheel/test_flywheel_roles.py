@@ -6,7 +6,14 @@ import pytest
 from policies import FOUND, REPEATED, WRONG, ScriptedPolicy, call, make_attempt, make_transcript, result, think
 
 from recipes.et_agent.scripted_roles import analyst, author
-from tunesmith.et_agent.flywheel.roles import Finding, StepDraft, build_model_analyst, build_model_author, read_thoughts
+from tunesmith.et_agent.flywheel.roles import (
+    Finding,
+    StepDraft,
+    TruncatedReplyError,
+    build_model_analyst,
+    build_model_author,
+    read_thoughts,
+)
 from tunesmith.et_agent.flywheel.run import count_votes, judge_by_votes
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +36,8 @@ async def test_a_model_names_a_step_with_a_reason():
 
 async def test_a_truncated_reply_is_no_finding():
     ask = build_model_analyst(ScriptedPolicy(("<step>2</step>", "length")))
-    assert await ask(make_attempt(REPEATED).ask("find_flaw")) is None
+    with pytest.raises(TruncatedReplyError, match="the reply of the role was truncated after 5 tokens"):
+        await ask(make_attempt(REPEATED).ask("find_flaw"))
 
 
 async def test_a_model_writes_a_step_thoughts_and_a_reflection():

@@ -230,6 +230,17 @@ def test_a_role_may_be_the_model_itself(values, tmp_path):
     assert not any(each["failed"] for each in result.operators.values())
 
 
+def test_roles_of_the_model_have_a_token_limit_of_their_own_and_say_when_they_reach_it(values, tmp_path):
+    result = run(
+        values
+        | {"roles": {}, "role_max_tokens": 3, "num_iterations": 1, "operators": ["refine_thoughts", "repair_flaw"]},
+        tmp_path / "out",
+    )
+    assert not any(each["failed"] for each in result.operators.values())
+    reasons = {row.get("reason") for row in read_attempts(tmp_path / "out") if row.get("operator") == "repair_flaw"}
+    assert "the reply of the role was truncated after 3 tokens" in reasons
+
+
 def test_a_role_may_be_an_auxiliary_model(values, tmp_path, pocket_folder):
     local = {"path": pocket_folder, "max_model_len": 512, "max_tokens": 4}
     more = {"auxiliary_models": {"big": local}, "roles": {"policy": "big", "analyst": "big", "author": "big"}}

@@ -40,6 +40,7 @@ from tunesmith.engine.cpu.layers import CpuLayers
 from tunesmith.errors import ConfigError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
+from tunesmith.model.experts import find_experts
 from tunesmith.model.forward.attention import (
     AttentionOptions,
     AttentionPlan,
@@ -90,6 +91,11 @@ class ModelRunner:
         self.num_blocks = count_blocks(settings, token_bytes, max_model_len=max_model_len, available=available)
         self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
         self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
+        if self.has_graphs and model.dtype.itemsize > 2 and any(find_experts(model)):
+            raise ConfigError(
+                f"experts in {model.dtype} cannot be captured in CUDA graphs, since their products wait for the host: "
+                "set engine.cuda_decode=eager, or model.dtype=bfloat16"
+            )
         self.cache = KVCache(
             shapes,
             num_blocks=self.num_blocks + self.has_graphs,  # graphs write padding into a scratch block

@@ -22,7 +22,7 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -48,6 +48,9 @@ SERVICES = {
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }  # fmt: skip
+ATTEMPT = re.compile(r"<tool_call>|\"name\"\s*:.*\"(arguments|parameters)\"\s*:", re.DOTALL)
+"""Text of a call that is none, of an invented function or unreadable. Where no call is right it is not paid: a policy
+learns to write such text in place of an answer."""
 MAX_DIGITS = 300
 """Of numbers that calls of MathAPI may ask for; more would hold up the process."""
 
@@ -67,9 +70,18 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
         )
     pays_turns = bool(args.get("pay_turns"))
     folder = find_data(args.get("path"))
-    rows = load_rows(folder, member) | (split_irrelevance(folder) if args.get("irrelevance") else {})
+    share = float(args.get("irrelevance", 0))
+    if not 0 <= share < 1:
+        raise ConfigError(
+            f"environment.args.irrelevance={share:g} is no share of the training tasks, from 0 to below 1"
+        )
+    rows = load_rows(folder, member)
+    if "irrelevance" in args:
+        rows = rows | split_irrelevance(
+            folder, int(sum(not row.is_held_out for row in rows.values()) * share / (1 - share))
+        )
     splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
-    for seed, identity in enumerate(sorted(rows, key=lambda each: hashlib.sha256(each.encode()).digest())):
+    for seed, identity in enumerate(sort_identities(rows)):
         line = rows[identity].line
         answer = {"answer": json.dumps(line["accepted"])} if "accepted" in line else {}
         splits["test" if rows[identity].is_held_out else "train"].append(
@@ -127,15 +139,22 @@ def load_rows(folder: Path, member: str) -> dict[str, Row]:
     return {line["id"]: Row(line, is_held_out(groups[find_names(line)[0]])) for line in lines}
 
 
-def split_irrelevance(folder: Path) -> dict[str, Row]:
-    """The questions that no offered function answers, as far as all functions of a question are of one split."""
+def split_irrelevance(folder: Path, num_train: int) -> dict[str, Row]:
+    """The questions that no offered function answers, as far as all functions of a question are of one split: at most
+    `num_train` to train, and all that are held out."""
     groups = group_functions(folder)
     rows = {}
     for line in [*read_lines(folder, "irrelevance"), *read_lines(folder, "live_irrelevance")]:
         splits = {is_held_out(groups.get(each["name"], each["name"])) for each in line["function"]}
         if len(splits) == 1:
             rows[line["id"]] = Row(line, splits.pop())
-    return rows
+    trained = sort_identities(name for name, row in rows.items() if not row.is_held_out)
+    return {name: row for name, row in rows.items() if row.is_held_out or name in trained[:num_train]}
+
+
+def sort_identities(names: Iterable[str]) -> list[str]:
+    """In an order that mixes the categories."""
+    return sorted(names, key=lambda each: hashlib.sha256(each.encode()).digest())
 
 
 def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:
@@ -218,7 +237,12 @@ class Question:
         readable = [(name, arguments) for name, arguments in calls if arguments is not None]
         self.metrics = {"called": float(bool(readable))}
         if "accepted" not in line:
-            return "", float(bool(readable) == line["id"].startswith("live_relevance")), True
+            is_right = (
+                bool(readable)
+                if line["id"].startswith("live_relevance")
+                else not readable and ATTEMPT.search(action) is None
+            )
+            return "", float(is_right), True
         self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]

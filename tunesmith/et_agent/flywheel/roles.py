@@ -3,7 +3,7 @@
 A role is called with a `RoleRequest`. The analyst returns a `Finding`, or None if there is nothing. The author returns
 a `StepDraft` (replace_step), the new thoughts (refine_thoughts), a text (reflect), or None if it has no proposal. A
 function of a run file may be an ordinary or an async one. A model's reply that is truncated or cannot be read is no
-proposal: the attempt ends without a trajectory and is counted.
+proposal: the attempt ends without a trajectory and is counted, a truncated one with this reason.
 
 Edits of a transcript keep everything before them: actions and results are moved, never parsed from text.
 """
@@ -333,10 +333,17 @@ def build_model_author(model: Any) -> Role:
     return author
 
 
+class TruncatedReplyError(Exception):
+    """A model's reply in a role ended at its token limit."""
+
+
 async def ask(model: Any, prompt: str) -> str:
-    """The reply to one prompt; empty if it is truncated."""
-    choice = (await create_chat_completion(model, [{"role": "user", "content": prompt}])).choices[0]
-    return choice.message.content or "" if choice.finish_reason == "stop" else ""
+    """The reply to one prompt."""
+    completion = await create_chat_completion(model, [{"role": "user", "content": prompt}])
+    if completion.choices[0].finish_reason != "stop":
+        num_tokens = completion.usage.completion_tokens if completion.usage else "all its"
+        raise TruncatedReplyError(f"the reply of the role was truncated after {num_tokens} tokens")
+    return completion.choices[0].message.content or ""
 
 
 def ask_for_step(request: RoleRequest) -> str:

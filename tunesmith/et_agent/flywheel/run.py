@@ -34,8 +34,8 @@ from tunesmith.environments.environment import Environment
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import DataError, EngineError
-from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, list_hints
-from tunesmith.et_agent.flywheel.roles import Role, build_model_analyst, build_model_author
+from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Proposal, list_hints
+from tunesmith.et_agent.flywheel.roles import Role, TruncatedReplyError, build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.state import (
     OUTCOMES,
     AttemptPlan,
@@ -59,7 +59,7 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import BuildModel, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.policy import BuildModel, build_sampling, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import load_tasks, write_rows
@@ -301,7 +301,10 @@ class Crew:
             hints=list_hints(self.environment.tools, self.config.hints),
             rng=random.Random(derive_seed(self.config.seed, "hint", plan.question_id, plan.number)),
         )
-        proposal = await OPERATORS[plan.operator](attempt)
+        try:
+            proposal = await OPERATORS[plan.operator](attempt)
+        except TruncatedReplyError as error:
+            proposal = Proposal(reason=str(error))
         if proposal.transcript is None:
             return Record(plan=plan, outcome="nothing", step=proposal.step, reason=proposal.reason)
         correctness = await self._judge(state.row, proposal.transcript, models)
@@ -366,9 +369,14 @@ class AttemptBatch:
         """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
         from its place in the batch."""
         plan, crew = self.plans[order[0]], self.crew
+        longer = None
+        if crew.config.role_max_tokens is not None:
+            longer = replace(build_sampling(crew.config.model), max_tokens=crew.config.role_max_tokens)
         models = {
             name: crew.providers[source].open(
-                seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name), order=(order[0], place)
+                seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name),
+                order=(order[0], place),
+                sampling=longer if source == OWN_MODEL and name != "policy" else None,
             )
             for place, (name, source) in enumerate(crew.sources.items())
         }

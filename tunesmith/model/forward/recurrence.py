@@ -26,6 +26,7 @@ sizes of a head's keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,25 +298,47 @@ def is_recurrent(config: PretrainedConfig) -> bool:
     return not set(RECURRENT_TYPES).isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
+_plan: ContextVar[Any] = ContextVar("plan", default=None)
+"""The plan of the decoder layer that runs: some versions of transformers do not pass it on to recurrent layers."""
+
+
 def list_recurrent(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in KINDS]
 
 
 def use_recurrent_plans(model: nn.Module) -> None:
     """Make recurrent layers take their segments from a plan, if one is passed; idempotent."""
-    for module in list_recurrent(model):
-        if not hasattr(module, "runs_plans"):
+    for module in list(model.modules()):
+        if hasattr(module, "runs_plans"):
+            continue
+        if type(module).__name__ in KINDS:
             module.__class__ = _build_class(type(module))
+        elif any(type(child).__name__ in KINDS for child in module.children()):
+            module.__class__ = _build_layer_class(type(module))
+
+
+def _build_layer_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A decoder layer that keeps its plan for its recurrent layer, also when its backward computes it again."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        token = _plan.set(kwargs.get("attention_plan"))
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            _plan.reset(token)
+
+    return type(original.__name__, (original,), {"forward": forward, "runs_plans": True})
 
 
 def _build_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
     run = KINDS[original.__name__]
 
-    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, attention_plan: Any = None, **kwargs: Any) -> Any:
-        if attention_plan is None:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plan = _plan.get()
+        if plan is None:
             return original.forward(self, hidden_states, *args, **kwargs)
-        table = attention_plan.segments
+        table = plan.segments
         output_TC = run(self, hidden_states[0, : table.num_tokens], table)
         return functional.pad(output_TC, (0, 0, 0, hidden_states.shape[1] - table.num_tokens))[None]
 
