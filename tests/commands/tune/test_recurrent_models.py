@@ -16,7 +16,7 @@ from tunesmith.commands.export.run import run_export
 from tunesmith.config import EngineSection, ExportSection, ModelSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.pocket import build_pocket_tokenizer
-from tunesmith.runs import policy
+from tunesmith.runs.policy import check_engine
 
 IDS = torch.arange(30)[None] * 7 % 97
 
@@ -54,11 +54,10 @@ def test_two_steps_sample_and_train_the_same_policy(name, lora, tmp_path):
         assert torch.equal(exported(IDS).logits, trained(IDS).logits)
 
 
-@pytest.mark.parametrize("knob", [{"weight_format": "fp8"}, {"kind": "vllm"}, {"max_speculating_seqs": 4}])
-def test_engines_without_states_are_refused(knob, tmp_path, monkeypatch):
-    """On a machine with a GPU and vLLM, which are asked for first."""
-    monkeypatch.setattr(policy, "check_fp8_device", lambda device: None)
-    monkeypatch.setattr(policy, "check_vllm", lambda section, model: None)
+def test_drafts_are_refused(tmp_path):
+    """FP8 and vLLM are refused by the same line, on machines that have them."""
     model = ModelSection(path=str(write_model("lfm2", tmp_path / "model")))
-    with pytest.raises(ConfigError, match=f"engine.{next(iter(knob))}=.* models of type 'lfm2', which have recurrent"):
-        policy.check_engine(EngineSection(**knob), model)
+    with pytest.raises(
+        ConfigError, match="engine.max_speculating_seqs=4 does not support models of type 'lfm2', which"
+    ):
+        check_engine(EngineSection(max_speculating_seqs=4), model)
