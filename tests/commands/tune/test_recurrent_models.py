@@ -57,7 +57,5 @@ def test_two_steps_sample_and_train_the_same_policy(name, lora, tmp_path):
 def test_drafts_are_refused(tmp_path):
     """FP8 and vLLM are refused by the same line, on machines that have them."""
     model = ModelSection(path=str(write_model("lfm2", tmp_path / "model")))
-    with pytest.raises(
-        ConfigError, match="engine.max_speculating_seqs=4 does not support .* 'lfm2', which have"
-    ):
+    with pytest.raises(ConfigError, match="engine.max_speculating_seqs=4 does not support .* 'lfm2', which have"):
         check_engine(EngineSection(max_speculating_seqs=4), model)
