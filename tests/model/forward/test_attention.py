@@ -75,7 +75,7 @@ def test_without_a_plan_a_padded_batch_is_unchanged(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2", "qwen3_5"])
 def test_gradients_are_the_same_with_and_without_checkpointing(name: str) -> None:
     def collect_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
         run_rows(model, build_rows()).pow(2).sum().backward()

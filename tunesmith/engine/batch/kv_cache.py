@@ -46,10 +46,7 @@ class LayerShape:
 
 
 class KVCache:
-    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read block tables, [K, P, Z, D] for views.
-
-    Those of recurrent layers are empty: their states are in the slots of `states`.
-    """
+    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read block tables, [K, P, Z, D] for views."""
 
     def __init__(
         self,
@@ -62,8 +59,8 @@ class KVCache:
         is_head_major: bool = False,
         states: States | None = None,
     ) -> None:
-        """The shape of a recurrent layer is None. With `is_head_major`, adjacent blocks hold one head's keys
-        contiguously, so that a view can read them."""
+        """The shape of a recurrent layer is None, and `states` has its states. With `is_head_major`, adjacent blocks
+        hold one head's keys contiguously, so that a view can read them."""
         self.block_size = block_size
         self._block_axis = int(is_head_major)
         found = [shape or LayerShape(0, 0) for shape in shapes]
