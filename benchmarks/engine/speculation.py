@@ -21,7 +21,7 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -182,6 +182,7 @@ def measure_costs(text: Text, arguments: argparse.Namespace) -> list[dict[str, f
     A reply is sampled again with the same seed, so the first one is its draft.
     """
     figures, known = [], ("CPU_COST", "CUDA_COST")
+    clock = time.process_time if arguments.device == "cpu" else time.perf_counter
     saved = {name: getattr(engine_module, name) for name in known}
     for name in known:
         setattr(engine_module, name, ForwardCost(step=0.0, row=0.0, context=0.0))
@@ -199,7 +200,8 @@ def measure_costs(text: Text, arguments: argparse.Namespace) -> list[dict[str, f
             vocab_size = text.model.config.vocab_size
             prompts = [[rng.randrange(vocab_size) for _ in range(context)] for _ in range(num_requests)]
             (plain_s, _), (verified_s, num_verified) = (
-                [time_replies(engine, prompts, arguments.cost_tokens) for _ in range(4)][-1] for engine in engines
+                [time_replies(engine, prompts, arguments.cost_tokens, clock) for _ in range(4)][-1]
+                for engine in engines
             )
             figures.append(
                 {
@@ -218,16 +220,18 @@ def measure_costs(text: Text, arguments: argparse.Namespace) -> list[dict[str, f
     return figures
 
 
-def time_replies(engine: LocalEngine, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, int]:
+def time_replies(
+    engine: LocalEngine, prompts: Sequence[Sequence[int]], num_tokens: int, clock: Callable[[], float]
+) -> tuple[float, int]:
     """Seconds and steps from the moment on when every reply has its first token."""
     seen: set[int] = set()
-    started = time.perf_counter()
+    started = clock()
 
     async def sample(index: int, prompt: Sequence[int]) -> None:
         def note(ids: Sequence[int], logprobs: Sequence[float]) -> None:
             nonlocal started
             if index not in seen and len(seen) == len(prompts) - 1:
-                started = time.perf_counter()
+                started = clock()
                 engine.compute_stats()
             seen.add(index)
 
@@ -238,7 +242,7 @@ def time_replies(engine: LocalEngine, prompts: Sequence[Sequence[int]], num_toke
         await asyncio.gather(*(sample(index, prompt) for index, prompt in enumerate(prompts)))
 
     run_lockstep(run())
-    return time.perf_counter() - started, max(int(engine.compute_stats()["engine/num_steps"]), 1)
+    return clock() - started, max(int(engine.compute_stats()["engine/num_steps"]), 1)
 
 
 def parse_point(text: str) -> tuple[int, int]:

@@ -3,8 +3,8 @@
     python -m benchmarks.environments.episodes --out results/environments/episodes.txt
 
 For each set, 5,000 episodes are played, 64 at a time: open sessions, file descriptors, threads, child processes and
-memory before and after. The cost of the layer is the time of an episode of ten steps in an environment that does
-nothing, without its model calls, with 1, 64 and 512 episodes at a time.
+memory before and after; `--set NAME REPLY --args JSON` is another one. The cost of the layer is the time of an episode
+of ten steps in an environment that does nothing, without its model calls, with 1, 64 and 512 episodes at a time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import os
 import resource
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -140,13 +142,16 @@ def time_of(run: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--episodes", type=int, default=5000)
+    parser.add_argument("--set", nargs=2, metavar=("NAME", "REPLY"), help="this set alone, and no cost of the layer")
+    parser.add_argument("--args", type=json.loads, default={}, help="its environment.args, as JSON")
+    parser.add_argument("--repeats", type=int, default=5, help="of each cost, of which the median is reported")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     lines = [f"{given.episodes} episodes of each set, 64 at a time: before, after"]
-    for name, reply in SETS.items():
-        environment = load_set(name, {})
+    for name, reply in [given.set] if given.set else SETS.items():
+        environment = load_set(name, given.args)
         rows = environment.list_rows("train", number=200, seed=0)
-        asyncio.run(play_all(environment, rows, reply, number=200, at_a_time=64))
+        asyncio.run(play_all(environment, rows, reply, number=min(200, given.episodes), at_a_time=64))
         before = measure_process()
         seconds = time_of(
             lambda: asyncio.run(play_all(environment, rows, reply, number=given.episodes, at_a_time=64))  # noqa: B023
@@ -155,18 +160,20 @@ def main() -> None:
         counts = ", ".join(f"{key} {before[key]} -> {after[key]}" for key in before)
         lines.append(f"{name}: {1e3 * seconds / given.episodes:.2f} ms an episode; {counts}")
         print(lines[-1], flush=True)
-    lines.append("microseconds of the layer for one step (without the model calls), and 512 steps of a training step")
-    for kind in (Nothing, PlainNothing):
+    lines.append("microseconds of the layer for one step, median and range, and 512 of them as part of a training step")
+    for kind in () if given.set else (Nothing, PlainNothing):
         environment = TaskEnvironment(name="nothing", create=kind)
         for at_a_time in (1, 64, 512):
-            number = 1024
-            whole = time_of(
-                lambda: asyncio.run(play_all(environment, [{}], "a", number=number, at_a_time=at_a_time))  # noqa: B023
-            )
-            alone = time_of(lambda: asyncio.run(call_model_only(number, at_a_time)))  # noqa: B023
-            each = (whole - alone) / number / 10
+            number, costs = 1024, []
+            for _ in range(given.repeats):
+                whole = time_of(
+                    lambda: asyncio.run(play_all(environment, [{}], "a", number=number, at_a_time=at_a_time))  # noqa: B023
+                )
+                alone = time_of(lambda: asyncio.run(call_model_only(number, at_a_time)))  # noqa: B023
+                costs.append((whole - alone) / number / 10)
+            each, spread = statistics.median(costs), f"{1e6 * min(costs):.0f} to {1e6 * max(costs):.0f}"
             share = 512 * each / TRAINING_STEP_S
-            lines.append(f"{kind.__name__}, {at_a_time} at a time: {1e6 * each:.0f} us, {100 * share:.2f} %")
+            lines.append(f"{kind.__name__}, {at_a_time} at a time: {1e6 * each:.0f} us ({spread}), {100 * share:.2f} %")
             print(lines[-1], flush=True)
     if given.out is not None:
         given.out.write_text("\n".join(lines) + "\n")

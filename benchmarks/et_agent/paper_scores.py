@@ -59,7 +59,7 @@ def main() -> None:
     def differs(left: dict[str, float], right: dict[str, float]) -> bool:
         return any(abs(left[key] - right[key]) > 1e-9 for key in KEYS)
 
-    replies, wrong, own = Counter[str](), 0, Counter[str]()
+    replies, wrong, own = Counter[str](), Counter[str](), Counter[str]()
     for path in args.replies:
         for task in json.loads(path.read_text(encoding="utf-8"))["tasks"]:
             name = task["task_id"].partition("/")[0]
@@ -69,35 +69,41 @@ def main() -> None:
             for attempt in task["attempts"]:
                 if attempt["failure"]:
                     continue
-                for text in (attempt["response"], attempt["response"][: len(attempt["response"]) // 2]):
+                whole = attempt["response"]
+                replies[name] += 1
+                for part, text in (("whole", whole), ("cut in half", whole[: len(whole) // 2])):
                     last = "\n".join(text.replace("\n\n", "\n").strip().split("\n")[-5:])
                     theirs = score(utils.extract_answer(text) or last, answer, is_math=is_math)
                     ours = compute_paper_scores(read_paper_prediction(text), text, answer, is_math=is_math)
-                    replies[name] += 1
-                    wrong += differs(theirs, ours)
+                    wrong[part] += differs(theirs, ours)
                 key = "math_equal" if is_math else "f1"
                 own[name] += abs(attempt["metrics"][key] - attempt["metrics"][f"paper_{key}"]) > 1e-9
-    print(f"replies: {replies.total()}, disagreements {wrong}: {dict(replies)}")
-    print(f"whole replies on which --suite tir differs: {own.total()}: {dict(own)}")
+    total = replies.total()
+    print(f"rollouts of the model, one for each task: {total}: {dict(replies)}")
+    print(f"--suite tir_paper against ET-Agent's code: {wrong['whole']} disagreements on {total} whole replies,")
+    print(f"  {wrong['cut in half']} on the same {total} cut in half, so {wrong.total()} on {2 * total} outputs")
+    print(f"--suite tir against ET-Agent's code: {own.total()} disagreements on {total} whole replies: {dict(own)}")
 
-    variants, wrong, other_f1 = 0, 0, 0
+    variants, differing, other_f1 = 0, 0, 0
     for name, rows in load_sets(args.data):
-        is_math, abilities = find_known_ability(name) == "math", Counter[str]()
+        is_math = find_known_ability(name) == "math"
+        abilities, guesses = Counter[str](), Counter[str]()
         for row in rows:
             answer = row.get("final_answer") or row["answer"]
             accepted = list_accepted({"answer": answer})
             abilities[find_ability({"ability": find_known_ability(name)}, accepted)] += 1
+            guesses[find_ability({}, accepted)] += 1
             for gold in accepted[:2]:
                 for each in make_variants(gold):
                     ours = compute_paper_scores(each, "", answer, is_math=is_math)
                     given = answer
                     if is_math and isinstance(answer, str):
                         given = answer.rpartition("####")[2].strip()
-                    wrong += differs(score(each, given, is_math=is_math), ours)
+                    differing += differs(score(each, given, is_math=is_math), ours)
                     other_f1 += not is_math and abs(compute_token_f1(each, accepted) - ours["f1"]) > 1e-9
                     variants += 1
-        print(f"{name}: {len(rows)} rows scored as {dict(abilities)}")
-    print(f"variants of accepted answers: {variants}, disagreements {wrong}; SQuAD's F1 differs in {other_f1}")
+        print(f"{name}: {len(rows)} rows scored as {dict(abilities)}, in a set of an unknown name {dict(guesses)}")
+    print(f"variants of accepted answers: {variants}, disagreements {differing}; SQuAD's F1 differs in {other_f1}")
 
 
 if __name__ == "__main__":

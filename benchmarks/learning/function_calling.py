@@ -66,11 +66,11 @@ class Answer:
 
 def read_calls(text: str, row: Row) -> list[Call]:
     """The calls of a reply, by the names of the leaderboard's functions."""
-    assert JSON.open_reader is not None
+    assert JSON.read_block is not None
     calls: list[Call] = []
     start = 0
     while places := [place for each in JSON.openers if (place := text.find(each, start)) >= 0]:
-        block = JSON.open_reader(row.schemas).read(text[min(places) :], is_end=True)
+        block = JSON.read_block(text[min(places) :], row.schemas, is_end=True)
         assert block is not None
         calls += [(row.names.get(each.name, each.name), json.loads(each.arguments)) for each in block.calls]
         start = min(places) + max(block.length, 1)

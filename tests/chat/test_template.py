@@ -148,7 +148,7 @@ def test_a_long_conversation_is_rendered_from_its_last_messages():
     reply, new = Message(role="assistant", content=SENTINEL), Message(role="user", content="next")
     renders.render_delta([*history, reply, new], tools=(), variables={})
     renders.render_delta([*history, reply, new], tools=(), variables={})
-    assert rendered == [4]
+    assert rendered == [4, 4]
 
 
 def test_other_uses_of_the_tokenizer_do_not_change_encoding():

@@ -29,7 +29,7 @@ REFERENCES = (
     "figures",
     "report",
 )
-SHARED = {"config", "overrides", "debug", "gpus", "ranks", "as_json"}
+SHARED = {"config", "overrides", "gpus", "ranks", "as_json"}
 """Options that the command line itself reads."""
 
 
@@ -44,7 +44,7 @@ def test_everything_that_an_entry_names_exists(command: Command):
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each.run], ids=lambda command: command.name)
 def test_the_options_of_a_command_are_arguments_of_its_function(command: Command):
     arguments = {option.name for option in command.options if option.key is None}
-    arguments -= SHARED if command.config else {"debug", "as_json"}
+    arguments -= SHARED if command.config else {"as_json"}
     settings = [object()] if command.config else []
     inspect.signature(import_named(str(command.run))).bind(*settings, **dict.fromkeys(arguments))
 
@@ -119,7 +119,6 @@ entry = table.Command(
         table.Option("out", "Folder.", default=table.REQUIRED),
         table.Option("times", "How often.", type=int, key="times"),
         table.OVERRIDES,
-        table.DEBUG,
     ),
     config="shuffle:ShuffleSection",
     run="shuffle:run_command",

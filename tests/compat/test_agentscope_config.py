@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from tunesmith.cluster.rank_info import RankInfo
+from tunesmith.commands.settings import load_settings
+from tunesmith.commands.table import find_command
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
@@ -12,6 +15,7 @@ from tunesmith.compat.agentscope_config import (
     translate_tune_arguments,
 )
 from tunesmith.compat.tinker_config import TinkerConfig
+from tunesmith.compat.trinity_algorithms import ADVANTAGES
 from tunesmith.config import (
     AlgorithmSection,
     DatasetSection,
@@ -23,6 +27,7 @@ from tunesmith.config import (
 )
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import load_section
+from tunesmith.runs.placement import place_config
 
 NOTHING = dict.fromkeys(
     (
@@ -170,23 +175,43 @@ def test_several_engines_are_ranks():
     assert "cluster" not in translate(model=TunerModelConfig(model_path="m", max_model_len=9))
 
 
-def test_a_model_split_over_gpus_is_sampled_by_one_vllm():
+def test_a_model_split_over_gpus_is_sampled_by_one_vllm(caplog):
     whole = {"model_path": "m", "max_model_len": 9, "tensor_parallel_size": 2}
     given = translate(model=TunerModelConfig(**whole))
     assert given["engine"] == {"kind": "vllm", "tensor_parallel_size": 2}
     assert given["cluster"] == {"num_workers": 2, "has_sharded_weights": True}
     adapted = translate(model=TunerModelConfig(**whole, tinker_config=TinkerConfig(rank=8)))
     assert (adapted["engine"], "cluster" in adapted) == (given["engine"], False)
-    with pytest.raises(ConfigError, match=r"inference_engine_num=2 with tensor_parallel_size=2.*set .*num=1"):
-        translate(model=TunerModelConfig(**whole, inference_engine_num=2))
-    with pytest.raises(ConfigError, match=r"auxiliary_models\.judge\.tensor_parallel_size=2.*base_url"):
-        translate(auxiliary_models={"judge": TunerModelConfig(**whole)})
+    assert translate(model=TunerModelConfig(**whole, inference_engine_num=2)) == given
+    assert "inference_engine_num=2 has no effect: one vLLM over 2 GPUs samples" in caplog.text
 
 
-def test_an_auxiliary_model_has_one_engine():
-    auxiliary = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
-    with pytest.raises(ValueError, match=r"auxiliary_models\.judge\.inference_engine_num=2 is not supported.*set 1"):
-        translate(auxiliary_models={"judge": auxiliary})
+def test_engines_of_an_auxiliary_model_are_a_note(caplog):
+    auxiliary = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=8, tensor_parallel_size=2)
+    assert translate(auxiliary_models={"judge": auxiliary}) == {
+        "auxiliary_models": {"judge": {"path": "h", "max_model_len": 9}}
+    }
+    assert "auxiliary_models.judge.inference_engine_num=8 has no effect: each rank runs" in caplog.text
+    assert "auxiliary_models.judge.tensor_parallel_size=2 has no effect" in caplog.text
+
+
+def test_parsers_that_are_none_leave_the_text_as_it_is():
+    model = TunerModelConfig(model_path="m", max_model_len=9, tool_call_parser=None, reasoning_parser=None)
+    section = RunConfig(**translate(model=model)).model
+    assert (section.tool_call_parser, section.reasoning_parser) == ("none", "none")
+
+
+def test_a_program_in_one_process_does_the_work_of_all_ranks(caplog):
+    model = TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=4)
+    config = RunConfig(**translate(model=model))
+    assert place_config(config, RankInfo(), num_gpus=0).cluster.num_workers is None
+    assert "num_workers=4" in caplog.text and "torchrun --nproc-per-node 4" in caplog.text
+    assert place_config(config, RankInfo(world_size=4, local_size=4), num_gpus=0).cluster.num_workers == 4
+    with pytest.raises(ConfigError, match=r"num_workers=4, but this run has 2 ranks"):
+        place_config(config, RankInfo(world_size=2, local_size=2), num_gpus=0)
+    sharded = RunConfig(**translate(model=TunerModelConfig(model_path="m", max_model_len=9, tensor_parallel_size=4)))
+    with pytest.raises(ConfigError, match=r"num_workers=4, but this run has one process"):
+        place_config(sharded, RankInfo(), num_gpus=0)
 
 
 def test_only_an_auxiliary_model_may_be_on_a_server():
@@ -202,3 +227,19 @@ def test_an_empty_mapping_removes_the_held_out_sets_of_the_file():
     file = {"model": {"path": "m"}, "eval_datasets": {"a": {"path": "1"}}}
     assert load_section(RunConfig, None, base=file, values=translate(eval_dataset={})).eval_datasets == {}
     assert list(load_section(RunConfig, None, base=file, values=translate()).eval_datasets) == ["a"]
+
+
+@pytest.mark.parametrize("is_program", [True, False])
+def test_an_algorithm_of_a_program_is_read_with_the_loss_of_its_trinity_file(tmp_path, is_program):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: {model_path: m, max_model_len: 9}\n"
+        "algorithm: {algorithm_type: grpo, policy_loss_fn: rec, policy_loss_fn_args: {epsilon_low: 0.2}}\n"
+        "buffer: {explorer_input: {taskset: {path: d}}}\n"
+    )
+    overrides = [] if is_program else ["algorithm.algorithm_type=multi_step_grpo", "algorithm.group_size=4"]
+    given = AlgorithmConfig(algorithm_type="multi_step_grpo", group_size=4) if is_program else None
+    settings = load_settings(find_command("tune"), file, overrides, values=translate(algorithm=given))
+    assert (settings.algorithm.algorithm_type, settings.algorithm.group_size) == ("rec", 4)
+    assert settings.algorithm.advantage == f"{ADVANTAGES}:compute_multi_step_grpo_advantages"
+    assert settings.algorithm.loss_args == {"epsilon_low": 0.2}

@@ -143,6 +143,13 @@ def test_a_file_that_sets_every_key_has_no_note():
     assert translate_trinity_file({"synchronizer": {"sync_style": "fixed"}}).notes == ()
 
 
+def test_what_a_conversation_without_the_prefix_cache_costs_is_a_note():
+    for value in (True, False):
+        config, notes = translate(explorer={"rollout_model": {"enable_prefix_caching": value}})
+        assert config.engine.has_prefix_cache is value
+        assert any("enable_prefix_caching=False: each call of an agent" in note for note in notes) is not value
+
+
 @pytest.mark.parametrize("key", DIFFERENT_DEFAULTS)
 def test_a_different_default_is_noted_if_the_key_is_not_set(key):
     values = {section: dict(keys) for section, keys in FULL.items()}

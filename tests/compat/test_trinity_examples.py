@@ -13,6 +13,7 @@ from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.config import PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_functions
+from tunesmith.runs.process import describe_expected
 
 SUMMARIES = [json.loads(line) for line in (Path(__file__).parent / "trinity_examples.jsonl").read_text().splitlines()]
 REFUSED = {
@@ -71,28 +72,32 @@ def test_an_example_is_read_or_all_that_is_missing_is_named(tmp_path, name):
 def test_all_problems_of_a_file_are_one_answer_with_lines(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
-        "mode: serve\nmodel:\n  model_path: m\n  temprature: 1\n  repetition_penalty: 1.2\n"
+        "mode: serve\nalgorithm:\n  algorithm_type: grpoo\n"
+        "model:\n  model_path: m\n  temprature: 1\n  repetition_penalty: 1.2\n"
         "buffer:\n  explorer_input:\n    taskset:\n      path: ${oc.env:NO_SUCH_VARIABLE}\n      storage_type: sql\n"
         "explorer:\n  concurent_mode: x\n"
     )
     with pytest.raises(ConfigError) as refused:
         load_run_file(file)
     lines = str(refused.value).split("\n")
-    assert lines[0].startswith("6 keys cannot be translated (--set KEY=VALUE answers each")
+    assert describe_expected(refused.value).split("\n") == lines
+    assert lines[0].startswith("7 keys cannot be translated (--set KEY=VALUE answers each")
     found = [
         (line.split(":")[0].removeprefix("- "), line.split(": ")[1].split("=")[0].split(" ")[0]) for line in lines[1:]
     ]
     assert found == [
-        ("line 9", "buffer.explorer_input.taskset.path"),
+        ("line 11", "buffer.explorer_input.taskset.path"),
         ("line 1", "mode"),
-        ("line 4", "model.temprature"),
-        ("line 5", "model.repetition_penalty"),
-        ("line 10", "buffer.explorer_input.taskset.storage_type"),
-        ("line 12", "explorer.concurent_mode"),
+        ("line 3", "algorithm.algorithm_type"),
+        ("line 6", "model.temprature"),
+        ("line 7", "model.repetition_penalty"),
+        ("line 12", "buffer.explorer_input.taskset.storage_type"),
+        ("line 14", "explorer.concurent_mode"),
     ]
     answers = [
-        "buffer.explorer_input.taskset.path=my_data", "mode=both", "model.temprature=null",
-        "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file", "explorer.concurent_mode=null",
+        "buffer.explorer_input.taskset.path=my_data", "mode=both", "algorithm.algorithm_type=grpo",
+        "model.temprature=null", "model.repetition_penalty=1", "buffer.explorer_input.taskset.storage_type=file",
+        "explorer.concurent_mode=null",
         "trainer.learning_rate=1e-5", "buffer.batch_size=5", "explorer.max_retry_times=null", "algorithm.group_size=3",
     ]  # fmt: skip
     config = load_run_file(file, answers)

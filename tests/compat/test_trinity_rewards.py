@@ -23,6 +23,9 @@ BOXED = [
     ("\\boxed{1} \\boxed{72}", "72", 1.0), ("\\boxed{72} \\boxed{1}", "72", 0.0), ("\\boxed 72$ and", "72", 1.0),
     ("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}", 1.0), ("\\boxed{72", "72", 0.0), ("\\boxed{72}", "so \\boxed{72}", 1.0),
     ("\\fbox{72}", "72", 0.0), ("\\boxed{5\\text{ cm}}", "5", 1.0), ("\\boxed{p - q}", "p - q", 1.0),
+    ("\\boxed{P - q}", "p - q", 0.0), ("\\boxed{X^5 - x^4 + x}", "x^5 - x^4 + x", 0.0), ("\\boxed{X=5}", "x=5", 1.0),
+    ("\\boxed{\\left(B\\right)}", "(B)", 1.0), ("\\boxed{(b)}", "(B)", 1.0), ("\\boxed{b}", "B", 1.0),
+    ("\\boxed{\\pi x}", "x\\pi", 1.0), ("\\boxed{5\\text{ CM}}", "5\\text{ cm}", 1.0),
 ]  # fmt: skip
 
 

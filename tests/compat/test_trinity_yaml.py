@@ -92,9 +92,11 @@ def test_several_hosts_are_a_run_under_ray():
     assert (cluster.launcher, cluster.num_workers, cluster.ray_namespace) == ("ray", 16, "x")
 
 
-def test_more_engines_than_gpus_are_refused():
-    with pytest.raises(ConfigError, match=r"engine_num=4 is not supported on 2 GPUs"):
-        translate(("cluster.gpu_per_node", 2), ("explorer.rollout_model.engine_num", 4))
+@pytest.mark.parametrize("num_engines", [2, 8])
+def test_each_gpu_has_one_engine_whatever_their_number(num_engines):
+    keys = [("cluster.gpu_per_node", 4), ("explorer.rollout_model.engine_num", num_engines)]
+    assert translate(*keys).cluster.num_workers == 4
+    assert any(f"engine_num={num_engines}: all 4 GPUs sample and train" in note for note in read_notes(*keys))
 
 
 def test_a_model_split_over_gpus_is_sampled_by_one_vllm():
@@ -309,6 +311,7 @@ def test_every_key_of_the_published_examples_has_a_rule():
         ({"max_prompt_tokens": 100, "max_response_tokens": 28}, (128, 28)),
         ({"max_prompt_tokens": 100, "max_model_len": 128}, (128, 28)),
         ({"max_prompt_tokens": 100, "max_model_len": 128, "max_response_tokens": 28}, (128, 28)),
+        ({"max_prompt_tokens": 110, "max_model_len": 128, "max_response_tokens": 28}, (128, 28)),
         ({"max_prompt_tokens": 90, "max_model_len": 128, "max_response_tokens": 28}, "set max_model_len=118"),
         ({"max_prompt_tokens": 90}, "does not determine the context"),
     ],

@@ -15,7 +15,7 @@ from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelCon
 PAGE = ROOT / "docs" / "guides" / "metrics.md"
 PREFIXES = (
     "algorithm", "cluster", "correction", "critic", "distillation", "engine", "eval", "experience", "expert",
-    "mismatch", "perf", "preference", "rollout", "selector", "staleness", "train",
+    "mismatch", "perf", "preference", "rollout", "routing", "selector", "staleness", "train",
 )  # fmt: skip
 METRIC = re.compile(rf"(?:{'|'.join(PREFIXES)})(?:/[\w@<>]*[^\W_]>?)+")
 

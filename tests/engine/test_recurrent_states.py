@@ -12,6 +12,7 @@ from host_bursts import build_burst_engine
 from tiny_models import build_tiny
 from trainable_models import build_trainable
 from tunesmith.engine.core.snapshots import SnapshotPool
+from tunesmith.errors import EngineError
 from tunesmith.experience.samples import build_trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logits import compute_logits
@@ -69,6 +70,16 @@ def test_new_weights_forget_snapshots(name):
     assert generate_all(engine, prompts, SAMPLING)[0].num_cached_tokens == 0
 
 
+def test_a_step_that_failed_leaves_no_snapshot(monkeypatch):
+    """Its states may not have been written."""
+    engine, prompts = build_engine("lfm2"), build_prompts(22)
+    with monkeypatch.context() as patch, pytest.raises(EngineError):
+        patch.setattr(engine._runner, "run", lambda chunks: 1 / 0)
+        generate_all(engine, prompts, SAMPLING)
+    for _ in range(2):
+        check("lfm2", prompts, generate_all(engine, prompts, SAMPLING))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slot_that_is_not_reset_is_found(name):
     """A fault planted for the comparisons above: requests start from what others have left."""
@@ -108,11 +119,12 @@ def test_the_trainer_computes_the_logprobs_of_the_engine_on_a_trie(name, dtype):
 def test_the_least_recently_used_snapshot_gives_way_unless_it_is_kept():
     pool = SnapshotPool(range(10, 12))
     for name in (b"a", b"b"):
-        pool.publish(name, pool.take(()))
+        pool.publish(name, pool.take(name, ()))
     assert pool.find([b"a", b"x"]) == (1, 10)  # found in the first of two blocks, and used last
-    slot = pool.take({10})
-    assert slot == 11 and not pool.has(b"b")
+    assert pool.take(b"a", ()) is None
+    slot = pool.take(b"c", {10})
+    assert slot == 11 and pool.find([b"b"]) == (0, None)
     pool.publish(b"c", slot)
-    assert pool.take({10, 11}) is None
+    assert pool.take(b"d", {10, 11}) is None
     pool.reset()
-    assert pool.find([b"a", b"c"]) == (0, None) and pool.take(()) == 10
+    assert pool.find([b"a", b"c"]) == (0, None) and pool.take(b"a", ()) == 10

@@ -14,7 +14,7 @@ from tunesmith.environments import play
 from tunesmith.environments.episode import Reply
 from tunesmith.environments.sets import load_set
 from tunesmith.environments.transcript import Segment
-from tunesmith.errors import ConfigError, ToolUnavailableError
+from tunesmith.errors import ConfigError, DataError, ToolUnavailableError
 from tunesmith.rollout.open_sessions import count_open_sessions
 
 DOCKERFILE = """
@@ -26,6 +26,7 @@ ENV COLOR=blue \\
 COPY words.txt more/ ./
 COPY more/extra.txt /data/
 """
+TEST_FILE = "/".join(["tests", "test.sh"])
 TEST = """
 mkdir -p /logs/verifier
 [ -f /tests/expected ] && diff /app/sorted.txt /tests/expected && echo 1 > /logs/verifier/reward.txt \\
@@ -45,7 +46,7 @@ def build(tmp_path):
             "environment/Dockerfile": DOCKERFILE,
             "environment/words.txt": "b\na\n",
             "environment/more/extra.txt": "extra\n",
-            "tests/test.sh": TEST,
+            TEST_FILE: TEST,
             "tests/expected": "a\nb\n",
             "solution/solve.sh": "sort words.txt > sorted.txt",
         } | changes
@@ -92,6 +93,9 @@ def test_a_solution_is_paid_and_idling_is_not(build, tmp_path):
     assert seen[0] == "/app\n/app:\nextra.txt\nwords.txt\n\n/data:\nextra.txt\nblue3 /root"
     assert seen[1:] == ["", "a\nb\n[status 3]", ""] and (reward, is_done) == (1.0, True)
     assert asyncio.run(act(environment, "I am done.")) == ([""], 0.0, True)
+    assert len(environment.list_rows("train", number=9, seed=0)) == 1
+    with pytest.raises(DataError, match=r"has no task of the split test: set eval_datasets=\{\}$"):
+        environment.list_rows("test", number=1, seed=0)
     assert count_open_sessions() == before and set(Path("/tmp").glob("tunesmith-harbor-*")) <= folders
 
 
@@ -100,6 +104,16 @@ def test_the_model_reads_no_tests_and_writes_no_reward(build):
     cheat = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo x > /usr/x; mkdir /tests; cat /tests/*"
     seen, reward, _ = asyncio.run(act(environment, run(cheat), "Done."))
     assert "Read-only file system" in seen[0] and "/tests/*" in seen[0] and reward == 0.0
+    for other in ("/newroot/x", "/x"):  # where bubblewrap would mount the tests, and where a command would read them
+        link = f"rmdir /tests; mkdir -p {other}; echo 'echo 1 > /logs/verifier/reward.txt' > {other}/test.sh"
+        forged = asyncio.run(
+            act(
+                environment,
+                run(f"{link}; ln -s {other} /tests; rm -r /logs; ln -s /tmp /logs; mv /etc /old; ln -s / /etc"),
+                "Done.",
+            )
+        )
+        assert forged[1] == 0.0
     seen, _, _ = asyncio.run(
         act(environment, run("cat /etc/shadow; (echo > /dev/tcp/127.0.0.1/22) 2>&1; ps ax || ls /proc"))
     )
@@ -131,7 +145,7 @@ def test_numbers_beside_the_reward_are_metrics_and_no_reward_is_a_failure(build)
 mkdir -p /logs/verifier; [ -f /app/sorted.txt ] && x=1 || x=0
 [ -f /app/break ] || echo "{\\"reward\\": $x, \\"style\\": 0.5}" > /logs/verifier/reward.json
 """
-    environment = load_set(build(**{"tests/test.sh": tests, "solution/solve.sh": "touch sorted.txt"}), {})
+    environment = load_set(build(**{TEST_FILE: tests, "solution/solve.sh": "touch sorted.txt"}), {})
 
     async def play_one(command):
         async with environment.open(environment.find_task(0)) as session:
@@ -152,15 +166,15 @@ mkdir -p /logs/verifier; [ -f /app/sorted.txt ] && x=1 || x=0
             "'RUN apt-get install gcc' in its Dock",
         ),
         ({"environment/Dockerfile": "FROM x AS y\nWORKDIR /app"}, "'FROM x AS y' in its Dockerfile"),
-        ({"environment/Dockerfile": "FROM x\nWORKDIR /usr/src"}, "its files are in /usr/src"),
-        ({"environment/Dockerfile": "FROM x\nWORKDIR /app\nCOPY no.txt ."}, "there is no .*no.txt"),
+        ({"environment/Dockerfile": "FROM x\nWORKDIR /usr/app"}, "cannot be copied: mkdir: .*Read-only"),
+        ({"environment/Dockerfile": "FROM x\nWORKDIR /app\nCOPY no.txt ."}, "cannot be copied: cp: .*no.txt"),
         ({"task.toml": '[environment]\ndocker_image = "x/y"'}, "environment.docker_image in its task.toml"),
         ({"task.toml": "[[steps]]\nname = 'a'"}, "steps in its task.toml"),
         ({"task.toml": "[environment"}, "Expected"),
         ({"instruction.md": None}, "No such file or directory: .*instruction.md"),
         ({"solution/solve.sh": "true"}, "its solution is paid 0"),
-        ({"tests/test.sh": "mkdir /logs/verifier; echo 1 > /logs/verifier/reward.txt"}, "doing nothing is paid 1"),
-        ({"tests/test.sh": "echo no"}, "the tests of sort wrote no reward"),
+        ({TEST_FILE: "mkdir /logs/verifier; echo 1 > /logs/verifier/reward.txt"}, "doing nothing is paid 1"),
+        ({TEST_FILE: "echo no"}, "the tests of sort wrote no reward"),
     ],
 )
 def test_tasks_that_need_more_are_refused_by_what_they_need(build, changes, sentence):

@@ -14,7 +14,7 @@ from tunesmith.commands.environments import list_environments, show_environment
 from tunesmith.commands.settings import check_paths
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.environments import Environment
-from tunesmith.environments.sets import import_family
+from tunesmith.environments.sets import advise, import_family
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.metrics_file import load_metrics
@@ -233,8 +233,19 @@ def test_a_missing_package_is_named(values, monkeypatch):
     monkeypatch.delitem(sys.modules, "tunesmith.environments.sets.textarena", raising=False)
     with pytest.raises(ConfigError, match="textarena needs the package textarena: pip install textarena==0.7.4$"):
         load_functions(build_section(RunConfig, values | {"environment": "textarena:Sokoban-v0"}))
-    with pytest.raises(ConfigError, match="pip install textarena==0.7.4; did you mean textarena:Sokoban-v0?"):
-        load_functions(build_section(RunConfig, values | {"environment": "textarena:Sokobn-v0"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("simpel", "simple_python"), ("live_multi", "live_multiple"), ("multi-turn-base", "multi_turn_base"),
+        ("Irrelevance", "irrelevance"), ("banana", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_nearest_name_is_said(given, meant):
+    names = ["simple_python", "live_simple", "live_multiple", "multi_turn_base", "irrelevance"]
+    advice = f"did you mean bfcl:{meant}?" if meant else f"{given!r} is not in the list"
+    assert advise(f"bfcl:{given}", names) == f"{advice} (tunesmith environments list bfcl)"
 
 
 def test_another_release_than_the_tested_one_is_a_warning(tmp_path, monkeypatch, caplog):

@@ -16,6 +16,7 @@ import pytest
 from conditions import until
 from tunesmith import tune
 from tunesmith.config import RunConfig
+from tunesmith.environments.sets.verifiers import load_environment
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.runs.load_config import build_section
@@ -180,6 +181,7 @@ add("v1.utils.loaders", load_environment=Environment, resolve_env_config=Config)
 
 @pytest.fixture
 def values(tmp_path, monkeypatch, pocket_folder):
+    load_environment.cache_clear()  # a process keeps the folder in which it was started
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     if REAL is None:

@@ -22,7 +22,7 @@ NUM_PROMPTS, GROUP = 6, 4
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gemma3"])
 def test_sampler_and_trainer_compute_equal_bits(name):
     found = {numerics: run_child(name, numerics) for numerics in ("fast", "exact")}
-    assert found["exact"]["tokens"] > 2000
+    assert found["exact"]["tokens"] > 1500
     assert found["exact"]["max_log_ratio"] == 0 and found["exact"]["kl"] == 0
     assert found["fast"]["max_log_ratio"] > 1e-3
     assert found["exact"]["turns"] == found["exact"]["alone"]
@@ -31,7 +31,7 @@ def test_sampler_and_trainer_compute_equal_bits(name):
 
 def run_child(name: str, numerics: str) -> dict[str, float]:
     command = [sys.executable, __file__, name, numerics]
-    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    folders = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
     done = subprocess.run(command, capture_output=True, text=True, env=build_environment(folders))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -57,7 +57,7 @@ def main(name: str, numerics: str) -> None:
     if numerics == "exact":
         use_exact_numerics()
     config = CONFIGS[name]
-    for key, value in {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 4001, "head_dim": 64}.items():
+    for key, value in {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 4096, "head_dim": 64}.items():
         setattr(config, key, value)
     config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings = 8, 2, 2048
     if getattr(config, "sliding_window", None):
@@ -83,8 +83,8 @@ def main(name: str, numerics: str) -> None:
             ids = ids + turns[-1][1] + results[index]
         return turns
 
-    prompts = [[rng.randrange(4001) for _ in range(length)] for length in (5, 63, 64, 65, 130, 200)]
-    results = [[rng.randrange(4001) for _ in range(rng.randrange(1, 90))] for _ in range(NUM_PROMPTS * GROUP)]
+    prompts = [[rng.randrange(4096) for _ in range(length)] for length in (5, 63, 64, 65, 130, 200)]
+    results = [[rng.randrange(4096) for _ in range(rng.randrange(1, 90))] for _ in range(NUM_PROMPTS * GROUP)]
 
     async def play_all() -> list:
         return await asyncio.gather(*[play(prompts[index // GROUP], index) for index in range(NUM_PROMPTS * GROUP)])

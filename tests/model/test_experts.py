@@ -16,7 +16,7 @@ from tunesmith.config import ExportSection, LoraSection
 from tunesmith.errors import ModelError
 from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.adapters.lora import add_adapter
-from tunesmith.model.checkpoint import save_model_files
+from tunesmith.model.checkpoint import load_checkpoint, save_checkpoint, save_model_files
 from tunesmith.model.experts import find_expert_weights, start_counting, summarize_routes
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
 from tunesmith.model.load import check_model, load_model
@@ -123,6 +123,10 @@ def test_an_adapter_of_experts_is_saved_merged_and_disabled(folder, tmp_path):
     tokenizer = build_pocket_tokenizer()
     save_model_files(tmp_path / "adapter", model, tokenizer)
     check_model(str(tmp_path / "adapter"), max_model_len=64)
+    save_checkpoint(tmp_path / "global_step_1", model, tokenizer, trainer_state={}, run_state={})
+    restored = load(folder, r=4, target_modules=targets)
+    load_checkpoint(tmp_path / "global_step_1", restored)
+    assert torch.equal(compute_logits(restored), expected)
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
     torch.testing.assert_close(compute_logits(theirs.eval()), expected, atol=1e-4, rtol=1e-4)
     again = load(tmp_path / "adapter", r=4, target_modules=targets)

@@ -11,11 +11,11 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    FalconH1Config,
     Gemma4TextConfig,
     GptOssConfig,
-    Lfm2Config,
+    OlmoHybridConfig,
     Qwen2AudioConfig,
-    Qwen3_5TextConfig,
 )
 
 from tiny_models import build_tiny
@@ -251,8 +251,8 @@ SUPPORTED = "supported are text models of transformers in which every layer is o
             Gemma4TextConfig(**SHARED, global_head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
             "type 'gemma4_text' with layers of type sliding_attention, full_attention .* its layers differ in head_dim",
         ),
-        (Qwen3_5TextConfig(**SHARED), "'qwen3_5_text' with layers of type linear_attention, full_attention"),
-        (Lfm2Config(**SHARED, layer_types=["conv", "full_attention"] * 2), "'lfm2' with layers of type conv"),
+        (OlmoHybridConfig(**SHARED), "'olmo_hybrid' with layers of type linear_attention, full_attention"),
+        (FalconH1Config(**SHARED), "'falcon_h1' with layers of type hybrid"),
         (GptOssConfig(**SHARED, num_local_experts=2), "the attention of GptOssForCausalLM has sinks"),
         (Qwen2AudioConfig(), "'qwen2' .*: transformers has no causal language model for it"),
     ],

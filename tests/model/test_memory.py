@@ -69,6 +69,18 @@ def test_an_update_alone_takes_what_steps_of_all_weights_and_of_an_adapter_took(
         assert measure(parts) / 1e9 == pytest.approx(float(peak), rel=TOLERANCE)
 
 
+def test_recurrent_states_are_counted_beside_the_layers_that_attend():
+    """24 layers have 32 matrices of 128 x 128 in float32 and the last 3 of 8,192 inputs in bfloat16; 8 attend."""
+    state_bytes = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    engine = EngineSection(max_num_seqs=64, kv_cache_tokens=16_000)
+    parts = estimate_memory(build("qwen3.5-9b", 16), settle(1024, engine=engine), H200)
+    assert parts["recurrent states"] == (64 + 2 + 64) * state_bytes
+    assert parts["KV cache"] == 16_000 * 8 * 2 * 4 * 256 * 2
+    without = EngineSection(max_num_seqs=64, has_prefix_cache=False)
+    parts = estimate_memory(build("qwen3.5-9b", 16), settle(1024, engine=without), H200)
+    assert parts["recurrent states"] == (64 + 2) * state_bytes
+
+
 def test_weights_gradients_and_adamw_are_counted_as_the_trainer_holds_them():
     model = build("smollm2-135m")
     num = model.num_parameters()

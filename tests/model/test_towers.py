@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, PreTrainedModel, Qwen3_5Config
 
-from tiny_models import CONFIGS, GEMMA_SIZES
+from tiny_models import CONFIGS, GEMMA_SIZES, LINEAR, ROPE_AXES, VISION
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
 from tunesmith.model.checkpoint import save_checkpoint, save_model_files
+from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_model, load_model
 from tunesmith.model.pocket import build_pocket_tokenizer
 from tunesmith.model.towers import list_towers
@@ -35,10 +36,18 @@ def save_source(folder, config):
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+ROPE = ROPE_AXES | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+SOURCES = {
+    "qwen2_5_vl": lambda: CONFIGS["qwen2_5_vl"],
+    "qwen3_vl": lambda: CONFIGS["qwen3_vl"],
+    "qwen3_5": lambda: Qwen3_5Config(text_config=LINEAR | {"rope_parameters": ROPE}, vision_config=VISION),
+}
+
+
+@pytest.fixture(scope="module", params=SOURCES)
 def source(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    save_source(folder, CONFIGS[request.param])
+    save_source(folder, SOURCES[request.param]())
     return folder
 
 
@@ -59,6 +68,7 @@ def train(model: PreTrainedModel) -> PreTrainedModel:
 def test_only_the_text_decoder_takes_gradients(source):
     check_model(str(source), max_model_len=64)
     model = load(source)
+    verify_model(model)
     assert list_towers(model) == ["model.visual"]
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if ".visual." not in name}

@@ -167,6 +167,7 @@ def test_a_program_of_tune_trains(folder, pocket_folder):
     result = run_program(TUNE, folder, pocket=pocket_folder)["result"]
     (record,) = load_metrics(result.run_folder / "metrics.jsonl")
     assert record["rollout/num_failed"] == 0.0 and record["rollout/length/mean"] > 0
+    assert record["train/grad_norm"] > 0
 
 
 def test_a_game_of_two_agents_records_the_calls_of_each(folder, pocket_folder):

@@ -60,10 +60,12 @@ VISION = {
 }
 ROPE_AXES = {"rope_type": "default", "rope_theta": 1e4}
 GROUPED_EXPERTS = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
-
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
 LATENT_SIZES = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 1} | GROUPED_EXPERTS | LATENT
 """Keys of 12 numbers a head."""
+
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+"""Configs with experts."""
 
 
 class FreshConfigs(UserDict[str, PreTrainedConfig]):
@@ -104,18 +106,13 @@ LINEAR = GEMMA_SIZES | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 8,
-}
+SHARED_EXPERTS = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 8}
 RECURRENT = FreshConfigs(
     {
         "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
         "qwen3_5": Qwen3_5TextConfig(**LINEAR),
         "qwen3_next": Qwen3NextConfig(**LINEAR, mlp_only_layers=[0, 1, 2]),
-        "qwen3_5_moe": Qwen3_5MoeTextConfig(**LINEAR, **EXPERTS),
+        "qwen3_5_moe": Qwen3_5MoeTextConfig(**LINEAR, **SHARED_EXPERTS),
     }
 )
 """Models with recurrent layers."""

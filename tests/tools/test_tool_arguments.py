@@ -152,3 +152,24 @@ def test_an_invalid_schema_is_refused_when_the_tool_is_declared(schema, reason):
     parameters = {"type": "object", "properties": {"x": schema}}
     with pytest.raises(ValueError, match=f"the parameters of tool 'book' are no valid JSON schema: {reason}"):
         Tool(name="book", description="Book.", parameters=parameters, run=book)
+
+
+async def test_what_is_no_text_is_refused_by_the_name_of_its_part():
+    async def look(place: str) -> list:
+        """Look."""
+        return [{"type": "text", "text": place}, {"type": "image_url", "image_url": {}}]
+
+    tool = Tool.from_function(look)
+    with pytest.raises(TypeError, match="tool 'look' returned a part 'image_url'; it must return str or ToolResult"):
+        await tool.call({"place": "a"})
+
+
+def test_tools_with_the_same_schema_share_a_checker():
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tools = [Tool(name=name, description="x", parameters=dict(parameters), run=book) for name in "ab"]
+    assert tools[0].checker is tools[1].checker
+    other = Tool(name="c", description="x", parameters={**parameters, "required": ["x"]}, run=book)
+    assert other.checker.find_wrong({}) == "the argument 'x' is missing; the arguments are x"
+    assert tools[0].checker.find_wrong({}) is None
+    with pytest.raises(ValueError, match="the parameters of tool 'a' are no valid JSON schema"):
+        Tool(name="a", description="x", parameters={**parameters, "default": object()}, run=book)

@@ -8,7 +8,7 @@ Users set the keyword arguments of these functions, whose types, ranges and defa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunesmith.algorithms import sequence_terms
@@ -62,6 +62,29 @@ class AlgorithmEntry:
     trained in each of them."""
 
 
+GSPO = AlgorithmEntry(
+    compute_terms=sequence_terms.compute_sequence_ratio_terms,
+    compute_losses=policy.compute_gspo_losses,
+    needs=frozenset({"logprobs"}),
+    aggregation="seq-mean-token-mean",
+    needs_sequences=True,
+)
+DPPO = AlgorithmEntry(
+    compute_advantages=group.compute_dr_grpo_advantages, aggregation="seq-mean-token-sum-norm", is_on_policy=False
+)
+RETURNS = AlgorithmEntry(
+    compute_advantages=baselines.keep_rewards, is_group_relative=False, drops_equal_rewards=False, needs_sequences=True
+)
+DISTILLATION = replace(RETURNS, needs=frozenset({"teacher"}), needs_current_weights=True, needs_sequences=False)
+PREFERENCE = AlgorithmEntry(
+    compute_advantages=None,
+    compute_losses=preference.compute_preference_losses,
+    needs=frozenset({"logprobs"}),
+    aggregation="sum",
+    needs_sequences=True,
+)
+"""What the algorithms of a family share."""
+
 ALGORITHMS: dict[str, AlgorithmEntry] = {
     "grpo": AlgorithmEntry(),
     "multi_step_grpo": AlgorithmEntry(compute_advantages=group.compute_multi_step_grpo_advantages),
@@ -97,13 +120,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         reads_tokens=True,
     ),
     "cispo": AlgorithmEntry(compute_losses=policy.compute_cispo_losses),
-    "gspo": AlgorithmEntry(
-        compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=policy.compute_gspo_losses,
-        needs=frozenset({"logprobs"}),
-        aggregation="seq-mean-token-mean",
-        needs_sequences=True,
-    ),
+    "gspo": GSPO,
     "sapo": AlgorithmEntry(compute_losses=policy.compute_sapo_losses, aggregation="seq-mean-token-mean"),
     "sppo": AlgorithmEntry(
         compute_advantages=baselines.compute_opmd_advantages, compute_losses=policy.compute_sppo_losses
@@ -155,21 +172,8 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         is_group_relative=False,
         drops_equal_rewards=False,
     ),
-    "ppo": AlgorithmEntry(
-        compute_advantages=baselines.keep_rewards,
-        compute_terms=returns.compute_ppo_terms,
-        needs=frozenset({"values"}),
-        is_group_relative=False,
-        drops_equal_rewards=False,
-        needs_sequences=True,
-    ),
-    "reinforceplusplus": AlgorithmEntry(
-        compute_advantages=baselines.keep_rewards,
-        compute_terms=returns.compute_reinforce_plus_plus_terms,
-        is_group_relative=False,
-        drops_equal_rewards=False,
-        needs_sequences=True,
-    ),
+    "ppo": replace(RETURNS, compute_terms=returns.compute_ppo_terms, needs=frozenset({"values"})),
+    "reinforceplusplus": replace(RETURNS, compute_terms=returns.compute_reinforce_plus_plus_terms),
     "reinforceplusplus_baseline": AlgorithmEntry(compute_advantages=group.compute_batch_normalized_advantages),
     "remax": AlgorithmEntry(
         compute_advantages=baselines.compute_remax_advantages,
@@ -177,48 +181,13 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         needs_current_weights=True,
         is_group_relative=False,
     ),
-    "on_policy_distill": AlgorithmEntry(
-        compute_advantages=baselines.keep_rewards,
-        compute_terms=returns.compute_distillation_terms,
-        needs=frozenset({"teacher"}),
-        needs_current_weights=True,
-        is_group_relative=False,
-        drops_equal_rewards=False,
-    ),
-    "jsd": AlgorithmEntry(
-        compute_advantages=baselines.keep_rewards,
-        compute_terms=returns.compute_jsd_terms,
-        needs=frozenset({"teacher"}),
-        needs_current_weights=True,
-        is_group_relative=False,
-        drops_equal_rewards=False,
-    ),
-    "dppo_tv": AlgorithmEntry(
-        compute_advantages=group.compute_dr_grpo_advantages,
-        compute_losses=policy.compute_dppo_tv_losses,
-        aggregation="seq-mean-token-sum-norm",
-        is_on_policy=False,
-    ),
-    "dppo_kl": AlgorithmEntry(
-        compute_advantages=group.compute_dr_grpo_advantages,
-        compute_losses=policy.compute_dppo_kl_losses,
-        aggregation="seq-mean-token-sum-norm",
-        is_on_policy=False,
-    ),
-    "gmpo": AlgorithmEntry(
-        compute_terms=sequence_terms.compute_gmpo_terms,
-        compute_losses=policy.compute_gmpo_losses,
-        needs=frozenset({"logprobs"}),
-        aggregation="seq-mean-token-mean",
-        needs_sequences=True,
-    ),
-    "luspo": AlgorithmEntry(
-        compute_terms=sequence_terms.compute_sequence_ratio_terms,
-        compute_losses=policy.compute_gspo_losses,
-        loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3},
-        needs=frozenset({"logprobs"}),
-        aggregation="seq-mean-token-sum",
-        needs_sequences=True,
+    "on_policy_distill": replace(DISTILLATION, compute_terms=returns.compute_distillation_terms),
+    "jsd": replace(DISTILLATION, compute_terms=returns.compute_jsd_terms),
+    "dppo_tv": replace(DPPO, compute_losses=policy.compute_dppo_tv_losses),
+    "dppo_kl": replace(DPPO, compute_losses=policy.compute_dppo_kl_losses),
+    "gmpo": replace(GSPO, compute_terms=sequence_terms.compute_gmpo_terms, compute_losses=policy.compute_gmpo_losses),
+    "luspo": replace(
+        GSPO, loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3}, aggregation="seq-mean-token-sum"
     ),
     "vespo": AlgorithmEntry(
         compute_advantages=group.compute_dr_grpo_advantages,
@@ -255,36 +224,8 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "sft": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_losses),
     "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_is_losses),
     "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=policy.compute_sft_phi_losses),
-    "dpo": AlgorithmEntry(
-        compute_advantages=None,
-        compute_terms=preference.compute_dpo_terms,
-        compute_losses=preference.compute_preference_losses,
-        needs=frozenset({"logprobs", "reference"}),
-        aggregation="sum",
-        needs_sequences=True,
-    ),
-    "kto": AlgorithmEntry(
-        compute_advantages=None,
-        compute_terms=preference.compute_kto_terms,
-        compute_losses=preference.compute_preference_losses,
-        needs=frozenset({"logprobs", "reference"}),
-        aggregation="sum",
-        needs_sequences=True,
-    ),
-    "orpo": AlgorithmEntry(
-        compute_advantages=None,
-        compute_terms=preference.compute_orpo_terms,
-        compute_losses=preference.compute_preference_losses,
-        needs=frozenset({"logprobs"}),
-        aggregation="sum",
-        needs_sequences=True,
-    ),
-    "simpo": AlgorithmEntry(
-        compute_advantages=None,
-        compute_terms=preference.compute_simpo_terms,
-        compute_losses=preference.compute_preference_losses,
-        needs=frozenset({"logprobs"}),
-        aggregation="sum",
-        needs_sequences=True,
-    ),
+    "dpo": replace(PREFERENCE, compute_terms=preference.compute_dpo_terms, needs=PREFERENCE.needs | {"reference"}),
+    "kto": replace(PREFERENCE, compute_terms=preference.compute_kto_terms, needs=PREFERENCE.needs | {"reference"}),
+    "orpo": replace(PREFERENCE, compute_terms=preference.compute_orpo_terms),
+    "simpo": replace(PREFERENCE, compute_terms=preference.compute_simpo_terms),
 }

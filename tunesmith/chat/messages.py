@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.chat.memo import memoize, memoize_value
+from tunesmith.chat.memo import memoize_value
 
 ROLES = {
     "system": "system",
@@ -32,8 +32,6 @@ TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text",
 
 MatchKey = tuple[Any, ...]
 
-NUM_CACHED_ARGUMENTS, MAX_ARGUMENTS_CHARACTERS = 16384, 4096
-"""Cache size and key length for parsed tool call arguments; every later request of a conversation repeats them."""
 NUM_CACHED_TOOL_LISTS, MAX_TOOL_LIST_BYTES = 64, 1_000_000
 """Cache size and key length for parsed lists of tools."""
 
@@ -232,7 +230,6 @@ def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
     return NO_KEYS.extend(messages).keys
 
 
-@memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)
 def _canonical_json(text: str) -> str:
     try:
         value = _CANONICAL_DECODER.decode(text)

@@ -122,7 +122,6 @@ class Renderer:
         """Whether several threads may tokenize at the same time."""
         self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
         self._encode_delta = memoize(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
-        self._cached_is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._decode_ends_in_think)
 
     def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
         """Prompt ids of a conversation, rendered with the chat template.
@@ -265,14 +264,14 @@ class Renderer:
         """Whether the model decides to reason: the template has a switch, and the prompt does not close <think>."""
         if not (self.has_reasoning and self.uses_variable("enable_thinking")):
             return False
-        return not self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(self.reasoning_tags.closing)
+        return not self._ends_in(prompt_ids, self.reasoning_tags.closing)
 
     def is_reasoning_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends in an open reasoning tag, so that the reply starts with reasoning."""
-        return self.has_reasoning and self._cached_is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))
+        return self.has_reasoning and self._ends_in(prompt_ids, self.reasoning_tags.opening)
 
-    def _decode_ends_in_think(self, tail_ids: tuple[int, ...]) -> bool:
-        return self.decode(tail_ids).rstrip().endswith(self.reasoning_tags.opening)
+    def _ends_in(self, prompt_ids: Sequence[int], tag: str) -> bool:
+        return self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(tag)
 
     def _merge_variables(self, prompt: Prompt) -> dict[str, Any]:
         return {**self._variables, **dict(prompt.variables)}

@@ -20,7 +20,6 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tunesmith.chat.call_probe import PROBE, PROBE_CALL_ID, SENTINEL, RenderedCall, find_rendered_call
-from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import (
     CALL_CLOSE,
@@ -65,8 +64,6 @@ FALLBACK_CALL = RenderedCall(
 
 NUM_CONTEXT_MESSAGES = 2
 """Messages that replace the history before a reply: the first one and the one right before the reply."""
-NUM_CACHED_TEXTS, MAX_CACHED_MESSAGES, MAX_CACHED_CHARACTERS = 2048, 8, 8192
-"""Cache of rendered short conversations, used only for templates whose output depends on their input alone."""
 
 
 class ChatTemplate:
@@ -89,7 +86,6 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
-        self._render_cached = functools.lru_cache(maxsize=NUM_CACHED_TEXTS)(self._render_from_key)
         added = tokenizer.added_tokens_decoder
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
@@ -215,25 +211,12 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
-        num_characters = sum(len(message.content) for message in messages)
-        is_short = len(messages) <= MAX_CACHED_MESSAGES and num_characters <= MAX_CACHED_CHARACTERS
-        if is_short and self._jinja.is_rendered_from_neighbors(tools):
-            cache_key = build_cache_key((list(tools), dict(variables), has_generation_prompt))
-            if cache_key is not None:
-                return self._render_cached(tuple(messages), cache_key)
-        return self._render_uncached(messages, tools, variables, has_generation_prompt)
-
-    def _render_from_key(self, messages: tuple[Message, ...], cache_key: bytes) -> str:
-        return self._render_uncached(messages, *load_cache_key(cache_key))
-
-    def _render_uncached(
-        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
-    ) -> str:
         inputs: list[Any] = [[self._convert(message) for message in messages], list(tools), dict(variables)]
         if self.special_tokens is not None:
             inputs = self.special_tokens.escape(inputs)
+        message_dicts, tool_dicts, template_variables = inputs
         try:
-            return self._jinja.render(*inputs, has_generation_prompt)
+            return self._jinja.render(message_dicts, tool_dicts, template_variables, has_generation_prompt)
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 
@@ -263,7 +246,6 @@ class ChatTemplate:
         rendered = None
         for is_text in (False, True):
             self._writes_arguments_as_text = is_text
-            self._render_cached.cache_clear()
             calls = self._probe_tool_calls(renders_tools)
             if calls is not None and tool_call_parser == "none":
                 return calls, None
@@ -274,7 +256,6 @@ class ChatTemplate:
                     return calls, found
             rendered = rendered or calls
         self._writes_arguments_as_text = False
-        self._render_cached.cache_clear()
         return rendered, None
 
     def _build_turn_pattern(self, call_format: CallFormat) -> re.Pattern[str]:

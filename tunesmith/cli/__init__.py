@@ -21,7 +21,7 @@ import typer
 from tunesmith.cli.usage import name_corrections
 from tunesmith.cluster.rank_errors import watch_launcher
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.commands.table import COMMANDS, GROUPS, REQUIRED, Command, Option, import_named
+from tunesmith.commands.table import COMMANDS, DEBUG, GROUPS, REQUIRED, Command, Option, import_named
 from tunesmith.runs.process import exit_despite_threads, run_guarded
 
 
@@ -53,7 +53,7 @@ def build_function(command: Command) -> Callable[..., None]:
         is_debug = given.pop("debug", False)
         run_guarded(lambda: run_command(command, given, is_debug=is_debug), is_debug=is_debug)
 
-    parameters = [build_parameter(option) for option in command.options]
+    parameters = [build_parameter(option) for option in (*command.options, DEBUG)]
     call.__doc__ = command.help
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads

@@ -28,7 +28,8 @@ def list_environments(family: str | None = None) -> str:
         return "\n".join(f"{name}: {each.help} ({packages[name]})" for name, each in FAMILIES.items())
     if family not in FAMILIES:
         raise ConfigError(f"family {family!r}: allowed are {', '.join(FAMILIES)}")
-    return "\n".join(f"{family}:{each}".removesuffix(":") for each in import_family(family).list_names())
+    names: Sequence[str] = getattr(import_family(family), "list_names", list)()
+    return "\n".join(f"{family}:{each}".removesuffix(":") for each in names) or f"{family}: {FAMILIES[family].help}"
 
 
 def show_environment(name: str, seed: int = 0, args: Mapping[str, Any] | None = None) -> str:

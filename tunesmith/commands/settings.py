@@ -20,7 +20,7 @@ from typing import Any
 from tunesmith.cluster.rank_errors import is_launched
 from tunesmith.cluster.rank_info import find_rank_info, is_ray_worker
 from tunesmith.commands.table import Command, import_named, list_config_classes
-from tunesmith.compat.trinity_yaml import is_trinity_file, load_trinity_file
+from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
     ClusterSection,
@@ -99,6 +99,9 @@ def load_file(
     """Read a file of a command, or a Trinity-RFT file for it."""
     if path is None or kind not in TRANSLATED.values() or not is_trinity_file(load_yaml(Path(path))):
         return load_section(kind, path, overrides, values=values)
+    algorithm = dict((values or {}).get("algorithm", {}))
+    if (name := algorithm.pop("algorithm_type", None)) is not None:
+        values, overrides = {**(values or {}), "algorithm": algorithm}, [f"{ALGORITHM}={name}", *overrides]
     translation, own = load_trinity_file(Path(path), overrides)
     if kind is not TRANSLATED[translation.command]:
         raise ConfigError(f"{path} is a file for `tunesmith {translation.command}`: its algorithm trains on other data")

@@ -10,7 +10,7 @@ first stage runs, and run by `stage` (`tunesmith.commands.run`). A new command o
     Command(
         name="count",
         help="Count the rows of a file.",
-        options=(argument("path", "File to read."), DEBUG),
+        options=(argument("path", "File to read."),),
         run="tunesmith.commands.count:count_rows",     # count_rows(path=...), whose result is printed
     )
     Command(
@@ -67,7 +67,7 @@ class Command:
     """As it is written; `search build` is a command of a group."""
     help: str = ""
     options: tuple[Option, ...] = ()
-    """In the order of the help text. `config` is the settings' file, `overrides`, `debug`, `gpus`, `ranks` and
+    """In the order of the help text. `config` is the settings' file, `overrides`, `gpus`, `ranks` and
     `as_json` mean the same for every command; options with a key change the settings, others are given to `run`."""
     run: str | None = None
     """The work: called with the settings, if there are any, and the options that were given; its result is printed as
@@ -127,6 +127,7 @@ ENVIRONMENT = Option(
     "Environment with tasks, such as reasoning_gym:countdown (tunesmith environments list). Overrides the file.",
     key="environment",
 )
+AGENT = (WORKFLOW, JUDGE, ENVIRONMENT)
 OVERRIDES = Option(
     "overrides",
     "Override a key of the file, e.g. --set section.key=3. Repeatable.",
@@ -138,8 +139,8 @@ RESUME = Option("resume", "Resume from the last checkpoint of this run.", type=b
 GPUS = Option("gpus", "Train on this many GPUs of this host.", type=int, minimum=1)
 RANKS = Option("ranks", "Train on this many processes, also on CPUs.", type=int, minimum=1)
 JSON = Option("as_json", "Print the result as JSON.", type=bool, flag="--json")
-DEBUG = Option("debug", "Print tracebacks of errors.", type=bool)
-DEBUG_ROLLOUTS = replace(DEBUG, help="Print tracebacks of errors and of failed rollouts.")
+DEBUG = Option("debug", "Print tracebacks of errors and of failed rollouts.", type=bool)
+"""An option of every command, after its own."""
 RESUMABLE_OUT = Option("out", "Output folder; an unfinished run in it is resumed.", default=REQUIRED)
 FORMATS = (
     "et_pool, et_evolve, et_rft, et_rollouts, et_pareto, et_rl, et_test (files of ET-Agent's code), tasks, "
@@ -154,9 +155,7 @@ COMMANDS: tuple[Command, ...] = (
         help="Train the model inside an agent with reinforcement learning, as configured in a run file.",
         options=(
             RUN_FILE,
-            WORKFLOW,
-            JUDGE,
-            ENVIRONMENT,
+            *AGENT,
             OVERRIDES,
             RESUME,
             Option(
@@ -170,7 +169,6 @@ COMMANDS: tuple[Command, ...] = (
             ),
             GPUS,
             RANKS,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:tune",
         config="tunesmith.config:RunConfig",
@@ -195,7 +193,6 @@ COMMANDS: tuple[Command, ...] = (
             RESUME,
             GPUS,
             RANKS,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:serve",
         config="tunesmith.config:RunConfig",
@@ -209,7 +206,6 @@ COMMANDS: tuple[Command, ...] = (
             replace(RUN_FILE, help="Fine-tuning file (YAML). Keys: config --options --stage sft."),
             RESUMABLE_OUT,
             OVERRIDES,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:sft",
         config="tunesmith.config:SftConfig",
@@ -230,7 +226,6 @@ COMMANDS: tuple[Command, ...] = (
             replace(RUN_FILE, help="Preference file (YAML). Keys: config --options --stage prefer."),
             RESUMABLE_OUT,
             OVERRIDES,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:prefer",
         config="tunesmith.config:PreferenceConfig",
@@ -272,7 +267,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("samples", "Rollouts per question for pass rates.", type=int, key="pass_rate.num_samples"),
             Option("max_rows", "Read only the first N rows, for a quick test.", type=int, key="max_rows"),
             OVERRIDES,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:prepare",
         config="tunesmith.config:PrepareSection",
@@ -300,11 +294,8 @@ COMMANDS: tuple[Command, ...] = (
             Option("num_runs", "Rollouts per task.", type=int, flag="--runs", minimum=1, key="num_runs"),
             Option("min_reward", "Least reward of a rollout that is kept; 1 by default.", type=float, key="min_reward"),
             Option("model", "Model folder or hub id; default: model.path.", key="model.path"),
-            WORKFLOW,
-            JUDGE,
-            ENVIRONMENT,
+            *AGENT,
             OVERRIDES,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:collect_conversations",
         config="tunesmith.config:CollectConfig",
@@ -329,11 +320,8 @@ COMMANDS: tuple[Command, ...] = (
                 flag="--tool-key",
             ),
             Option("model", "Model folder or hub id; default: model.path.", key="model.path"),
-            WORKFLOW,
-            JUDGE,
-            ENVIRONMENT,
+            *AGENT,
             OVERRIDES,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:measure_pass_rates",
         config="tunesmith.config:PassRateConfig",
@@ -357,9 +345,7 @@ COMMANDS: tuple[Command, ...] = (
                 metavar="[LABEL=]PATH",
                 read="tunesmith.commands.settings:collect_models",
             ),
-            WORKFLOW,
-            JUDGE,
-            ENVIRONMENT,
+            *AGENT,
             Option(
                 "samples",
                 "Rollouts per task; above 1, pass@k is reported.",
@@ -375,7 +361,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("out", "Folder for comparison.json (with every rollout) and comparison.md."),
             Option("has_plot", "Also draw comparison.png; needs the extra `plot`.", type=bool, flag="--plot"),
             Option("suite", "Measures instead of a judge, for agents with tools: tir, or tir_paper."),
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.api:evaluate",
         config="tunesmith.config:EvalConfig",
@@ -408,7 +393,6 @@ COMMANDS: tuple[Command, ...] = (
                 is_quiet=True,
             ),
             OVERRIDES,
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.commands.run.run:run_command",
         config="tunesmith.commands.run.config:PipelineConfig",
@@ -432,7 +416,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("data", "Data set of the task: folder, file or hub id."),
             replace(OVERRIDES, help="Override a key of a run file. Repeatable."),
             JSON,
-            DEBUG,
         ),
         run="tunesmith.commands.check.run:check",
         first_line="loading libraries for {target}",
@@ -454,7 +437,6 @@ COMMANDS: tuple[Command, ...] = (
             ),
             replace(OVERRIDES, help="Override a key of the file of --plan. Repeatable."),
             replace(JSON, help="Print the diagnosis as JSON."),
-            DEBUG,
         ),
         run="tunesmith.commands.doctor.diagnose:diagnose",
     ),
@@ -474,7 +456,6 @@ COMMANDS: tuple[Command, ...] = (
             Option(
                 "max_mb", "Largest size of that file; it says what it leaves out.", type=float, default=20.0, minimum=1
             ),
-            DEBUG,
         ),
         run="tunesmith.viewer.command:view",
     ),
@@ -489,7 +470,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("max_reward", "Only rollouts with at most this reward.", type=float),
             Option("is_failed", "Only failed rollouts, with their tracebacks.", type=bool, flag="--failed"),
             Option("limit", "Largest number of rollouts to print.", type=int, default=10, minimum=1),
-            DEBUG,
         ),
         run="tunesmith.viewer.command:show",
     ),
@@ -517,7 +497,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("push", "Upload hf, or else adapter, to the hub; private.", metavar="OWNER/NAME"),
             Option("is_public", "Let everybody read what --push uploads.", type=bool, flag="--public"),
             replace(OVERRIDES, help="Override an export setting, e.g. --set license=mit."),
-            DEBUG,
         ),
         run="tunesmith.api:export",
         config="tunesmith.config:ExportSection",
@@ -537,7 +516,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("source", f"Format of the file: {FORMATS}", default=REQUIRED, flag="--from", metavar="FORMAT"),
             Option("target", "Format to write, one of the same.", default=REQUIRED, flag="--to", metavar="FORMAT"),
             Option("out", "File to write; an existing file is an error.", default=REQUIRED),
-            DEBUG,
         ),
         run="tunesmith.et_agent.formats.convert:convert_file",
     ),
@@ -551,7 +529,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("schema", "Print the JSON schema of the file.", type=bool),
             Option("options", "List every key: type, default and when to change it.", type=bool),
             Option("algorithms", "List the algorithms and their arguments.", type=bool),
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.commands.settings:describe",
     ),
@@ -561,14 +538,13 @@ COMMANDS: tuple[Command, ...] = (
         options=(
             argument("name", "Model: smollm2-135m-instruct, pocket or pocket-gguf."),
             Option("out_dir", "Output folder; default: models/NAME.", flag="--out"),
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.model.prepare:prepare_model",
     ),
     Command(
         name="environments list",
         help="List the families of environments that a file can name, or the names of one.",
-        options=(Option("family", "Family, such as reasoning_gym.", is_argument=True), DEBUG),
+        options=(Option("family", "Family, such as reasoning_gym.", is_argument=True),),
         run="tunesmith.commands.environments:list_environments",
     ),
     Command(
@@ -578,7 +554,6 @@ COMMANDS: tuple[Command, ...] = (
             argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
             Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
             Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
-            DEBUG,
         ),
         run="tunesmith.commands.environments:show_environment",
     ),
@@ -591,7 +566,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
             Option("model", "Model: folder or hub id. Without one, each line that you type is a reply."),
             replace(OVERRIDES, help="Override a key of the run of --model, e.g. model.max_tokens=256. Repeatable."),
-            DEBUG,
         ),
         run="tunesmith.commands.environments:play_environment",
     ),
@@ -603,7 +577,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("out_dir", "New output folder.", default=REQUIRED, flag="--out"),
             Option("dtype", "Data type of the weights: float32 or bfloat16.", default="float32"),
             Option("chat_template", "Jinja file, for a file without a chat template."),
-            DEBUG,
         ),
         run="tunesmith.commands.export.convert:convert_gguf",
         first_line="loading libraries",
@@ -615,7 +588,6 @@ COMMANDS: tuple[Command, ...] = (
         options=(
             Option("seed", "Seed of the tasks, the initial weights and all sampled tokens.", type=int, default=0),
             Option("out", "Parent folder of the demo's output folder.", default="checkpoints/demo"),
-            DEBUG_ROLLOUTS,
         ),
         run="tunesmith.commands.demo.run:run_command",
         first_line="loading libraries",
@@ -632,7 +604,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("name", "Configuration of a Hugging Face data set."),
             Option("split", "Split of a Hugging Face data set; train by default."),
             SEARCH_KNOB,
-            DEBUG,
         ),
         run="tunesmith.retrieval.command:build",
         config="tunesmith.retrieval.settings:IndexSettings",
@@ -647,7 +618,6 @@ COMMANDS: tuple[Command, ...] = (
             Option("port", "Port; 1243 by default, 0 picks a free one.", type=int, key="port"),
             Option("api_key", "Key that requests must carry; better set TUNESMITH_SEARCH_API_KEY.", key="api_key"),
             SEARCH_KNOB,
-            DEBUG,
         ),
         run="tunesmith.retrieval.command:serve",
         config="tunesmith.retrieval.settings:ServerSettings",

@@ -7,6 +7,7 @@ some fields silently (temperature, top_p, enable_thinking).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -17,6 +18,7 @@ from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_rows
 
+logger = logging.getLogger(__name__)
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
 
@@ -88,7 +90,7 @@ class TunerModelConfig(StrictModel):
     enable_thinking: bool | None = None
     tensor_parallel_size: int = Field(default=1, ge=1)
     inference_engine_num: int = Field(default=1, ge=1)
-    tool_call_parser: str = "hermes"
+    tool_call_parser: str | None = "hermes"
     reasoning_parser: str | None = "deepseek_r1"
     tinker_config: TinkerConfig | None = None
     """Train a LoRA adapter instead of all weights."""
@@ -138,14 +140,9 @@ def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, A
     """As `translate_model`, for an auxiliary model, in this process or on a server."""
     if model.tinker_config is not None:
         raise ConfigError(f"auxiliary_models.{name}.tinker_config has no effect: auxiliary models are not trained")
-    for key, remedy in (
-        ("inference_engine_num", ""),
-        ("tensor_parallel_size", ", or start a server for it and set base_url"),
-    ):
+    for key in ("inference_engine_num", "tensor_parallel_size"):
         if (number := getattr(model, key)) != 1:
-            raise ConfigError(
-                f"auxiliary_models.{name}.{key}={number} is not supported: {ONE_AUXILIARY_ENGINE}; set 1{remedy}"
-            )
+            logger.warning("auxiliary_models.%s.%s=%d has no effect: %s", name, key, number, ONE_AUXILIARY_ENGINE)
     return translate_model_fields(model)
 
 
@@ -159,11 +156,8 @@ def translate_engines(model: TunerModelConfig) -> dict[str, Any]:
     if num_gpus == 1:
         is_set = "inference_engine_num" in model.model_fields_set
         return {"cluster": {"num_workers": model.inference_engine_num}} if is_set else {}
-    if model.inference_engine_num != 1:
-        raise ConfigError(
-            f"model.inference_engine_num={model.inference_engine_num} with tensor_parallel_size={num_gpus} is not "
-            "supported: one engine samples from a model that is split over GPUs; set inference_engine_num=1"
-        )
+    if (number := model.inference_engine_num) != 1:
+        logger.warning("inference_engine_num=%d has no effect: one vLLM over %d GPUs samples", number, num_gpus)
     engine = {"kind": "vllm", "tensor_parallel_size": num_gpus}
     if model.tinker_config is not None:
         return {"engine": engine}
@@ -171,13 +165,10 @@ def translate_engines(model: TunerModelConfig) -> dict[str, Any]:
 
 
 def translate_model_fields(model: TunerModelConfig) -> dict[str, Any]:
-    given = model.model_dump(include=model.model_fields_set - {"tinker_config"})
-    given.pop("tensor_parallel_size", None)
-    given.pop("inference_engine_num", None)
+    elsewhere = {"tinker_config", "tensor_parallel_size", "inference_engine_num"}
+    given = model.model_dump(include=model.model_fields_set - elsewhere)
     given["path"] = given.pop("model_path")
-    if "reasoning_parser" in given and given["reasoning_parser"] is None:
-        given["reasoning_parser"] = "none"
-    return given
+    return given | {key: "none" for key in ("tool_call_parser", "reasoning_parser") if given.get(key, "") is None}
 
 
 def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
@@ -283,13 +274,9 @@ def translate_tune_arguments(
         overrides["auxiliary_models"] = {
             name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()
         }
-    if project_name is not None:
-        overrides["project"] = project_name
-    if experiment_name is not None:
-        overrides["name"] = experiment_name
-    if monitor_type is not None:
-        overrides["monitor"] = {"trackers": [monitor_type]}
-    return overrides
+    monitor = None if monitor_type is None else {"trackers": [monitor_type]}
+    named = {"project": project_name, "name": experiment_name, "monitor": monitor}
+    return overrides | {key: value for key, value in named.items() if value is not None}
 
 
 class PromptTuneConfig(StrictModel):

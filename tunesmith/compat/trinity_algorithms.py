@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.arguments import suggest_name
 from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, read_mapping, walk
 from tunesmith.config import AlgorithmSection, EvaluationSection, RolloutSection, RunConfig, TrainerSection
 from tunesmith.errors import ConfigError
@@ -92,6 +94,8 @@ def find_algorithm(draft: Draft) -> str:
     named: str = draft.find("algorithm.algorithm_type", DEFAULT_TYPE)
     if named in REFUSED_TYPES:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is not supported: {REFUSED_TYPES[named]}")
+    if named not in ALGORITHMS:
+        raise ConfigError(f"algorithm.algorithm_type={named!r} is unknown: {suggest_name(named, list(ALGORITHMS))}")
     if named not in PARTS:
         return named
     own_advantage, own_loss = PARTS[named]

@@ -65,6 +65,15 @@ def read_save_interval(draft: Draft, key: str, value: Any) -> None:
     move("save_interval_steps")(draft, key, value)
 
 
+def read_prefix_caching(draft: Draft, key: str, value: Any) -> None:
+    move("engine.has_prefix_cache")(draft, key, value)
+    if value is False:
+        draft.notes.append(
+            f"{key}=False: each call of an agent computes its whole conversation again; the cache ends with a policy "
+            "version, so nothing stale is read: leave the key out"
+        )
+
+
 def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
     """Trinity-RFT sets the number of experiences per update; here a step is split into `num_minibatches` updates."""
     defaults = AlgorithmSection()
@@ -296,7 +305,7 @@ EXPLORER_RULES: dict[str, Rule] = {
     "auxiliary_models": read_auxiliary_models,
 }
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
-    "engine_type": allow("vllm", "sglang", reason="Tunesmith uses its own engine in this process"),
+    "engine_type": allow("vllm", "sglang", reason="Tunesmith has its own engine in this process; remove it"),
     "engine_num": accept(),  # read by resolve_cluster
     "tensor_parallel_size": accept(),  # read by resolve_cluster
     "data_parallel_size": allow(1, reason=ONE_DEVICE),
@@ -305,7 +314,7 @@ ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "dtype": move("model.dtype"),
     "seed": move("seed"),
     "enforce_eager": accept(),
-    "enable_prefix_caching": move("engine.has_prefix_cache"),
+    "enable_prefix_caching": read_prefix_caching,
     "enable_chunked_prefill": accept(),
     "enable_openai_api": accept(),
     "enable_log_requests": accept(),

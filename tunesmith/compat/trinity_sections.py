@@ -411,7 +411,11 @@ def resolve_cluster(draft: Draft) -> None:
         )
     if namespace:
         draft.set("cluster.ray_namespace", namespace, source="ray_namespace")
-    note_engines(draft, num_ranks)
+    num_engines = draft.find(ENGINES, 1)
+    if draft.find(TENSOR_PARALLEL_SIZE, 1) == 1 < num_engines != num_ranks:
+        draft.notes.append(
+            f"{ENGINES}={num_engines}: all {num_ranks} GPUs sample and train, each with an engine (cluster.num_workers)"
+        )
 
 
 def count_ranks(draft: Draft) -> int:
@@ -449,19 +453,3 @@ def split_model(draft: Draft) -> int:
         return 1
     draft.set("cluster.has_sharded_weights", True, source=TENSOR_PARALLEL_SIZE)
     return max(count_ranks(draft), size)
-
-
-def note_engines(draft: Draft, num_ranks: int) -> None:
-    """Engines of their own GPUs do not exist: every rank samples."""
-    num_engines = draft.find(ENGINES, 1)
-    if draft.find(TENSOR_PARALLEL_SIZE, 1) > 1:
-        return
-    if num_engines > num_ranks:
-        raise ConfigError(
-            f"{ENGINES}={num_engines} is not supported on {num_ranks} GPUs: each GPU has one engine, which shares its "
-            f"weights with the trainer; raise cluster.gpu_per_node, or set engine_num={num_ranks}"
-        )
-    if 1 < num_engines < num_ranks:
-        draft.notes.append(
-            f"{ENGINES}={num_engines}: all {num_ranks} GPUs sample and train, each with an engine (cluster.num_workers)"
-        )

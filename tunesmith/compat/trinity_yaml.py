@@ -36,6 +36,7 @@ TRINITY_KEYS = frozenset({"buffer", "explorer", "synchronizer", "data_processor"
 """Top-level keys that only Trinity-RFT's files have."""
 
 
+ALGORITHM = "algorithm.algorithm_type"
 KEY = re.compile(r"[\w.\[\]-]+")
 
 
@@ -61,16 +62,22 @@ def is_trinity_file(values: Mapping[str, Any]) -> bool:
 def load_trinity_file(path: Path, overrides: Sequence[str]) -> tuple[Translation, list[str]]:
     """Translate a file with the overrides of its own keys applied; also return the overrides of our keys.
 
-    An override of a key of the file answers a refusal of it; null leaves the key out.
+    An override of a key of the file answers a refusal of it; null leaves the key out. The algorithm's name is always a
+    key of the file: with the file's advantage and loss it may be another name of ours.
     """
     merged, own = load_yaml(path), []
     for override in overrides:
         key, _, value = override.partition("=")
         key = key.strip()
         is_theirs = find_item(merged, key) is not None or any(is_part(key, rule) for rule in RULES)
-        if is_theirs:
-            merged = remove_key(merged, key) if value.strip() in ("null", "~", "") else set_key(merged, override)
-        if not is_theirs or is_own_key(key):
+        if is_theirs and value.strip() not in ("null", "~", ""):
+            if "[" in key:
+                OmegaConf.update(merged, key, yaml.safe_load(value))
+            else:
+                apply_override(merged, override)
+        elif is_theirs and (found := find_item(merged, key)) is not None:
+            del found[0][found[1]]
+        if not is_theirs or (is_own_key(key) and key != ALGORITHM):
             own.append(override)
     values, problems = resolve_interpolations(merged)
     return translate_trinity_file(values, lines=find_lines(path.read_text(encoding="utf-8")), problems=problems), own
@@ -107,22 +114,6 @@ def is_part(key: str, other: str) -> bool:
 def is_own_key(key: str) -> bool:
     names = (re.escape(knob.key).replace("<name>", "[^.]+") for knob in describe_options(RunConfig))
     return any(re.fullmatch(rf"{name}(\..*)?", key) for name in names)
-
-
-def set_key(config: DictConfig, override: str) -> DictConfig:
-    key, _, value = override.partition("=")
-    if "[" in key:
-        OmegaConf.update(config, key.strip(), yaml.safe_load(value))
-    else:
-        apply_override(config, override)
-    return config
-
-
-def remove_key(config: DictConfig, key: str) -> DictConfig:
-    if (found := find_item(config, key)) is not None:
-        section, last = found
-        del section[last]
-    return config
 
 
 def find_item(config: DictConfig, key: str) -> tuple[Any, str | int] | None:
@@ -200,7 +191,7 @@ def resolve_lengths(draft: Draft) -> None:
         draft.set("model.max_model_len", prompt + answer, source="model.max_prompt_tokens")
     elif answer is None:
         draft.set("model.max_tokens", total - prompt, source="model.max_prompt_tokens")
-    elif prompt + answer != total:
+    elif prompt + answer < total:
         raise ConfigError(
             f"model.max_prompt_tokens={prompt} is not supported: a prompt may use the whole context except "
             f"max_response_tokens; remove it, or set max_model_len={prompt + answer}"

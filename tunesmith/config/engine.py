@@ -111,4 +111,4 @@ class EngineSection(Section):
     def for_auxiliary(self) -> EngineSection:
         """The engine of an untrained model: in this process, on the model's own weights."""
         own = {knob: type(self).model_fields[knob].default for knob in ("kind", "tensor_parallel_size", "vllm")}
-        return self.model_copy(update=own | {"weight_format": "model"})
+        return self.model_copy(update=own | {"weight_format": "model", "max_speculating_seqs": 0})

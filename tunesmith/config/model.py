@@ -35,8 +35,8 @@ class LoraSection(Section):
     alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """The adapter's output is scaled by alpha / r. A loaded adapter keeps its own."""
     target_modules: Literal["attention", "all-linear"] | tuple[str, ...] = "attention"
-    """Layers to adapt: attention (its projections), all-linear (all linear layers but the head), or a list of layer
-    names."""
+    """Layers to adapt: attention (its projections), all-linear (all linear layers but the head, and the weights of
+    experts), or a list of names of layers or of weights of experts (`experts.gate_up_proj`, `experts.down_proj`)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the adapter's inputs; raise it (0.05) against overfitting. Supervised fine-tuning only:
     reinforcement learning must train the function that it samples from."""

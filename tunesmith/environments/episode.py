@@ -47,7 +47,7 @@ from tunesmith.errors import DataError, ToolUnavailableError
 from tunesmith.rollout.open_sessions import SESSIONS
 from tunesmith.rollout.time_limit import uncounted_time
 from tunesmith.tool_log import CURRENT_LOG, record_call
-from tunesmith.tools.tool import Tool, ToolInputError
+from tunesmith.tools.tool import Tool, ToolInputError, name_kind
 from tunesmith.types import WorkflowOutput
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,8 @@ class TaskEnvironment:
         if self.rows is not None:
             rows = self.rows[split]
             if not rows:
-                raise DataError(f"environment {self.name!r} has no task of the split {split}")
+                advice = ": set eval_datasets={}" if split == "test" else ""
+                raise DataError(f"environment {self.name!r} has no task of the split {split}{advice}")
             start = seed % len(rows)
             return [{"environment": self.name, **row} for row in [*rows[start:], *rows[:start]][:number]]
         found: dict[str, dict[str, Any]] = {}
@@ -356,14 +357,13 @@ class TaskEnvironment:
         """The observation, if it is text or messages with texts."""
         if isinstance(observation, str):
             return observation
-        kind = type(observation).__name__
+        wrong = observation
         if isinstance(observation, list | tuple) and all(isinstance(each, Mapping) for each in observation):
             contents = [each.get("content") for each in observation]
-            parts = [part for content in contents if isinstance(content, list) for part in content]
             if all(isinstance(each, str) for each in contents):
                 return observation
-            kind = next((f"a part {each['type']!r}" for each in parts if each.get("type") != "text"), kind)
-        raise TypeError(f"{self.name}: {what} must return text to observe, got {kind}")
+            wrong = next(each for each in contents if not isinstance(each, str))
+        raise TypeError(f"{self.name}: {what} must return text to observe, got {name_kind(wrong)}")
 
 
 def write_result(call_id: str, text: str) -> dict[str, Any]:

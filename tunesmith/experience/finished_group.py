@@ -4,21 +4,20 @@ Most algorithms compute advantages from rewards alone. A rank then keeps the tok
 rank a `GroupReference`. The first rank decides with it who trains the group, and receives the tokens while the devices
 compute the update.
 
-A reference to a group of two rollouts, one of which failed:
+A reference to a group of two rollouts, one of which failed, has two trajectories without task, texts and tokens:
 
-    GroupReference(run_indices=(0, 1), num_turns=(3, 1), rewards=(1.0, None), metrics=({"steps": 3.0}, {}),
-                   failures=(None, Failure(where="judge", message="no verdict")))
+    Trajectory(run_index=0, turns=(NO_TOKENS,) * 3, reward=1.0, metrics={"steps": 3.0}, ...)
+    Trajectory(run_index=1, turns=(NO_TOKENS,), reward=None, failure=Failure(where="judge", message="no verdict"), ...)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tunesmith.experience.samples import chain_turns, count_shared, read_array
-from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +44,8 @@ def measure_group(group: Group) -> PathCost:
     return PathCost(num_tokens=num_tokens, num_pairs=num_pairs)
 
 
+NO_TASK = Task(task_id="", index=0, row={})
+"""In a reference: the first rank knows the task."""
 NO_TOKENS = Turn(
     prompt_ids=(), sampled_ids=(), logprobs=(), policy_versions=(), distribution=Distribution(), stop_reason="cancelled"
 )
@@ -71,40 +72,27 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReference:
-    """A group without its task, tokens and texts; each field has one value per trajectory."""
+    """A group without its task, tokens and texts."""
 
-    run_indices: tuple[int, ...]
-    num_turns: tuple[int, ...]
-    rewards: tuple[float | None, ...]
-    metrics: tuple[Mapping[str, float], ...]
-    failures: tuple[Failure | None, ...]
+    trajectories: tuple[Trajectory, ...]
 
     def build_group(self, task: Task) -> Group:
         """The group, with as many turns as were made, all without tokens."""
-        rows = zip(self.run_indices, self.num_turns, self.rewards, self.metrics, self.failures, strict=True)
-        return Group(
-            task=task,
-            trajectories=tuple(
-                Trajectory(
-                    task=task,
-                    run_index=run_index,
-                    turns=(NO_TOKENS,) * num_turns,
-                    reward=reward,
-                    metrics=metrics,
-                    failure=failure,
-                )
-                for run_index, num_turns, reward, metrics, failure in rows
-            ),
-        )
+        return Group(task=task, trajectories=tuple(replace(run, task=task) for run in self.trajectories))
 
 
 def build_reference(group: Group) -> GroupReference:
     """The reference to a group that stays on this rank."""
-    runs = group.trajectories
     return GroupReference(
-        run_indices=tuple(run.run_index for run in runs),
-        num_turns=tuple(len(run.turns) for run in runs),
-        rewards=tuple(run.reward for run in runs),
-        metrics=tuple(run.metrics for run in runs),
-        failures=tuple(run.failure for run in runs),
+        trajectories=tuple(
+            Trajectory(
+                task=NO_TASK,
+                run_index=run.run_index,
+                turns=(NO_TOKENS,) * len(run.turns),
+                reward=run.reward,
+                metrics=run.metrics,
+                failure=run.failure,
+            )
+            for run in group.trajectories
+        )
     )

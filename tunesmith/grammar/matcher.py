@@ -47,7 +47,6 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._mask_bytes = -(-vocab_size // 8)
         self._interned: dict[bytes, bytes] = {}
         """Masks that equal masks of other positions are stored once: those inside of texts all do."""
         self._open_cached = functools.lru_cache(maxsize=NUM_CACHED_GRAMMARS)(self._compile)

@@ -33,6 +33,9 @@ DOLLAR = re.compile(r"(?<!\\)\$")
 FACTORIAL = re.compile(r"(\d+)\s*!")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
+SOLVED_FOR = re.compile(r"^\s*[A-Za-z]\s*=")
+CHOICE = re.compile(r"\W*[A-Za-z]\W*")
 WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z\s]+")
 
 
@@ -52,6 +55,10 @@ def compare_expressions(candidate: str | None, reference: str) -> bool | None:
     # math-verify reads a word as a product of its letters, so that an anagram would be equal
     if WORDS.fullmatch(texts[1]):
         return texts[0].casefold().split() == texts[1].casefold().split()
+    # math-verify ignores case; choices like (B) may differ in it, variables and units may not
+    letters = [sorted(VARIABLE.findall(SOLVED_FOR.sub("", text))) for text in texts]
+    if letters[0] != letters[1] and sorted("".join(letters[0]).casefold()) == sorted("".join(letters[1]).casefold()):
+        return CHOICE.fullmatch(texts[1]) is not None
     words = [sorted(WORD.findall(text)) for text in texts]
     if words[0] != words[1] and sorted("".join(words[0])) == sorted("".join(words[1])):
         return False

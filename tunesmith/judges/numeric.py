@@ -99,6 +99,7 @@ FORMULA = re.compile(r"[\d\\$+*^=<>_|]|(?<![A-Za-z])[A-Za-z]?[-/,;][A-Za-z]?(?![
 """A digit, LaTeX, an operator, or a sign or separator that is not between words of two letters or more."""
 SPACED_SEPARATOR = re.compile(r"\s*([-/,;])\s*")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
 BRACKET = re.compile(r"[(\[{]")
 CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
 ARTICLE_OF_WORD = re.compile(r"\b(?:the|an|a(?=\s+[a-z]{2}))\b")
@@ -199,9 +200,9 @@ def has_formula(text: str) -> bool:
 
 
 def normalize_formula(text: str) -> str:
-    """Lower case and single spaces, without dollar signs, thousands separators, the signs between the items of a list,
-    brackets around one letter and a final full stop; every other sign is kept."""
-    bare = text.lower().replace("$", "").replace("\N{MINUS SIGN}", "-")
+    r"""Lower case and single spaces, without dollar signs, `\left`, `\right`, thousands separators, the signs between
+    the items of a list, brackets around one letter and a final full stop; every other sign is kept."""
+    bare = SIZED.sub("", text.lower()).replace("$", "").replace("\N{MINUS SIGN}", "-")
     if not BRACKET.search(bare):  # (2,251,252) is a triple
         bare = THOUSANDS.sub("", bare)
     bare = CHOICE.sub(r"\1", bare)

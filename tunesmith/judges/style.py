@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
-from tunesmith.chat.memo import memoize
 from tunesmith.judges.numeric import NUMBER, parse_number
 from tunesmith.judges.transcript import MARKUP, ToolCallRecord, Transcript
 
@@ -38,10 +37,6 @@ MIN_STEPS = 2
 COPY_WORDS = 8
 """Steps of at least this many words that occur in the question count as copied."""
 SHORT_WORDS, LONG_WORDS = 300, 800
-NUM_CACHED_QUESTIONS, MAX_QUESTION_CHARACTERS = 512, 4096
-"""Size of the cache of tokenized questions, which the rollouts of a group share, and the longest question cached."""
-NUM_CACHED_NUMBERS, MAX_NUMBER_CHARACTERS = 4096, 32
-"""Size of the cache of parsed numbers, and the longest text cached."""
 USED_TOLERANCE = 0.01
 """A result counts as used if a later number is within this relative distance."""
 
@@ -102,7 +97,7 @@ def count_steps(reasoning: str, *, question: str) -> int:
 @functools.lru_cache(maxsize=1)  # several parts of a reward use the same pieces
 def list_original_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
     """Lines and sentences without those copied from the question, also if a copy is split over consecutive pieces."""
-    question_tokens = _join_tokens(question)
+    question_tokens = f" {' '.join(TOKEN.findall(question.casefold()))} "
     pieces = [piece.strip() for piece in STEP_END.split(reasoning)]
     words = [TOKEN.findall(piece.casefold()) for piece in pieces]
     original, start = [], 0
@@ -119,11 +114,6 @@ def list_original_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
             original.append(pieces[start])
         start += 1
     return tuple(original)
-
-
-@memoize(max_entries=NUM_CACHED_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
-def _join_tokens(question: str) -> str:
-    return f" {' '.join(TOKEN.findall(question.casefold()))} "
 
 
 def has_equation(reasoning: str) -> bool:
@@ -174,7 +164,6 @@ def find_numbers(text: str) -> set[Fraction | int]:
     return {number for number in numbers if number is not None}
 
 
-@memoize(max_entries=NUM_CACHED_NUMBERS, max_length=MAX_NUMBER_CHARACTERS)
 def _parse_exact(text: str) -> Fraction | int | None:
     """The value of a text that is one number; whole numbers as int, which compares faster than Fraction."""
     number = parse_number(text)

@@ -26,7 +26,7 @@ COUNTS = "route_counts"
 """Attribute of a module of experts: pairs per expert [E] in passes with gradients, see `start_counting`."""
 
 
-def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules of experts that call transformers' interface, by name."""
     for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
@@ -59,7 +59,7 @@ def run_experts(module: Any, hidden_TC: Tensor, expert_TK: Tensor, weight_TK: Te
     inner_PO = _multiply(module, first, hidden_TC[order_P // num_chosen], offset_E, expert_P)
     inner_PO = module._apply_gate(inner_PO) if module.has_gate else module.act_fn(inner_PO)
     output_PC = _multiply(module, "down_proj", inner_PO, offset_E, expert_P)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has none
         output_PC = module.post_expert_norm(output_PC)
     output_PC = output_PC * weight_TK.reshape(-1)[order_P, None]
     place_P = torch.empty_like(order_P)

@@ -114,8 +114,7 @@ def estimate_memory(model: PreTrainedModel, settings: MemorySettings, card: Card
         )
     token_bytes = count_token_bytes(model.config) * model.dtype.itemsize
     state_bytes = count_state_bytes(model)
-    num_slots = count_state_slots(engine, state_bytes, available=available)
-    available = max(available - num_slots * state_bytes, available // 2)
+    num_slots, available = count_state_slots(engine, state_bytes, available=available)
     num_blocks = count_blocks(engine, token_bytes, max_model_len=settings.max_model_len, available=available)
     parts |= {"KV cache": num_blocks * engine.page_size * token_bytes}
     return parts | ({"recurrent states": num_slots * state_bytes} if num_slots else {})
@@ -203,15 +202,17 @@ def compute_cache_bytes(*, free: int, total: int, num_trained: int, num_ranks: i
     return max(int(CACHE_FRACTION * (free - state - ACTIVATION_FRACTION * total)), int(MIN_CACHE_GIB * GIB))
 
 
-def count_state_slots(engine: EngineSection, state_bytes: int, *, available: int) -> int:
-    """Slots of recurrent states: of the running requests, two that are of none, and with a prefix cache those of
-    snapshots: as many again where half of the available bytes suffices. 0 for a model without such states."""
+def count_state_slots(engine: EngineSection, state_bytes: int, *, available: int) -> tuple[int, int]:
+    """Slots of recurrent states, and the bytes that they leave for keys and values. There are those of the running
+    requests, two that are of none, and with a prefix cache those of snapshots: as many again where half of the
+    available bytes suffices."""
     if not state_bytes:
-        return 0
+        return 0, available
     num_running = engine.max_num_seqs + 2
     num_left = available // 2 // state_bytes - num_running
     num_snapshots = min(max(num_left, MIN_SNAPSHOTS), engine.max_num_seqs)
-    return num_running + num_snapshots * engine.has_prefix_cache
+    num_slots = num_running + num_snapshots * engine.has_prefix_cache
+    return num_slots, max(available - num_slots * state_bytes, available // 2)
 
 
 def count_blocks(engine: EngineSection, token_bytes: int, *, max_model_len: int, available: int) -> int:

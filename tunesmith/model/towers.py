@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -44,12 +43,6 @@ def choose_attention(config: PretrainedConfig) -> str:
     """The attention to load a model with; plan attention replaces it, also where `sdpa` lacks a cap on scores."""
     model_class = find_model_class(config)
     return "eager" if model_class is not None and not model_class._supports_sdpa else "sdpa"
-
-
-def list_weights(config: PretrainedConfig) -> list[str]:
-    """Names of all weights of a model."""
-    with torch.device("meta"):
-        return list(find_auto_class(config).from_config(config).state_dict())
 
 
 def list_towers(model: nn.Module) -> list[str]:

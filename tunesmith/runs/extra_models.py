@@ -111,14 +111,8 @@ def load_extra_models(
         teacher = load_frozen(section.teacher.path, model, policy=policy)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
-        model_with_head = load_model(
-            section.critic.path or model.path,
-            dtype=policy.dtype,
-            device=policy.device,
-            trust_remote_code=model.trust_remote_code,
-            base_path=model.base_path if section.critic.path is None else None,
-            has_fp32_residual=model.residual_dtype == "float32",
-        )
+        base_path = model.base_path if section.critic.path is None else None
+        model_with_head = load_beside(section.critic.path or model.path, model, policy=policy, base_path=base_path)
         critic = ValueModel(model_with_head.get_decoder()).eval()
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return ExtraModels(reference=reference, teacher=teacher, critic=critic)
@@ -137,13 +131,20 @@ def load_frozen(
     """A model that is not trained, where the policy is and as it is sharded."""
     if (sharding := find_sharding(policy)) is not None:
         return load_sharded_model(path, model, sharding.ranks, base_path=base_path, is_trained=False)
-    frozen = load_model(
+    frozen = load_beside(path, model, policy=policy, base_path=base_path).requires_grad_(False)
+    verify_model(frozen)
+    return frozen
+
+
+def load_beside(
+    path: str, model: ModelSection, *, policy: PreTrainedModel, base_path: str | None = None
+) -> PreTrainedModel:
+    """A model in the dtype and on the device of the policy."""
+    return load_model(
         path,
         dtype=policy.dtype,
         device=policy.device,
         trust_remote_code=model.trust_remote_code,
         base_path=base_path,
         has_fp32_residual=model.residual_dtype == "float32",
-    ).requires_grad_(False)
-    verify_model(frozen)
-    return frozen
+    )

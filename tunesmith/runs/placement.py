@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 from tunesmith.cluster.rank_info import RankInfo, is_ray_worker
 from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
 from tunesmith.config.serve import check_serve
 from tunesmith.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def place_config(config: RunConfig, place: RankInfo, *, num_gpus: int) -> RunConfig:
     """The config of a rank on a host with `num_gpus` GPUs; raise ConfigError if its ranks cannot run there."""
     check_workers(config, place)
     if place.world_size == 1:
-        return config
+        return config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_workers": None})})
     is_trainer = place.rank < place.world_size - config.cluster.sampling_ranks
     return config.model_copy(
         update={
@@ -26,6 +30,7 @@ def place_config(config: RunConfig, place: RankInfo, *, num_gpus: int) -> RunCon
 def check_workers(config: RunConfig, place: RankInfo) -> None:
     """Raise unless as many ranks run as the config says, and each gets a task."""
     num_workers, num_ranks = config.cluster.num_workers, place.world_size
+    found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
     if config.cluster.launcher == "ray" and not is_ray_worker():
         raise ConfigError(
             "cluster.launcher=ray starts runs of `tunesmith tune` and tune() only: leave it out here, or set torchrun"
@@ -36,15 +41,19 @@ def check_workers(config: RunConfig, place: RankInfo) -> None:
             f"with {num_ranks} ranks each has a vLLM of its own on its GPU: leave out engine.tensor_parallel_size and "
             "engine.vllm.devices, start one rank, or set cluster.has_sharded_weights=true for one vLLM"
         )
-    if num_workers is not None and num_workers != num_ranks:
-        found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
+    if num_workers not in (None, 1) and num_ranks == 1 and not config.cluster.has_sharded_weights:
+        logger.warning(
+            "cluster.num_workers=%d (AgentScope's inference_engine_num), but this run has one process, which does the "
+            "work of all; `torchrun --nproc-per-node %d` starts a program on as many GPUs",
+            *(num_workers, num_workers),
+        )
+    elif num_workers is not None and num_workers != num_ranks:
         raise ConfigError(
             f"cluster.num_workers={num_workers}, but this run has {found}: start it with `tunesmith tune RUN.yaml`, or "
             f"this program with `torchrun --nproc-per-node {num_workers}`, set cluster.launcher=ray, or leave "
             "cluster.num_workers (AgentScope's inference_engine_num) out"
         )
     if num_ranks <= config.cluster.sampling_ranks:
-        found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ConfigError(
             f"cluster.sampling_ranks={config.cluster.sampling_ranks} leaves no rank that trains, since this run has "
             f"{found}: lower it, or start more with --gpus or --ranks"

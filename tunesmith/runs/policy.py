@@ -97,6 +97,10 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
 
 def check_engine(section: EngineSection, model: ModelSection) -> None:
     """Raise if the device of the model cannot sample from the configured weights."""
+    if section.weight_format == "fp8":
+        check_fp8_device(resolve_device(model.device))
+    if section.kind == "vllm":
+        check_vllm(section, model)
     refused = {
         "engine.weight_format=fp8": section.weight_format == "fp8",
         "engine.kind=vllm": section.kind == "vllm",
@@ -110,10 +114,6 @@ def check_engine(section: EngineSection, model: ModelSection) -> None:
                 f"{knob} does not support models of type {config.get_text_config().model_type!r}, which have recurrent "
                 "layers: leave it out"
             )
-    if section.weight_format == "fp8":
-        check_fp8_device(resolve_device(model.device))
-    if section.kind == "vllm":
-        check_vllm(section, model)
 
 
 def check_vllm(section: EngineSection, model: ModelSection) -> None:

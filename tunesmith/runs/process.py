@@ -50,8 +50,9 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
 
 
 def describe_expected(error: Exception) -> str | None:
-    """The sentence that is printed for an error of input, of the run or of this host; None for other errors."""
-    message = " ".join(str(error).split())
+    """The sentence, or list of them, that is printed for an error of input, of the run or of this host; None for other
+    errors."""
+    message = "\n- ".join(" ".join(each.split()) for each in str(error).split("\n- "))
     if isinstance(error, TunesmithError | ValueError | OSError | ImportError):
         return message
     if lacks_host_memory(error):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import operator
 import random
 from collections.abc import Callable, Mapping
@@ -17,6 +16,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal
+
+from tunesmith.tasks.load import write_rows
 
 Split = Literal["train", "test"]
 
@@ -132,12 +133,10 @@ def find_split(question: str) -> Split:
 
 def save_problems(folder: str | Path, *, num_train: int, num_test: int, seed: int) -> Path:
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     counts: dict[Split, int] = {"train": num_train, "test": num_test}
     for split, count in counts.items():
         problems = build_problems(split, num_problems=count, seed=seed)
-        lines = [json.dumps(asdict(problem), ensure_ascii=False) for problem in problems]
-        (path / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_rows(path / f"{split}.jsonl", map(asdict, problems))
     return path
 
 

@@ -8,7 +8,6 @@ sentence that begins with "Error:", for the model to read.
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import operator
 import re
@@ -17,8 +16,6 @@ from fractions import Fraction
 from typing import Any
 
 MAX_CHARACTERS = 500
-NUM_CACHED_RESULTS = 4096
-"""Size of the result cache: rollouts on one question often compute the same expressions."""
 MAX_DEPTH = 50
 MAX_EXPONENT = 1000
 MAX_BITS = 512
@@ -92,18 +89,10 @@ def calculate(expression: str) -> str:
         `str`:
             The result, or a sentence that begins with "Error:".
     """
-    is_cached = isinstance(expression, str) and len(expression) <= MAX_CHARACTERS
-    return _calculate_cached(expression) if is_cached else _calculate(expression)
-
-
-def _calculate(expression: str) -> str:
     try:
         return format_number(compute_expression(expression))
     except ExpressionError as error:
         return f"Error: {error}"
-
-
-_calculate_cached = functools.lru_cache(maxsize=NUM_CACHED_RESULTS)(_calculate)
 
 
 def compute_expression(expression: str) -> Fraction:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, overload
 
 import pydantic
@@ -79,6 +80,12 @@ class ArgumentChecker:
             return "the arguments are nested too deeply"
         except (ArithmeticError, ValueError) as error:  # multipleOf of an infinite number, or of NaN
             return f"the arguments have a number that cannot be checked: {error}"
+
+
+@lru_cache(1024)
+def build_checker(schema: str) -> ArgumentChecker:
+    """The checker of a schema in JSON. Checking a schema takes milliseconds; each session may build its tools anew."""
+    return ArgumentChecker(json.loads(schema))
 
 
 def check_schema(parameters: Mapping[str, Any], standard: Any) -> None:
@@ -238,8 +245,8 @@ class Tool:
         if self.text_argument is not None and self.text_argument not in self.parameters.get("properties", {}):
             raise ValueError(f"text_argument={self.text_argument!r} is no parameter of tool {self.name!r}")
         try:
-            object.__setattr__(self, "checker", ArgumentChecker(dict(self.parameters)))
-        except ValueError as error:
+            object.__setattr__(self, "checker", build_checker(json.dumps(dict(self.parameters))))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"the parameters of tool {self.name!r} are no valid JSON schema: {error}") from error
 
     @classmethod
@@ -296,10 +303,17 @@ class Tool:
             text = f"Error: {self.name} took longer than {self.timeout_s:g} s and was stopped."
             given = ToolResult(text=text, ok=False, failure="timeout")
         if not isinstance(given, str | ToolResult):
-            raise TypeError(f"tool {self.name!r} returned {type(given).__name__}; it must return str or ToolResult")
+            raise TypeError(f"tool {self.name!r} returned {name_kind(given)}; it must return str or ToolResult")
         result = ToolResult(text=given) if isinstance(given, str) else given
         ms = 1000 * (time.perf_counter() - started)
         return ToolResult(text=result.text, ok=result.ok, failure=result.failure, ms=ms)
+
+
+def name_kind(value: Any) -> str:
+    """What a value is that should be text: a part that is none, or the value's type."""
+    parts = [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    kinds = [each.get("type") for each in parts if each.get("type") != "text"]
+    return f"a part {kinds[0]!r}" if kinds else type(value).__name__
 
 
 def get_start() -> Callable[[], None]:

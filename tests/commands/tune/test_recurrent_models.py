@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from small_runs import build_small_run, list_apples, write_splits
 from tiny_models import get_config
 from tunesmith.commands.export.run import run_export
-from tunesmith.config import ExportSection
+from tunesmith.config import EngineSection, ExportSection, ModelSection
+from tunesmith.errors import ConfigError
 from tunesmith.model.pocket import build_pocket_tokenizer
+from tunesmith.runs.policy import check_engine
 
 IDS = torch.arange(30)[None] * 7 % 97
 
@@ -50,3 +52,10 @@ def test_two_steps_sample_and_train_the_same_policy(name, lora, tmp_path):
     if not lora:
         trained = AutoModelForCausalLM.from_pretrained(result.checkpoint)
         assert torch.equal(exported(IDS).logits, trained(IDS).logits)
+
+
+@pytest.mark.parametrize("knob", [{"weight_format": "fp8"}, {"kind": "vllm"}, {"max_speculating_seqs": 4}])
+def test_engines_without_states_are_refused(knob, tmp_path):
+    model = ModelSection(path=str(write_model("lfm2", tmp_path / "model")))
+    with pytest.raises(ConfigError, match=f"engine.{next(iter(knob))}=.* models of type 'lfm2', which have recurrent"):
+        check_engine(EngineSection(**knob), model)

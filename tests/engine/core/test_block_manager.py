@@ -163,3 +163,14 @@ def test_a_deferred_block_with_a_known_hash_is_freed() -> None:
     pool.publish_deferred(second, b"hash", "owner")
     assert pool.find([b"hash"]) == [first]
     assert pool.allocate(1) == [second]
+
+
+def test_the_release_time_is_that_of_the_youngest_block_to_be_evicted() -> None:
+    pool = BlockPool(5)
+    for time in (3, 7):
+        blocks = pool.allocate(2)
+        assert blocks is not None
+        for block in blocks:
+            pool.publish(block, bytes([time, block]))
+        pool.release(blocks, time=time)
+    assert [pool.find_release_time(num_blocks) for num_blocks in range(7)] == [None, None, 3, 3, 7, 7, None]

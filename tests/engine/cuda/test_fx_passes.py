@@ -389,3 +389,15 @@ def test_merged_groups_are_found_among_other_weights() -> None:
     assert find_merged_groups([first, second], [biases[:2], biases[2:5]]) == [[0, 1]]
     assert find_merged_groups([first, second], [biases[:2], None]) == [[0], [1]]
     assert find_merged_groups([first, second], [biases[:2], biases[3:6]]) == [[0], [1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_rotary_embeddings_of_three_axes_are_not_read_from_a_table_of_one(name: str) -> None:
+    model = build_tiny(name)
+    rotary = model.get_decoder().rotary_emb
+    hidden, positions = torch.zeros(1, 4, 32), torch.tensor([[[0, 1, 2, 5]]]).expand(3, 1, 4)
+    expected = rotary(hidden, positions)
+    with FusedLayers(model, build_ops(Counter()), max_positions=32).installed():
+        found = rotary(hidden, positions)
+    assert all(map(torch.equal, found, expected))

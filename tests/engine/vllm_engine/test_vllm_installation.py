@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 from pydantic import ValidationError
+from transformers import LlamaConfig
 
 from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSection, RunConfig
@@ -43,9 +44,10 @@ def test_a_missing_or_unknown_vllm_is_refused(monkeypatch, version, message):
         check_engine(EngineSection(kind="vllm"), CPU)
 
 
-def test_a_known_vllm_passes(monkeypatch):
+def test_a_known_vllm_passes(monkeypatch, tmp_path):
     set_version(monkeypatch, "0.26.0")
-    check_engine(EngineSection(kind="vllm"), CPU)
+    LlamaConfig().save_pretrained(tmp_path)
+    check_engine(EngineSection(kind="vllm"), CPU.model_copy(update={"path": str(tmp_path)}))
 
 
 def test_an_interpreter_without_vllm_is_refused(tmp_path, monkeypatch):

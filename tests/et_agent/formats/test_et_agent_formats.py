@@ -70,18 +70,12 @@ def write(folder, name):
     rows = FILES[name]
     if name == "et_rl":
         path = folder / "stage1.parquet"
-        save_records(path, load_rl_records(), "et_rl")
+        save_records(path, FILES[name], name)
     elif name == "et_test":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         path.write_text(json.dumps(rows))
     return path
-
-
-def load_rl_records():
-    from tunesmith.et_agent.formats.files import RlRow
-
-    return [RlRow.read(row, "row") for row in FILES["et_rl"]]
 
 
 def read(path, name):
@@ -103,6 +97,12 @@ def test_the_parquet_file_has_the_columns_of_the_original(tmp_path):
     table = pq.read_table(write(tmp_path, "et_rl"))
     assert table.column_names == ["data_source", "prompt", "ability", "reward_model", "extra_info", "metadata"]
     assert str(table.schema.field("reward_model").type) == "struct<ground_truth: list<element: string>, style: string>"
+
+
+def test_fields_beyond_the_schema_of_the_original_are_kept_in_parquet(tmp_path):
+    rows = [RL | {"extra_info": RL["extra_info"] | {"level": 3}}, RL | {"extra_info": RL["extra_info"] | {"level": 1}}]
+    save_records(tmp_path / "rl.parquet", rows, "et_rl")
+    assert load_records(tmp_path / "rl.parquet", "et_rl") == rows
 
 
 def convert(tmp_path, name, target, source_path=None, out="out"):
@@ -201,7 +201,7 @@ def test_the_command_converts_and_reports_format_errors(tmp_path):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("et_pool", {"question": "q"}, "has no 'answer'; its fields are none"),
+        ("et_pool", {"question": "q"}, "has no 'answer'; its fields are question"),
         ("et_evolve", HEAD, "has no 'evolve_trajectories_buffer'"),
         ("et_rollouts", ROLLOUTS | {"predictions": ["1"]}, "parallel lists differ in length"),
         ("et_pareto", SCORED | {"rank": 0}, "has 'rank', but no 'score_tool'"),

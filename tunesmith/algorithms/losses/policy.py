@@ -401,7 +401,13 @@ def _compute_rec_weights(scores: TokenScores, ratio_N: Tensor, weight: str, temp
 
 def compute_mix_terms(tokens: TokenInputs, *, mu: Share = 0.1) -> TokenInputs:
     """Constant weight mu for expert tokens and 1 - mu for sampled tokens (Zhang et al., 2025, CHORD)."""
-    return _build_mixture_terms(tokens, mu)
+    is_expert_E = ~tokens.find_sampled()
+    metrics = {
+        "expert/mu": mu,
+        "expert/num_sequences": Count(len(np.unique(tokens.sequence_E[is_expert_E]))),
+        "expert/num_tokens": Count(is_expert_E.sum()),
+    }
+    return replace(tokens, correction_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
 
 
 def compute_chord_terms(
@@ -424,7 +430,7 @@ def compute_chord_terms(
     mu = compute_mu(
         tokens.step, peak=mu_peak, valley=mu_valley, num_warmup_steps=mu_warmup_steps, num_decay_steps=mu_decay_steps
     )
-    return _build_mixture_terms(tokens, mu)
+    return compute_mix_terms(tokens, mu=mu)
 
 
 def compute_mu(step: int, *, peak: float, valley: float, num_warmup_steps: int, num_decay_steps: int) -> float:
@@ -466,16 +472,6 @@ def compute_chord_losses(
     probabilities_N = scores.logprobs_N.detach().exp()
     phi_N = probabilities_N * (1 - probabilities_N)
     return _mix_losses(scores, phi_N, clip_range_low, clip_range_high, clip_ratio_c)
-
-
-def _build_mixture_terms(tokens: TokenInputs, mu: float) -> TokenInputs:
-    is_expert_E = ~tokens.find_sampled()
-    metrics = {
-        "expert/mu": mu,
-        "expert/num_sequences": Count(len(np.unique(tokens.sequence_E[is_expert_E]))),
-        "expert/num_tokens": Count(is_expert_E.sum()),
-    }
-    return replace(tokens, correction_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
 
 
 def _mix_losses(

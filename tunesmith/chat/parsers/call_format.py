@@ -1,7 +1,7 @@
-"""Formats of tool calls, as the reply parser sees them: their tags, and a reader of one block of calls.
+"""Formats of tool calls, as the reply parser sees them: their tags, and a function that reads one block of calls.
 
-A block starts with an opener, such as `<tool_call>`, and holds one call or several. A reader gets the text from the
-opener on, as often as it grows, and decides as soon as the text determines where the block ends. So the result does
+A block starts with an opener, such as `<tool_call>`, and holds one call or several. The function gets the text from the
+opener on, again when it has grown, and decides as soon as the text determines where the block ends. So the result does
 not depend on how the text was cut into pieces.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -42,10 +42,10 @@ class Block:
     calls: tuple[ReadCall, ...] = ()
 
 
-class BlockReader(Protocol):
+class ReadBlock(Protocol):
     """Reads one block."""
 
-    def read(self, text: str, *, is_end: bool) -> Block | None:
+    def __call__(self, text: str, tools: Tools, *, is_end: bool) -> Block | None:
         """The block at the start of the text; None if it needs more text. At the end of the text, always a block."""
         ...
 
@@ -73,8 +73,8 @@ class CallFormat:
     argument_ends: tuple[str, ...] = ()
     """In formats with a tag for each argument, the tag that ends one, and others that no value can contain; empty if
     the arguments are one JSON object."""
-    open_reader: Callable[[Tools], BlockReader] | None
-    """Opens the reader of a block; None for harmony, whose calls are messages of their own (`HarmonyParser`)."""
+    read_block: ReadBlock | None
+    """None for harmony, whose calls are messages of their own (`HarmonyParser`)."""
 
     @property
     def inner_markup(self) -> frozenset[str]:
@@ -161,71 +161,30 @@ def _find_definition(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
-class ClosingTag:
-    """Finds the tag that ends a growing block; at the end of the reply it may be missing."""
+def find_close(text: str, closing: str, start: int, *, is_end: bool) -> tuple[int, int] | None:
+    """Where the text in front of a closing tag ends, and where the tag does; None if it needs more text. At the end of
+    the reply the tag may be missing."""
+    end = text.find(closing, start)
+    if end < 0:
+        return (len(text), len(text)) if is_end else None
+    return end, end + len(closing)
 
-    def __init__(self, opening: str, closing: str) -> None:
-        self._closing = closing
-        self._position = len(opening)
 
-    def find(self, text: str, *, is_end: bool) -> tuple[int, int] | None:
-        """Where the text between the tags ends, and where the block ends; None if it needs more text."""
-        end = text.find(self._closing, self._position)
-        if end < 0 and not is_end:
-            self._position = max(self._position, len(text) - len(self._closing) + 1)
+def find_json_end(text: str, start: int) -> int | None:
+    """The position after the JSON object or array at `start`; None if it is incomplete. Raises ValueError if brackets
+    do not match."""
+    closers: list[str] = []
+    for token in _JSON_TOKEN.finditer(text, start):
+        if token.group() == '"':  # a string that has not ended
             return None
-        return (len(text), len(text)) if end < 0 else (end, end + len(self._closing))
-
-
-class TaggedReader:
-    """Reads a block between two tags; implements `BlockReader`."""
-
-    def __init__(
-        self,
-        opening: str,
-        closing: str,
-        read_calls: Callable[[str, bool], tuple[ReadCall, ...]],
-        *,
-        is_whole: bool = False,
-    ) -> None:
-        """`read_calls` receives the text between the tags, and whether there is a closing one; it returns no calls if
-        they are malformed. `is_whole`: a malformed block is content up to its end, else its opening tag is."""
-        self._opening = opening
-        self._tag = ClosingTag(opening, closing)
-        self._read_calls = read_calls
-        self._is_whole = is_whole
-
-    def read(self, text: str, *, is_end: bool) -> Block | None:
-        ends = self._tag.find(text, is_end=is_end)
-        if ends is None:
-            return None
-        body_end, length = ends
-        calls = self._read_calls(text[len(self._opening) : body_end], body_end < length)
-        return Block(length=length if calls or self._is_whole else len(self._opening), calls=calls)
-
-
-class JsonEnd:
-    """Finds the end of the JSON object or array that starts at a position of a growing text."""
-
-    def __init__(self, start: int) -> None:
-        self._position = start
-        self._closers: list[str] = []
-
-    def find(self, text: str) -> int | None:
-        """The position after the value; None if it is incomplete. Raises ValueError if brackets do not match."""
-        for token in _JSON_TOKEN.finditer(text, self._position):
-            if token.group() == '"':  # a string that has not ended
-                self._position = token.start()
-                return None
-            self._position = token.end()
-            if token.group() in _CLOSERS:
-                self._closers.append(_CLOSERS[token.group()])
-            elif token.group() in ("]", "}"):
-                if not self._closers or self._closers.pop() != token.group():
-                    raise ValueError("brackets do not match")
-                if not self._closers:
-                    return token.end()
-        return None
+        if token.group() in _CLOSERS:
+            closers.append(_CLOSERS[token.group()])
+        elif token.group() in ("]", "}"):
+            if not closers or closers.pop() != token.group():
+                raise ValueError("brackets do not match")
+            if not closers:
+                return token.end()
+    return None
 
 
 _CLOSERS = {"{": "}", "[": "]"}

@@ -9,10 +9,12 @@ import re
 
 from tunesmith.chat.parsers.call_format import (
     NAME_PATTERN,
+    Block,
     CallFormat,
     ReadCall,
-    TaggedReader,
+    Tools,
     build_call,
+    find_close,
     load_json,
 )
 
@@ -22,6 +24,16 @@ SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 
 _FENCED = re.compile(rf"\s*function{SEPARATOR}\s*({NAME_PATTERN})\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 _BARE = re.compile(rf"\s*({NAME_PATTERN})\s*{SEPARATOR}(.*)", re.DOTALL)
+
+
+def read_deepseek(text: str, tools: Tools, *, is_end: bool) -> Block | None:
+    """A list of calls; at the end of the reply its closing tokens may be missing."""
+    ends = find_close(text, CALLS_END, len(CALLS_BEGIN), is_end=is_end)
+    if ends is None:
+        return None
+    body_end, length = ends
+    calls = _read_calls(text[len(CALLS_BEGIN) : body_end])
+    return Block(length=length if calls else len(CALLS_BEGIN), calls=calls)
 
 
 def _read_calls(body: str) -> tuple[ReadCall, ...]:
@@ -52,5 +64,5 @@ DEEPSEEK = CallFormat(
     close=CALL_END,
     markup=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
     arguments_start=r'\{\s*"a"',
-    open_reader=lambda tools: TaggedReader(CALLS_BEGIN, CALLS_END, lambda body, is_closed: _read_calls(body)),
+    read_block=read_deepseek,
 )

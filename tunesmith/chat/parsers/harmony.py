@@ -146,5 +146,5 @@ HARMONY = CallFormat(
     markup=(CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS),
     turn_ends=ENDS,
     arguments_start=r'\{\s*"a"',
-    open_reader=None,
+    read_block=None,
 )

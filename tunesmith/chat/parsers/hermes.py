@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from tunesmith.chat.parsers.call_format import CallFormat, ReadCall, TaggedReader, build_call, load_json
+from tunesmith.chat.parsers.call_format import (
+    Block,
+    CallFormat,
+    ReadCall,
+    Tools,
+    build_call,
+    find_close,
+    load_json,
+)
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _read_call(body: str) -> tuple[ReadCall, ...]:
-    """The call in `{"name": str, "arguments": object}`; none in another text."""
+def read_hermes(text: str, tools: Tools, *, is_end: bool) -> Block | None:
+    ends = find_close(text, CALL_CLOSE, len(CALL_OPEN), is_end=is_end)
+    if ends is None:
+        return None
+    body_end, length = ends
+    call = _parse(text[len(CALL_OPEN) : body_end])
+    return Block(length=length, calls=() if call is None else (call,))
+
+
+def _parse(body: str) -> ReadCall | None:
+    """The call in `{"name": str, "arguments": object}`; None for another text."""
     try:
-        fields = load_json(body)
+        call = load_json(body)
     except ValueError:
-        return ()
-    call = build_call(fields.get("name"), fields.get("arguments")) if isinstance(fields, dict) else None
-    return () if call is None else (call,)
+        return None
+    return build_call(call.get("name"), call.get("arguments")) if isinstance(call, dict) else None
 
 
 HERMES = CallFormat(
@@ -23,7 +39,5 @@ HERMES = CallFormat(
     template_tags=(CALL_OPEN,),
     close=CALL_CLOSE,
     arguments_start=r'\{\s*"a"',
-    open_reader=lambda tools: TaggedReader(
-        CALL_OPEN, CALL_CLOSE, lambda body, is_closed: _read_call(body), is_whole=True
-    ),
+    read_block=read_hermes,
 )

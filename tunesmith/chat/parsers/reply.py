@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers.call_format import Block, BlockReader, CallFormat, Tools
+from tunesmith.chat.parsers.call_format import Block, CallFormat, Tools
 from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+BLOCK_ENDS = frozenset("]}>`")
+"""Characters of which the end of a block of calls has one, in any format: a block is read again once one of them has
+come, not with each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class ReplyParser(IncrementalParser):
         self._openers = call_format.openers if has_tool_calls else ()
         self._first_openers = call_format.first_openers if has_tool_calls else ()
         self._tools = tools
-        self._reader: BlockReader | None = None
+        self._num_read = 0
+        """Characters of the block when it was last read."""
         if not has_reasoning:
             self._parse_state = self._parse_content
         elif is_reasoning_open:
@@ -117,8 +121,7 @@ class ReplyParser(IncrementalParser):
         if start is not None:
             self._add_content(self._buffer[:start])
             self._buffer = self._buffer[start:]
-            assert self._format.open_reader is not None, "HarmonyParser reads harmony"
-            self._reader = self._format.open_reader(self._tools)
+            self._num_read = 0
             self._parse_state = self._parse_block
             return True
         num_held = 0 if is_end else max((count_overlap(self._buffer, tag) for tag in self._openers), default=0)
@@ -145,8 +148,11 @@ class ReplyParser(IncrementalParser):
         self._held_space = text[len(ready) :]
 
     def _parse_block(self, is_end: bool) -> bool:
-        assert self._reader is not None
-        block = self._reader.read(self._buffer, is_end=is_end)
+        assert self._format.read_block is not None, "HarmonyParser reads harmony"
+        if self._num_read and not is_end and BLOCK_ENDS.isdisjoint(self._buffer[self._num_read :]):
+            return False
+        self._num_read = len(self._buffer)
+        block = self._format.read_block(self._buffer, self._tools, is_end=is_end)
         if block is None:
             return False
         if not block.calls:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from tunesmith.chat.parsers.call_format import (
@@ -17,9 +16,9 @@ from tunesmith.chat.parsers.call_format import (
     Block,
     CallFormat,
     ReadCall,
-    TaggedReader,
     Tools,
     build_call,
+    find_close,
     find_parameter,
     load_json,
 )
@@ -46,48 +45,38 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 """JSON schema types -> types of decoded values; strings are not decoded."""
 
 
-class _QwenReader:
-    """Reads one call; the model may leave out the outer `<tool_call>`."""
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._position = 0
-
-    def read(self, text: str, *, is_end: bool) -> Block | None:
-        malformed = Block(length=len(CALL_OPEN if text.startswith(CALL_OPEN) else FUNCTION_OPEN))
-        while True:
-            end = text.find(FUNCTION_CLOSE, self._position)
-            if end < 0:
-                self._position = max(0, self._position, len(text) - len(FUNCTION_CLOSE) + 1)
-                return malformed if is_end else None
-            after = end + len(FUNCTION_CLOSE)
-            rest = text[after:].lstrip()
-            if CALL_CLOSE.startswith(rest) and rest != CALL_CLOSE and not is_end:
-                self._position = end
-                return None
-            is_closed = rest.startswith(CALL_CLOSE)
-            call = self._parse(text[:after])
-            if call is not None:
-                length = len(text) - len(rest) + len(CALL_CLOSE) if is_closed else after
-                return Block(length=length, calls=(call,))
-            if is_closed or text.startswith(FUNCTION_OPEN):
-                return malformed
-            self._position = after
-
-    def _parse(self, text: str) -> ReadCall | None:
-        found = _QWEN_BODY.fullmatch(text)
-        if found is None:
+def read_qwen(text: str, tools: Tools, *, is_end: bool) -> Block | None:
+    """One call; the model may leave out the outer `<tool_call>`."""
+    malformed = Block(length=len(CALL_OPEN if text.startswith(CALL_OPEN) else FUNCTION_OPEN))
+    after = 0
+    while (end := text.find(FUNCTION_CLOSE, after)) >= 0:
+        after = end + len(FUNCTION_CLOSE)
+        rest = text[after:].lstrip()
+        if CALL_CLOSE.startswith(rest) and rest != CALL_CLOSE and not is_end:
             return None
-        return _build_call(found.group(1), _QWEN_PARAMETER.findall(found.group(2)), self._tools)
+        is_closed = rest.startswith(CALL_CLOSE)
+        found = _QWEN_BODY.fullmatch(text, 0, after)
+        call = None
+        if found is not None:
+            call = _build_call(found.group(1), _QWEN_PARAMETER.findall(found.group(2)), tools)
+        if call is not None:
+            length = len(text) - len(rest) + len(CALL_CLOSE) if is_closed else after
+            return Block(length=length, calls=(call,))
+        if is_closed or text.startswith(FUNCTION_OPEN):
+            return malformed
+    return malformed if is_end else None
 
 
-def _read_glm_call(body: str, is_closed: bool, tools: Tools) -> tuple[ReadCall, ...]:
-    found = _GLM_BODY.fullmatch(body)
+def read_glm(text: str, tools: Tools, *, is_end: bool) -> Block | None:
+    ends = find_close(text, CALL_CLOSE, len(CALL_OPEN), is_end=is_end)
+    if ends is None:
+        return None
+    body_end, length = ends
+    found = _GLM_BODY.fullmatch(text, len(CALL_OPEN), body_end)
     arguments = [] if found is None else _GLM_ARGUMENT.findall(found.group(2))
-    if found is None or not (is_closed or arguments):  # without a closing tag, the name alone may be incomplete
-        return ()
-    call = _build_call(found.group(1), arguments, tools)
-    return () if call is None else (call,)
+    call = None if found is None else _build_call(found.group(1), arguments, tools)
+    is_cut = body_end == length and not arguments  # without a closing tag, the name alone may be incomplete
+    return Block(length=len(CALL_OPEN)) if call is None or is_cut else Block(length=length, calls=(call,))
 
 
 def _build_call(name: str, arguments: Iterable[tuple[str, str]], tools: Tools) -> ReadCall | None:
@@ -138,7 +127,7 @@ QWEN3_CODER = CallFormat(
     close=CALL_CLOSE,
     arguments_start=r"<parameter=a>",
     argument_ends=("</parameter>", CALL_CLOSE),
-    open_reader=_QwenReader,
+    read_block=read_qwen,
 )
 GLM = CallFormat(
     name="glm",
@@ -148,5 +137,5 @@ GLM = CallFormat(
     markup=GLM_TAGS,
     arguments_start=r"<arg_key>a</arg_key>",
     argument_ends=("</arg_value>", CALL_CLOSE),
-    open_reader=lambda tools: TaggedReader(CALL_OPEN, CALL_CLOSE, partial(_read_glm_call, tools=tools)),
+    read_block=read_glm,
 )

@@ -32,7 +32,8 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_auxiliary, check_policy, load_auxiliary, load_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
-from tunesmith.storage import load_json_lines, save_text
+from tunesmith.storage import load_json_lines
+from tunesmith.tasks.load import write_rows
 from tunesmith.types import Engine, Group, JudgeType, Trajectory, WorkflowType
 
 ROWS_FILE = "conversations.jsonl"
@@ -102,12 +103,11 @@ def collect(
             close()
         batches = load_json_lines(unfinished)
         by_task = [kept for batch in batches for kept in batch["rows"]]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for kept in by_task for row in kept]
-        save_text(out, "".join(lines))
+        num_rows = write_rows(out, (row for kept in by_task for row in kept))
         workspace.remove(unfinished)
     return Collected(
         path=out,
-        num_rows=len(lines),
+        num_rows=num_rows,
         num_tasks=len(by_task),
         num_tasks_with_rows=sum(map(bool, by_task)),
         num_rollouts=config.num_runs * len(by_task),

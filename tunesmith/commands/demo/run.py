@@ -48,8 +48,9 @@ from tunesmith.errors import ConfigError
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.policy import BuildModel
-from tunesmith.storage import save_json, save_text, storage_errors
+from tunesmith.storage import save_json, storage_errors
 from tunesmith.tasks.arithmetic import build_problems, save_problems
+from tunesmith.tasks.load import write_rows
 
 AGENT_MODULE = "tunesmith.commands.demo.agent"
 TEST_SET = "test"
@@ -136,8 +137,7 @@ def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
 def finetune(base: Path, demonstrate: Demonstrate, root: Path, *, seed: int, settings: DemoSettings) -> Path:
     """Fine-tune the base model on demonstrations; return the model's folder."""
     problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
-    rows = demonstrate(problems, seed=seed)
-    save_text(root / DEMONSTRATIONS, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(root / DEMONSTRATIONS, demonstrate(problems, seed=seed))
     config = SftConfig(
         model=build_model_section(base),
         train_dataset=ConversationDataSection(path=str(root / DEMONSTRATIONS)),

@@ -15,6 +15,7 @@ from tunesmith.commands.doctor.record import (
     Outcome,
     RlRun,
     compute_slope_t,
+    format_settings,
     need_ends,
     observe,
 )
@@ -163,7 +164,6 @@ def find_truncation(run: RlRun) -> Outcome:
     settings: dict[str, object] = {knob: value}
     if is_context and length >= context:
         settings["model.max_tokens"] = 2 * model.max_tokens
-    listed = " and ".join(f"{each}={number}" for each, number in settings.items())
     evidence = [
         observe(recent, f"{truncated:.0f} of {total:.0f} {unit}{longest_text}", share),
         Evidence(
@@ -177,8 +177,8 @@ def find_truncation(run: RlRun) -> Outcome:
         severity="error" if share >= MOSTLY_TRUNCATED_SHARE else "warning",
         problem=f"{share:.0%} of the recent {unit} were cut off at {limit}",
         evidence=tuple(evidence),
-        change=f"set {listed}; if longer answers are not wanted, add experience.operators mask_response_truncated, so "
-        "that a truncated answer is not trained as a wrong one",
+        change=f"set {format_settings(settings)}; if longer answers are not wanted, add experience.operators "
+        "mask_response_truncated, so that a truncated answer is not trained as a wrong one",
         settings=settings,
     )
 

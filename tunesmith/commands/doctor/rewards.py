@@ -321,8 +321,6 @@ def find_repeated_tasks(run: RlRun) -> Outcome:
 
 
 REWARD = re.compile(r"eval/(.+)/reward")
-RISING_T = 3.0
-MIN_TREND_STEPS = 10
 
 
 def find_evaluation_trend(run: RlRun) -> Outcome:
@@ -349,7 +347,7 @@ def judge_set(run: RlRun, name: str, series: Series) -> CheckFinding | str:
         return CheckFinding(
             problem=f"the held-out reward fell significantly after step {steps[best]}"
             + (", while the training reward rose: the model overfits the tasks or exploits the judge"
-               if is_training_rising(run) else ""),
+               if has_risen(run) else ""),
             evidence=(describe(series, name, best, last, loss),),
             change=f"use the checkpoint of step {steps[best]} or the one nearest before it (shorter "
             "save_interval_steps keeps more), read responses with a high reward for tricks, and set "
@@ -402,8 +400,3 @@ def describe(series: Series, name: str, before: int, after: int, difference: Dif
         value=difference.mean,
         steps=(first, last),
     )
-
-
-def is_training_rising(run: RlRun) -> bool:
-    rewards = run.get("rollout/reward_mean")
-    return rewards is not None and len(rewards) >= MIN_TREND_STEPS and compute_slope_t(rewards) > RISING_T

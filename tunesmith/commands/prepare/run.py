@@ -14,7 +14,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -35,17 +35,17 @@ from tunesmith.commands.prepare.rows import (
 )
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
+from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
-from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, save_text, storage_errors
+from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, storage_errors
 from tunesmith.tasks.data_path import FORMATS
-from tunesmith.tasks.load import check_required_fields, load_rows
+from tunesmith.tasks.load import check_required_fields, load_rows, write_rows
 
 NO_LIMIT = 2**62
 PASS_RATE_SUFFIX = "_pass_rate"
@@ -55,10 +55,6 @@ def hash_json(value: Any) -> str:
     """SHA-256 of a value's canonical JSON; names of files in existing work folders are made of it."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-
-
-def format_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
 def drop_long_rows(
@@ -136,12 +132,12 @@ def measure_model(
     )
     questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
     if not out.is_file():
-        save_text(questions, format_lines(rows))
+        write_rows(questions, rows)
         measure_pass_rates(
             build_run_config(questions, name, settings),
             workflow=calculator_agent,
             judge=numeric_judge,
-            build_model=lambda endpoint, options: ChatModel(endpoint, options=options),
+            build_model=build_openai_chat_model,
             field=name + PASS_RATE_SUFFIX,
             num_runs=section.num_samples,
             out=out,
@@ -279,9 +275,9 @@ def prepare_folder(
         **report,
     }
     with new_folder(workspace.root, {"settings_hash": hash_json(inputs["settings"]), **inputs}) as temporary:
-        save_text(temporary / TRAIN, format_lines(train))
+        write_rows(temporary / TRAIN, train)
         if evaluation is not None:
-            save_text(temporary / EVALUATION, format_lines(each.build_row(settings.style) for each in evaluation))
+            write_rows(temporary / EVALUATION, (each.build_row(settings.style) for each in evaluation))
         if (work / PARAPHRASES).is_file():
             shutil.copyfile(work / PARAPHRASES, temporary / PARAPHRASES)
         save_json(temporary / REPORT, content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,10 +9,10 @@ from tunesmith.arguments import read_api_key
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.tune.ranks import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
+from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.http_server import check_port
-from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
@@ -68,11 +67,7 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
         config.model_copy(update={"serve": section}),
         workflow=workflow,
         judge=judge,
-        build_model=build_model if config.auxiliary_models else build_plain_model,
+        # rollouts have a model that no function in this process calls
+        build_model=build_model if config.auxiliary_models else build_openai_chat_model,
         server=server,
     )
-
-
-def build_plain_model(endpoint: Endpoint, options: Mapping[str, Any]) -> ChatModel:
-    """The model of rollouts that no function in this process calls."""
-    return ChatModel(endpoint, options=options)

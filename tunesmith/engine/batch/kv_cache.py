@@ -72,12 +72,8 @@ class KVCache:
             sizes = [(shape.num_kv_heads, num_blocks, block_size, shape.head_size) for shape in found]
         self.keys = [build_zeros(size, dtype, device) for size in sizes]
         self.values = [build_zeros(size, dtype, device) for size in sizes]
+        self.attended_keys = next(each for each in self.keys if each.shape[-1])
         self.states = states
-
-    @property
-    def attended_keys(self) -> Tensor:
-        """Keys of a layer that attends."""
-        return next(each for each in self.keys if each.shape[-1])
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold non-finite values: even masked, they would turn attention sums into NaN."""

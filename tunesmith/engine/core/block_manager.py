@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -36,7 +37,7 @@ class BlockPool:
         # dicts as ordered sets: any block can be removed in constant time, and the last one taken
         self._free = self._all_free.copy()  # `popitem` takes the last one
         self._is_free = bytearray(b"\1") * num_blocks
-        self._cached: dict[int, None] = {}  # in order of release; a dict removes in O(1)
+        self._cached: dict[int, int] = {}  # in order of release, with the time of it; a dict removes in O(1)
 
     @property
     def num_available(self) -> int:
@@ -89,6 +90,12 @@ class BlockPool:
         """How many of these blocks no request holds: holding them leaves that many fewer to allocate."""
         return sum(block in self._cached for block in blocks)
 
+    def find_release_time(self, num_blocks: int) -> int | None:
+        """When the youngest of the blocks was released that `allocate` would evict for `num_blocks`; None: it would
+        evict none."""
+        num_evicted = num_blocks - len(self._free)
+        return None if num_evicted <= 0 else next(islice(self._cached.values(), num_evicted - 1, None), None)
+
     def select_unshared(self, blocks: Iterable[int]) -> list[int]:
         """The blocks that exactly one request holds, of blocks that are held."""
         return [block for block in blocks if self._ref_counts[block] == 1]
@@ -100,7 +107,7 @@ class BlockPool:
                 del self._cached[block]
             self._ref_counts[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, time: int = 0) -> None:
         """Decrement reference counts, in reverse, so that the last block of a prefix is evicted before the first."""
         for block in reversed(blocks):
             ref_count = self._ref_counts[block] = self._ref_counts[block] - 1
@@ -109,7 +116,7 @@ class BlockPool:
                 if self._hash_of[block] is None and block not in self._deferred_by:
                     self._free_block(block)
                 else:
-                    self._cached[block] = None
+                    self._cached[block] = time
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Add this full block to the prefix cache, unless another block has the same hash already."""

@@ -48,7 +48,7 @@ class ForwardCost:
     """Of each 1,024 tokens of the longest context."""
 
 
-CPU_COST = ForwardCost(step=1.1, row=0.1, context=0.1)
+CPU_COST = ForwardCost(step=1.1, row=0.06, context=0.1)
 CUDA_COST = ForwardCost(step=2.0, row=0.01, context=0.4)
 """Decode bursts need no answer from the host and split long contexts among programs; a verifying forward does
 neither."""
@@ -65,8 +65,8 @@ class _IndexedTokens:
 
     def find(self, last_ids: Sequence[int]) -> tuple[int, list[int]]:
         """How many of a request's last tokens the longest known occurrence matches, and the tokens that follow it."""
-        for end in range(self._num_indexed, len(self.token_ids)):
-            self._ends[tuple(self.token_ids[end - NGRAM : end])] = end
+        for place in range(self._num_indexed, len(self.token_ids)):
+            self._ends[tuple(self.token_ids[place - NGRAM : place])] = place
         self._num_indexed = max(self._num_indexed, len(self.token_ids))
         end = self._ends.get(tuple(last_ids[-NGRAM:]))
         if end is None:

@@ -4,6 +4,10 @@ In each step every running request gets its next tokens (one when it decodes, a 
 Then waiting requests are admitted by ascending priority while tokens, slots and blocks last. When blocks run out, the
 running request of lowest priority is preempted: it releases its blocks and later recomputes its prompt and sampled
 tokens. Decisions depend on the requests and their order only, never on time.
+
+Conversations with tools release their blocks between turns and find them again in the prefix cache, unless others
+needed the blocks. When many conversations share a cache that cannot hold them all, each turn would evict the prefix of
+another: requests that would evict a prefix before its next turn is due wait while enough others run.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import attrgetter
 
@@ -24,6 +28,13 @@ from tunesmith.engine.core.snapshots import SnapshotPool
 
 MIN_HEADROOM = 16
 """Blocks by which even a short request can grow before its keys and values continue elsewhere in the cache."""
+
+MIN_RUNNING = 32
+"""With fewer requests, running another costs no time: a decode step takes as long as reading the weights."""
+KEPT_DISTANCES = 1.0
+"""How long the prefixes of conversations are kept from new requests, in average distances between their turns."""
+DISTANCE_WEIGHT = 0.05
+"""Weight of a turn in the average distance."""
 
 _get_priority = attrgetter("priority")
 
@@ -122,6 +133,12 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._deferred: list[_DeferredBlocks] = []
         self._salt = compute_salt(0)
+        self._num_ended = 0
+        """Requests that ended: the clock by which released blocks age."""
+        self._ended_at: dict[tuple[int, ...], int] = {}
+        """When the last turn of each conversation ended, by the order of its requests; until its next turn comes."""
+        self._turn_distance = 0.0
+        """Requests that end, on average, between two turns of a conversation; 0 before a second turn has come."""
 
     @property
     def has_requests(self) -> bool:
@@ -129,12 +146,19 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_get_priority)
+        ended_at = self._ended_at.pop(request.order, None)
+        if ended_at is not None:
+            distance = self._num_ended - ended_at
+            self._turn_distance += (distance - self._turn_distance) * (DISTANCE_WEIGHT if self._turn_distance else 1)
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended, waiting or running."""
         if request.slot is None:
             (self.held if request in self.held else self.waiting).remove(request)
         else:
+            self._num_ended += 1
+            if request.order:
+                self._ended_at[request.order] = self._num_ended
             self.running.remove(request)
             self._release(request)
 
@@ -222,6 +246,7 @@ class Scheduler:
         for request in (*self.running, *self.waiting, *self.held):
             request.block_hashes.clear()
         self._deferred.clear()
+        self._ended_at.clear()
         if self.snapshots is not None:
             self.snapshots.reset()
         self._salt = compute_salt(policy_version)
@@ -246,23 +271,21 @@ class Scheduler:
         start, source = request.num_computed, request.slot if self.empty_slot is not None else None
         if request.state_source is not None:
             source, request.state_source = request.state_source, None
-        taken = []
-        for num_blocks in request.snapshot_blocks:
-            if start < num_blocks * self.block_size <= stop and self._shares_blocks(request):
-                assert self.snapshots is not None
-                block_hash = request.block_hashes[num_blocks - 1]
-                slot = None if self.snapshots.has(block_hash) else self.snapshots.take(step.kept_slots)
-                if slot is not None:
-                    step.kept_slots.add(slot)
-                    taken.append((num_blocks * self.block_size, slot, block_hash))
-        chunk = ScheduledChunk(request, start, stop, source, tuple((position, slot) for position, slot, _ in taken))
+        chunk = ScheduledChunk(request, start, stop, source)
+        is_first = step.is_in_first_forward is None or step.is_in_first_forward(chunk)
+        for num_blocks in request.snapshot_blocks if self._shares_blocks(request) else ():
+            position, block_hash = num_blocks * self.block_size, request.block_hashes[num_blocks - 1]
+            assert self.snapshots is not None, "only snapshots give a request such blocks"
+            slot = self.snapshots.take(block_hash, step.kept_slots) if start < position <= stop else None
+            if slot is not None:
+                step.kept_slots.add(slot)
+                chunk = replace(chunk, snapshots=(*chunk.snapshots, (position, slot)))
+                if is_first:
+                    self.snapshots.publish(block_hash, slot)
+                else:
+                    step.late_snapshots.append((block_hash, slot))
         step.chunks.append(chunk)
         step.num_tokens_left -= stop - start
-        for _, slot, block_hash in taken:
-            if step.is_in_first_forward is None or step.is_in_first_forward(chunk):
-                self.snapshots.publish(block_hash, slot)
-            else:
-                step.late_snapshots.append((block_hash, slot))
 
     def _grow(self, request: Request, num_tokens: int, step: SchedulerOutput) -> bool:
         """Hold blocks for `num_tokens`, preempting from the lowest priority up.
@@ -332,7 +355,7 @@ class Scheduler:
         """Hold all blocks of the request's tokens, if one block per running request remains to grow into."""
         # without a block for the next token of each running request, admission would soon cost a preemption
         num_left = self.pool.num_available - self.pool.count_cached(found) - num_missing
-        if num_left < len(self.running):
+        if num_left < len(self.running) or self._evicts_next_turns(num_missing + len(self.running)):
             return False
         self.pool.hold(found)
         blocks = self._allocate(request, found, num_missing)
@@ -346,6 +369,16 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
         insort(self.running, request, key=_get_priority)
         return True
+
+    def _evicts_next_turns(self, num_blocks: int) -> bool:
+        """Whether allocating these blocks evicts the prefix of a conversation whose next turn will soon be here.
+
+        Running more requests at once would then only mean to compute more of them again.
+        """
+        if len(self.running) < MIN_RUNNING or not self._turn_distance:
+            return False
+        released_at = self.pool.find_release_time(num_blocks)
+        return released_at is not None and self._num_ended - released_at < KEPT_DISTANCES * self._turn_distance
 
     def _allocate(self, request: Request, before: Sequence[int], num_blocks: int) -> list[int] | None:
         """Blocks after those `before`; a new run has headroom to double, up to the request's maximum length."""
@@ -371,7 +404,7 @@ class Scheduler:
             )
             # most released blocks are never looked up, so they are hashed only once a waiting request might match them
             self.pool.defer_publish(blocks, self._deferred[-1])
-        self.pool.release(request.blocks)
+        self.pool.release(request.blocks, time=self._num_ended)
         self._free_slots.append(request.slot)
         request.blocks = []
         request.runs = []

@@ -28,18 +28,14 @@ class SnapshotPool:
                 return index + 1, slot
         return 0, None
 
-    def has(self, block_hash: bytes) -> bool:
-        return block_hash in self._slot_of
-
-    def take(self, kept: Collection[int]) -> int | None:
-        """A slot for a new snapshot, that of the least recently used one outside of `kept` if all are in use."""
+    def take(self, block_hash: bytes, kept: Collection[int]) -> int | None:
+        """A slot for a snapshot that there is not yet: a free one, or the least recently used one outside of `kept`."""
+        if block_hash in self._slot_of:
+            return None
         if self._free:
             return self._free.pop()
-        for block_hash, slot in self._slot_of.items():
-            if slot not in kept:
-                del self._slot_of[block_hash]
-                return slot
-        return None
+        last = next((each for each, slot in self._slot_of.items() if slot not in kept), None)
+        return None if last is None else self._slot_of.pop(last)
 
     def publish(self, block_hash: bytes, slot: int) -> None:
         """The state after the prefix is in the slot, or will be before any read."""

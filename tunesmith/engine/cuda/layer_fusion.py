@@ -117,6 +117,8 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 def _has_static_angles(rotary: nn.Module) -> bool:
     kind = getattr(rotary, "rope_type", None)
     parameters = list(inspect.signature(type(rotary).forward).parameters)
+    if hasattr(rotary, "mrope_section"):  # its positions have rows of time, height and width
+        return False
     return isinstance(kind, str) and kind in STATIC_ROPE_TYPES and parameters == ["self", "x", "position_ids"]
 
 

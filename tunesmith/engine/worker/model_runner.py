@@ -40,6 +40,7 @@ from tunesmith.engine.cpu.layers import CpuLayers
 from tunesmith.errors import ConfigError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
+from tunesmith.model.experts import find_experts
 from tunesmith.model.forward.attention import (
     AttentionOptions,
     AttentionPlan,
@@ -86,11 +87,15 @@ class ModelRunner:
         fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
         token_bytes = sum(2 * each.num_kv_heads * each.head_size for each in shapes if each) * model.dtype.itemsize
         available, state_bytes = measure_cache_bytes(model, has_trainer=has_trainer), count_state_bytes(model)
-        num_slots = count_state_slots(settings, state_bytes, available=available)
-        available = max(available - num_slots * state_bytes, available // 2)
+        num_slots, available = count_state_slots(settings, state_bytes, available=available)
         self.num_blocks = count_blocks(settings, token_bytes, max_model_len=max_model_len, available=available)
         self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
         self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
+        if self.has_graphs and model.dtype.itemsize > 2 and any(find_experts(model)):
+            raise ConfigError(
+                f"experts in {model.dtype} cannot be captured in CUDA graphs, since their products wait for the host: "
+                "set engine.cuda_decode=eager, or model.dtype=bfloat16"
+            )
         self.cache = KVCache(
             shapes,
             num_blocks=self.num_blocks + self.has_graphs,  # graphs write padding into a scratch block

@@ -131,10 +131,10 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
             f"observations; {', '.join(GAMES)} have one"
         )
     create = partial(Episode, partial(make, member, wrapper, {**defaults, **args}))
+    episode = create()
     try:
-        episode = create()
-        first = episode.begin(0)
-        episode.end()
+        first = episode.reset({"seed": 0})
+        episode.close()
     except Exception as error:  # unknown ids and wrong arguments, in errors of any type
         message = " ".join(str(error).split())
         raise ConfigError(f"environment gymnasium:{member}: {type(error).__name__}: {message}") from error
@@ -162,21 +162,15 @@ class Episode:
     def metrics(self) -> Mapping[str, float]:
         return getattr(self._environment, "metrics", {})
 
-    def begin(self, seed: int) -> Any:
+    def reset(self, task: Mapping[str, Any]) -> Any:
+        seed = int(task["seed"])
         self._environment = self._make(seed)
         return self._environment.reset(seed=seed)[0]
-
-    def end(self) -> None:
-        if self._environment is not None:
-            self._environment.close()
-
-    def reset(self, task: Mapping[str, Any]) -> str:
-        first: str = self.begin(int(task["seed"]))
-        return first
 
     def step(self, action: str) -> tuple[str, float, bool]:
         observation, reward, is_terminated, is_truncated, _ = self._environment.step(action)
         return observation, float(reward), bool(is_terminated or is_truncated)
 
     def close(self) -> None:
-        self.end()
+        if self._environment is not None:
+            self._environment.close()

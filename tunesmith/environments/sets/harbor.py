@@ -1,10 +1,9 @@
 """Harbor: task folders whose image is not needed, as `harbor:FOLDER` of one task or of several.
 
-The programs of this machine stand in for those of the image: under bubblewrap, without a network, in a file system
-that has them read-only and the task's own folders. A Dockerfile may say FROM, WORKDIR, COPY and ENV; a task that needs
-more is refused by what it needs, and so is one whose own solution is not paid 1, or doing nothing is. The model runs
-commands with the tool `bash`; a reply without a call ends the episode. Then the tests run, in the same folders, with
-files of theirs that the model has not seen.
+The programs of this machine stand in for those of the image: under bubblewrap, without a network, read-only above a
+folder of the episode. A Dockerfile may say FROM, WORKDIR, COPY and ENV; a task that needs more is refused by what it
+needs, and so is one whose solution is not paid 1, or doing nothing is. The model runs commands with the tool `bash`,
+until a reply without a call. Then the tests run among its files, with files of theirs that it has not seen.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import functools
 import itertools
 import json
 import math
-import shlex
 import shutil
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from tunesmith.environments.episode import Observation, Reply, TaskEnvironment, find_split, write_result
@@ -29,12 +27,17 @@ from tunesmith.errors import ConfigError, ToolUnavailableError
 from tunesmith.tools.python.call import shorten_text
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/passwd", "/etc/ld.so.cache")
-RESERVED = {"", "usr", "bin", "sbin", "lib", "lib64", "etc", "proc", "dev", "logs", "tests", "solution"}
-"""Folders at the root in which a task can have no files."""
-ISOLATION = "--unshare-all --die-with-parent --new-session --clearenv --proc /proc --dev /dev".split()  # noqa: SIM905
-VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root"}
-LIMITS = "ulimit -v 8388608 -f 262144; "
-"""Memory of a process, and size of a file, in kB."""
+ISOLATION = "--unshare-all --die-with-parent --new-session --clearenv --dev /dev --proc /proc".split()  # noqa: SIM905
+PREPARE = """
+set -e; export PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin HOME=/root; mkdir -p /tmp /root
+ulimit -v 8388608 -f 262144  # kB of memory of a process, and of a file
+copy() {
+    to="${@: -1}"; case "$to" in */|.) mkdir -p "$to";; *) mkdir -p "$(dirname "$to")";; esac
+    for from in "${@:1:$#-1}"; do
+        from="/environment/$from"; if [ -d "$from" ]; then mkdir -p "$to"; from="$from/."; fi; cp -r "$from" "$to"
+    done
+}
+"""
 COMMAND_TIMEOUT_S = 30.0
 MAX_CHARS = 10_000
 UNSUPPORTED = {
@@ -55,15 +58,9 @@ class Task:
 
     folder: Path
     instruction: str
-    workdir: PurePosixPath
-    variables: Mapping[str, str]
-    copies: Sequence[tuple[Path, PurePosixPath]]
-    """Files and folders of `environment`, and where they go."""
+    steps: tuple[str, ...]
+    """The Dockerfile as commands."""
     tests_timeout_s: float
-
-
-def list_names() -> list[str]:
-    return []
 
 
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
@@ -75,146 +72,74 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     folders = [path] if (path / "task.toml").is_file() else sorted(each.parent for each in path.glob("*/task.toml"))
     if not folders:
         raise ConfigError(f"environment=harbor:{member}: neither the folder nor a folder in it has a task.toml")
-    tasks = {each.name: check_task(each) for each in folders}
+    tasks = {each.name: load_task(each) for each in folders}
     rows: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
     for seed, name in enumerate(tasks):
-        rows[find_split(name)].append({"seed": seed, "id": name})
+        rows[find_split(name) if len(tasks) > 1 else "train"].append({"seed": seed, "id": name})
     return TaskEnvironment(name=f"harbor:{member}", create=functools.partial(Episode, tasks), rows=rows)
 
 
 @functools.cache
-def check_task(folder: Path) -> Task:
-    """The task of a folder, whose solution is paid 1, and doing nothing less."""
-    task = read_task(folder)
-    for solution in filter(Path.exists, (folder / "environment", folder / "solution" / "solve.sh")):
-        sandbox, is_solved = Sandbox(task), solution.name == "solve.sh"
-        try:
-            if is_solved:
-                sandbox.run("bash /solution/solve.sh", task.tests_timeout_s, {"/solution": solution.parent})
-            reward, _ = sandbox.score()
-        except (TimeoutError, ToolUnavailableError) as error:
-            raise refuse(folder, str(error)) from error
-        finally:
-            sandbox.close()
-        if (reward == 1) != is_solved:
-            raise refuse(folder, f"{'its solution' if is_solved else 'doing nothing'} is paid {reward:g}")
+def load_task(folder: Path) -> Task:
+    """The task of a folder, if its solution is paid 1, and doing nothing less."""
+    try:
+        task = read_task(folder)
+        for is_solved in (False, *([True] if (folder / "solution" / "solve.sh").exists() else [])):
+            episode = Episode({"": task})
+            try:
+                episode.reset({"id": ""})
+                if is_solved:
+                    episode.run("bash /solution/solve.sh", task.tests_timeout_s, {"/solution": folder / "solution"})
+                reward = episode.finish()
+            finally:
+                episode.close()
+            if (reward == 1) != is_solved:
+                raise ValueError(f"{'its solution' if is_solved else 'doing nothing'} is paid {reward:g}")
+    except (OSError, ValueError, AttributeError, ToolUnavailableError) as error:
+        raise ConfigError(
+            f"environment harbor: the task {folder.name!r} cannot run here, without its image: {error}"
+        ) from error
     return task
 
 
-def refuse(folder: Path, why: str) -> ConfigError:
-    return ConfigError(f"environment harbor: the task {folder.name!r} cannot run here, without its image: {why}")
-
-
 def read_task(folder: Path) -> Task:
-    try:
-        settings = tomllib.loads((folder / "task.toml").read_text())
-        text = (folder / "environment" / "Dockerfile").read_text().replace("\\\n", " ")
-        instruction, _ = (folder / "instruction.md").read_text(), (folder / "tests" / "test.sh").read_text()
-    except (OSError, ValueError) as error:
-        raise refuse(folder, str(error)) from error
+    """The task of a folder; ValueError if it needs what is not here."""
+    settings = tomllib.loads((folder / "task.toml").read_text())
     wanted = [f"{name}.{key}" for name, keys in UNSUPPORTED.items() for key in keys if settings.get(name, {}).get(key)]
-    wanted += ["steps"] * ("steps" in settings)
+    wanted += ["steps"] if "steps" in settings else []
     if wanted or (folder / "environment" / "docker-compose.yaml").exists():
-        raise refuse(folder, f"{wanted[0]} in its task.toml" if wanted else "it has a docker-compose.yaml")
-    workdir, variables, copies = PurePosixPath("/"), {}, []
-    for line in filter(None, (each.partition("#")[0].strip() for each in text.splitlines())):
-        match shlex.split(line):
-            case ["FROM", _]:
-                pass
-            case ["WORKDIR", place]:
-                workdir /= place
-            case ["ENV", *words] if all("=" in each for each in words):
-                variables |= dict(each.split("=", 1) for each in words)
-            case ["COPY", *sources, place] if sources and not sources[0].startswith(("-", "[")):
-                for source in sources:
-                    found = folder / "environment" / source.lstrip("/")
-                    is_file_in = found.is_file() and (place.endswith(("/", ".")) or len(sources) > 1)
-                    copies.append((found, workdir / place / (found.name if is_file_in else "")))
-            case _:
-                raise refuse(folder, f"{line[:80]!r} in its Dockerfile")
-    for place in (workdir, *(each for _, each in copies)):
-        if ".." in place.parts or (place.parts[1:2] or ("",))[0] in RESERVED:
-            raise refuse(folder, f"its files are in {place}")
-    if missing := [each for each, _ in copies if not each.exists()]:
-        raise refuse(folder, f"there is no {missing[0]}")
+        raise ValueError(f"{wanted[0]} in its task.toml" if wanted else "its docker-compose.yaml")
+    steps = []
+    for line in (folder / "environment" / "Dockerfile").read_text().replace("\\\n", " ").splitlines():
+        name, _, rest = line.partition("#")[0].strip().partition(" ")
+        if name == "WORKDIR":
+            steps.append(f"mkdir -p {rest}; cd {rest}")
+        elif name == "ENV" and "=" in rest:
+            steps.append(f"export {rest}")
+        elif name == "COPY" and not rest.startswith(("-", "[")):
+            steps.append(f"copy {rest}")
+        elif name and (name != "FROM" or " AS " in rest.upper()):
+            raise ValueError(f"{line.strip()[:80]!r} in its Dockerfile")
     limit = float(settings.get("verifier", {}).get("timeout_sec", 600))
-    return Task(
-        folder=folder, instruction=instruction, workdir=workdir, variables=variables, copies=copies,
-        tests_timeout_s=limit,
-    )  # fmt: skip
-
-
-class Sandbox:
-    """The files of an episode, and commands among them."""
-
-    def __init__(self, task: Task) -> None:
-        self._task, self.root = task, Path(tempfile.mkdtemp(prefix="tunesmith-harbor-"))
-        for place in ("tmp", "root", str(task.workdir)[1:]):
-            (self.root / place).mkdir(parents=True, exist_ok=True)
-        for source, target in task.copies:
-            place = self.root / target.relative_to("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(source, place, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, place)
-
-    def run(self, command: str, timeout_s: float, shown: Mapping[str, Path]) -> str:
-        """What a command prints; TimeoutError after a time. Of the folders `shown`, /logs is writable."""
-        binds = [("--ro-bind", each, each) for each in SYSTEM_PATHS if Path(each).exists()]
-        binds += [("--bind", str(each), f"/{each.name}") for each in self.root.iterdir()]
-        binds += [("--bind" if each == "/logs" else "--ro-bind", str(folder), each) for each, folder in shown.items()]
-        binds += [("--setenv", name, value) for name, value in (VARIABLES | {**self._task.variables}).items()]
-        program = ["bwrap", *ISOLATION, *itertools.chain(*binds), "--chdir", str(self._task.workdir)]
-        with tempfile.TemporaryFile() as output:
-            try:
-                done = subprocess.run(
-                    [*program, "bash", "-c", LIMITS + command],
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout_s, check=False,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired as error:
-                raise TimeoutError(f"{command[:80]!r} was not done after {timeout_s:g} s and was stopped") from error
-            output.seek(0)
-            text = output.read(100 * MAX_CHARS).decode(errors="replace").strip("\n")
-        return shorten_text(text, MAX_CHARS) + (f"\n[status {done.returncode}]" if done.returncode else "")
-
-    def score(self) -> tuple[float, dict[str, float]]:
-        """The reward that the tests write, and the numbers beside it. The model has not written to their folder."""
-        with tempfile.TemporaryDirectory(prefix="tunesmith-harbor-") as logs:
-            folder = Path(logs, "verifier")
-            folder.mkdir()
-            shown = {"/tests": self._task.folder / "tests", "/logs": Path(logs)}
-            said = self.run("bash /tests/test.sh", self._task.tests_timeout_s, shown)
-            try:
-                path = folder / "reward.txt"
-                values = json.loads((path if path.is_file() else path.with_suffix(".json")).read_text())
-                numbers = {
-                    key: float(each)
-                    for key, each in (values if isinstance(values, dict) else {"reward": values}).items()
-                }
-                reward = numbers.pop("reward" if "reward" in numbers or len(numbers) != 1 else next(iter(numbers)))
-                if not math.isfinite(reward):
-                    raise ValueError(f"it is {reward}")
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                name = self._task.folder.name
-                raise ToolUnavailableError(
-                    f"the tests of {name} wrote no reward ({error}) but said {said[-300:]!r}"
-                ) from error
-        return reward, numbers
-
-    def close(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)  # a command that exceeded a time limit may still write
+    instruction = (folder / "instruction.md").read_text()
+    return Task(folder=folder, instruction=instruction, steps=tuple(steps), tests_timeout_s=limit)
 
 
 class Episode:
-    """One episode."""
+    """One episode. A command still runs to its time limit when the rollout has ended."""
 
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
-        self._sandbox: Sandbox | None = None
+        self._root: str | None = None
         self.tools = [{"type": "function", "function": BASH}]
         self.metrics: dict[str, float] = {}
 
     def reset(self, task: Mapping[str, Any]) -> str:
-        self._sandbox = Sandbox(self._tasks[task["id"]])
-        return self._tasks[task["id"]].instruction
+        self._task, self._root = self._tasks[task["id"]], tempfile.mkdtemp(prefix="tunesmith-harbor-")
+        said, status = self.run("true", COMMAND_TIMEOUT_S, {"/environment": self._task.folder / "environment"})
+        if status:
+            raise ToolUnavailableError(f"the files of task {self._task.folder.name} cannot be copied: {said}")
+        return self._task.instruction
 
     def step(self, action: Reply) -> tuple[Observation, float, bool]:
         if not action.calls:
@@ -222,20 +147,56 @@ class Episode:
         return [write_result(each.call_id, self._answer(each)) for each in action.calls], 0.0, False
 
     def finish(self) -> float:
-        assert self._sandbox is not None
-        reward, self.metrics = self._sandbox.score()
+        """The reward that the tests write; numbers beside it are metrics."""
+        name, shown = self._task.folder.name, {"/tests": self._task.folder / "tests"}
+        with tempfile.TemporaryDirectory(prefix="tunesmith-harbor-") as logs:
+            folder = Path(logs, "verifier")
+            folder.mkdir()
+            said, _ = self.run("bash /tests/test.sh", self._task.tests_timeout_s, {**shown, "/logs": Path(logs)})
+            try:
+                path = folder / "reward.txt"
+                values = json.loads((path if path.is_file() else folder / "reward.json").read_text())
+                values = values if isinstance(values, dict) else {"reward": values}
+                self.metrics = {key: float(each) for key, each in values.items()}
+                reward = self.metrics.pop("reward" if "reward" in values or len(values) != 1 else next(iter(values)))
+                if not math.isfinite(reward):
+                    raise ValueError(f"it is {reward}")
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise ToolUnavailableError(f"the tests of {name} wrote no reward ({error}): {said[-300:]!r}") from error
         return reward
 
+    def run(self, command: str, timeout_s: float, shown: Mapping[str, Path]) -> tuple[str, int]:
+        """What a command prints, and its status; TimeoutError after a time. Of what is `shown`, /logs is writable."""
+        for place in (Path(f"{self._root}{each}") for each in ("/etc", *shown)):
+            if place.is_symlink() or place.is_file():
+                place.unlink()  # the model's: what is shown would be mounted where it leads
+        binds = [("--bind", str(self._root), "/")]
+        binds += [("--ro-bind", each, each) for each in SYSTEM_PATHS if Path(each).exists()]
+        binds += [("--bind" if each == "/logs" else "--ro-bind", str(folder), each) for each, folder in shown.items()]
+        steps = [each for each in self._task.steps if "/environment" in shown or not each.startswith("copy ")]
+        script = "\n".join([PREPARE, *steps, "set +e", command])
+        with tempfile.TemporaryFile() as output:
+            try:
+                done = subprocess.run(
+                    ["bwrap", *itertools.chain(*binds), *ISOLATION, "bash", "-c", script],
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout_s, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired as error:
+                raise TimeoutError(f"{command[:80]!r} was not done after {timeout_s:g} s and was stopped") from error
+            output.seek(0)
+            text = output.read(100 * MAX_CHARS).decode(errors="replace").strip("\n")
+        return shorten_text(text, MAX_CHARS), done.returncode
+
     def close(self) -> None:
-        if self._sandbox is not None:
-            self._sandbox.close()
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
 
     def _answer(self, call: Segment) -> str:
         command = (call.arguments or {}).get("command")
         if call.tool != "bash" or not isinstance(command, str):
             return "Error: the only tool is bash, with a command."
-        assert self._sandbox is not None
         try:
-            return self._sandbox.run(command, COMMAND_TIMEOUT_S, {})
+            text, status = self.run(command, COMMAND_TIMEOUT_S, {})
         except TimeoutError as error:
             return f"Error: {error}"
+        return f"{text}\n[status {status}]".lstrip() if status else text

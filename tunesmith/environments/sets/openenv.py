@@ -25,10 +25,6 @@ TOOL = "act"
 MAX_CHARS = 300
 
 
-def list_names() -> list[str]:
-    return []
-
-
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     number, options = args.pop("num_sessions", 1), args.pop("reset", {})
     if args or not isinstance(options, Mapping) or not isinstance(number, int) or number < 1:
@@ -70,7 +66,8 @@ class Episode:
         self._has_tools = "tool_name" in schema["properties"]
         self._text_argument = None if self._has_tools else find_text_argument(schema)
         described = {"description": schema.get("description", "Act in the environment."), "parameters": dict(schema)}
-        self.tools = [] if self._text_argument else [{"type": "function", "function": {"name": TOOL, **described}}]
+        tool = {"type": "function", "function": {"name": TOOL, **described}}
+        self.tools: list[dict[str, Any]] = [] if self._text_argument else [tool]
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import shutil
@@ -50,26 +51,21 @@ def list_names() -> list[str]:
 
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     simplification, number = str(args.pop("simplification", "")), args.pop("num_processes", 4)
-    if args:
-        unknown = next(iter(args))
+    if args or not isinstance(number, int) or number < 1:
         raise ConfigError(
-            f"environment.args.{unknown} is no argument of scienceworld:{member}; allowed are simplification, "
-            "num_processes"
+            f"environment.args of scienceworld:{member} are simplification, a text, and num_processes, from 1; "
+            f"got {dict(simplification=simplification, num_processes=number, **args)}"
         )
-    if not isinstance(number, int) or number < 1:
-        raise ConfigError(f"environment.args.num_processes={number!r} must be a whole number from 1")
     if shutil.which("java") is None:
         raise ConfigError("environment scienceworld needs Java 8 or newer: apt-get install default-jre-headless")
     pool = load_pool(number)
-    variations = read_variations(member, simplification, pool)
-    seeds = iter(range(sum(map(len, variations.values()))))
-    rows = {split: [{"seed": next(seeds), "variation": each} for each in found] for split, found in variations.items()}
-    return TaskEnvironment(
-        name=f"scienceworld:{member}",
-        create=functools.partial(Experiment, pool, member, simplification),
-        rows=rows,
-        places=pool.places,
-    )
+    seeds = itertools.count()
+    rows = {
+        split: [{"seed": next(seeds), "variation": each} for each in variations]
+        for split, variations in read_variations(member, simplification, pool).items()
+    }
+    create = functools.partial(Experiment, pool, member, simplification)
+    return TaskEnvironment(name=f"scienceworld:{member}", create=create, rows=rows, places=pool.places)
 
 
 @functools.cache
@@ -80,10 +76,11 @@ def load_pool(number: int) -> Pool:
 @functools.cache
 def read_variations(task: str, simplification: str, pool: Pool) -> dict[str, list[int]]:
     """The variations of each of the package's own splits."""
-    with pool.used(simulator := pool.take()) as java:
-        known = ["", "easy", *java.getPossibleSimplifications().split(", ")]
-        if unknown := [each for each in simplification.split(",") if each not in known]:
-            raise ConfigError(f"environment.args.simplification: {unknown[0]!r} is none of {', '.join(known[1:])}")
+    simulator = pool.take()
+    with simulator.calls() as java:
+        known = ["easy", *java.getPossibleSimplifications().split(", ")]
+        if unknown := [each for each in filter(None, simplification.split(",")) if each not in known]:
+            raise ConfigError(f"environment.args.simplification: {unknown[0]!r} is none of {', '.join(known)}")
         java.load(task, 0, simplification, False)
         variations = {"train": list(java.getVariationsTrain()), "test": list(java.getVariationsTest())}
     pool.give_back(simulator)
@@ -102,14 +99,28 @@ class Simulator:
         assert self.process.stdout is not None
         port = int(self.process.stdout.readline())
         threading.Thread(target=drop_output, args=(self.process.stdout,), daemon=True).start()
-        self._gateway = JavaGateway(gateway_parameters=GatewayParameters(auto_field=True, port=port))
-        self.java: Any = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        # with memory management, objects that are freed after the process has ended would log errors
+        parameters = GatewayParameters(port=port, auto_field=True, enable_memory_management=False)
+        self._gateway = JavaGateway(gateway_parameters=parameters)
+        self._java: Any = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
         self.num_episodes = 0
+        self.is_busy = False
+        """Whether a call has not returned."""
+
+    @contextlib.contextmanager
+    def calls(self) -> Iterator[Any]:
+        """The Java object, for calls; a process that fails in them is lost."""
+        self.is_busy = True
+        try:
+            yield self._java
+        except (Py4JError, OSError) as error:
+            self.end()
+            raise ServerLostError(f"the process of ScienceWorld is lost: {error}") from error
         self.is_busy = False
 
 
 def drop_output(stream: IO[bytes]) -> None:
-    """Read what the simulator prints: it would wait for ever when the pipe is full."""
+    """Read what the simulator prints, which else would fill the pipe and wait for ever."""
     with stream:
         while stream.read(1 << 16):
             pass
@@ -142,23 +153,12 @@ class Pool:
             raise ServerLostError(f"the process of ScienceWorld does not start: {error}") from error
 
     def give_back(self, simulator: Simulator) -> None:
-        """Keep a simulator for the next episode, unless a call has not returned or it is to be replaced."""
+        """Keep a simulator for the next episode, unless it still computes or is to be replaced."""
         simulator.num_episodes += 1
         if simulator.is_busy or simulator.num_episodes >= NUM_EPISODES:
             simulator.end()
         else:
             self._idle.append(simulator)
-
-    @contextlib.contextmanager
-    def used(self, simulator: Simulator) -> Iterator[Any]:
-        """The Java object, for calls; a process that fails in them is lost."""
-        simulator.is_busy = True
-        try:
-            yield simulator.java
-        except (Py4JError, OSError) as error:
-            simulator.end()
-            raise ServerLostError(f"the process of ScienceWorld is lost: {error}") from error
-        simulator.is_busy = False
 
 
 class Experiment:
@@ -171,7 +171,7 @@ class Experiment:
 
     def reset(self, task: Mapping[str, Any]) -> str:
         self._simulator = self._pool.take()
-        with self._pool.used(self._simulator) as java:
+        with self._simulator.calls() as java:
             if problem := java.load(self._task, int(task["variation"]), self._simplification, False):
                 raise ValueError(problem)
             java.reset()
@@ -182,9 +182,8 @@ class Experiment:
     def step(self, action: str) -> tuple[str, float, bool]:
         assert self._simulator is not None
         line = next((each.strip() for each in reversed(action.splitlines()) if each.strip()), "")
-        with self._pool.used(self._simulator) as java:
-            observation: str = java.step(line)
-            score, is_done = java.getScore(), java.getCompleted()
+        with self._simulator.calls() as java:
+            observation, score, is_done = java.step(line), java.getScore(), java.getCompleted()
         if observation == UNKNOWN_ACTION:
             raise ToolInputError(observation)
         before, self._score = self._score, min(max(score, 0.0), 1.0)

@@ -15,10 +15,28 @@ from textarena.envs.registration import ENV_REGISTRY
 from textarena.wrappers import ActionFormattingWrapper
 
 from tunesmith.environments.episode import TaskEnvironment
-from tunesmith.environments.sets.names import TEXTARENA
 from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
 from tunesmith.errors import ConfigError
 
+TEXTARENA = {
+    1: """
+    2048 Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake GuessTheNumber LightsOut
+    LogicPuzzle MarketEntryGame Mastermind Minesweeper PegJump PublicGoodsGame QuantumTicTacToe RushHour Secretary
+    Set Slitherlink Sokoban SpiteAndMalice Sudoku ThreeCardMonte TowerOfHanoi
+    """.split(),  # noqa: SIM905
+    2: """
+    Alquerque Battleship Breakthrough Briscola Chopsticks ColonelBlotto ConnectFour Crusade GameOfPureStrategy
+    GermanWhist Golf HighSociety IndianPoker IteratedMatchingPennies IteratedPrisonersDilemma
+    IteratedRockPaperScissors IteratedTwoThirdsAverage IteratedUltimatumGame KuhnPoker LiarsDice LinesOfAction
+    MemoryGame NewRecruit Nim Othello PigDice Poker SantoriniBaseFixed SimpleBlindAuction SimpleNegotiation
+    SimpleTak Snake Stratego Surround Tak TicTacToe TruthAndDeception TwoDollar UltimateTicTacToe WildTicTacToe
+    """.split(),  # noqa: SIM905
+    3: """
+    ThreePlayerGOPS ThreePlayerIPD ThreePlayerTicTacToe
+    """.split(),  # noqa: SIM905
+}
+"""Families of games by their number of players, as far as they run without a network on Python 3.11. The other ones
+need another model, data of nltk, which they try to download, a later Python, or files that the release lacks."""
 RAW = "-raw"
 PLAYERS = {name: number for number, names in TEXTARENA.items() for name in names}
 

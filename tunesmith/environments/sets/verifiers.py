@@ -31,10 +31,6 @@ BLOCK = 256
 logger = logging.getLogger(__name__)
 
 
-def list_names() -> list[str]:
-    return []
-
-
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     python = args.pop("python")
     environment = load_environment(member, json.dumps(args, sort_keys=True), python or sys.executable)

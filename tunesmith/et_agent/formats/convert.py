@@ -1,4 +1,4 @@
-"""Convert ET-Agent's records to the rows that Tunesmith's stages read, and back.
+"""Convert the rows of ET-Agent's files to the rows that Tunesmith's stages read, and back.
 
 `tasks`: rows with `question`, `answer` (one or a list) and `source`, which data sets of tasks and the `pareto` stage
 read. `transcripts`: rows with a structured `transcript` beside them, which the `rft_filter` stage reads.
@@ -8,7 +8,6 @@ nothing that trains parses it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,22 +18,10 @@ from typing import Any
 from tunesmith.environments.protocols import build_conversation
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.formats.files import (
-    FORMATS,
-    AlpacaRow,
-    EtQuestion,
-    EtTrajectory,
-    EvolveRow,
-    Record,
-    RlRow,
-    Rollout,
-    RolloutRow,
-    list_answers,
-    load_records,
-    save_records,
-)
+from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
 from tunesmith.judges.tir import find_known_ability
-from tunesmith.storage import load_json_lines, save_text, storage_errors
+from tunesmith.storage import load_json_lines, storage_errors
+from tunesmith.tasks.load import write_rows
 from tunesmith.tools.tool import FailureKind
 
 TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
@@ -111,7 +98,6 @@ def find_failure(result: str) -> FailureKind:
     return "timeout" if len(result) < 200 and TIMEOUT.search(result) else ""
 
 
-Row = dict[str, Any]
 RIGHT_ABOVE = 0.8
 """Correctness above which the original's flywheel takes a trajectory for right: 1 of 0 and 1, or its token F1."""
 CORRECTNESS, TOOL_CALLS = "pass_rate_correctness", "pass_rate_tool_calls"
@@ -122,143 +108,169 @@ def to_task(question: str, answer: Any, source: str | None, **more: Any) -> Row:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def build_tasks(records: Sequence[Record]) -> Iterator[Row]:
-    for record in records:
-        match record:
-            case EtQuestion():
-                yield to_task(record.question, record.answer, record.source, **record.extra)
-            case EvolveRow():
-                yield to_task(record.question, record.answer, record.source, system=record.instruction or None)
-            case RolloutRow():
-                task = to_task(record.question, record.answer, record.source, system=record.instruction or None)
-                yield task | collect_rollout_numbers(record) | _describe_pareto(record.pareto)
-            case RlRow():
-                kind = "math" if record.is_math else "qa"
-                yield to_task(record.question, list(record.answers), kind, system=record.system or None)
-            case AlpacaRow():
+def build_tasks(rows: Sequence[Row], source: str) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        match source:
+            case "et_pool" | "et_test":
+                key = find_question_key(row)
+                more = {name: value for name, value in row.items() if name not in (key, "answer", "source")}
+                yield to_task(row[key], row["answer"], row.get("source"), **more)
+            case "et_evolve":
+                yield describe_task(row)
+            case "et_rollouts" | "et_pareto":
+                yield describe_task(row) | collect_rollout_numbers(row) | _describe_pareto(row)
+            case "et_rl":
+                prompt = {each["role"]: each["content"] for each in row["prompt"]}
+                question = row["extra_info"].get("question") or prompt.get("user")
+                if question is None:
+                    raise DataError(f"row {number} has neither extra_info.question nor a user message in prompt")
+                answers, kind = list_answers(row["reward_model"]["ground_truth"]), row["ability"]
+                yield to_task(question, answers, kind if kind == "math" else "qa", system=prompt.get("system") or None)
+            case _:
                 raise ConfigError("fine-tuning rows have no answers, so they are no tasks: convert them to transcripts")
 
 
-def collect_rollout_numbers(record: RolloutRow) -> Row:
+def describe_task(row: Row) -> Row:
+    """The question of an evolve buffer or of rollouts, as a task."""
+    return to_task(row["input"], row["answer"], row["source"], system=row["instruction"] or None)
+
+
+def list_answers(answer: Any) -> list[str]:
+    """The accepted answers as texts, of one answer, a list or none; the AIME test files have numbers."""
+    if answer is None:
+        return []
+    return [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
+
+
+def collect_rollout_numbers(row: Row) -> Row:
     """Correctness, if the rollouts are scored, and tool calls of each rollout, as the `pareto` stage reads them."""
-    scores = [each.correctness for each in record.rollouts]
-    calls = [float(each.tool_counts["total_times"]) for each in record.rollouts]
-    return {TOOL_CALLS: calls} | ({CORRECTNESS: scores} if None not in scores else {})
+    scores = row.get("correctness")
+    calls = [float(each["total_times"]) for each in row["tool_counts"]]
+    return {TOOL_CALLS: calls} | ({CORRECTNESS: scores} if scores is not None and None not in scores else {})
 
 
-def _describe_pareto(pareto: Mapping[str, float] | None) -> Row:
+def _describe_pareto(row: Row) -> Row:
     """Front, from 0, and crowding distance, null for the ends of a front."""
-    if pareto is None:
+    if "rank" not in row:
         return {}
-    distance = float(pareto["distance"])
-    return {"pareto_front": int(pareto["rank"]), "pareto_distance": None if distance == float("inf") else distance}
+    distance = float(row["distance"])
+    return {"pareto_front": int(row["rank"]), "pareto_distance": None if distance == float("inf") else distance}
 
 
-def build_transcript_rows(records: Sequence[Record]) -> Iterator[Row]:
+def build_transcript_rows(rows: Sequence[Row], source: str) -> Iterator[Row]:
     """One row per trajectory, in order."""
-    for number, record in enumerate(records):
-        match record:
-            case EvolveRow():
-                judged = [(each.text, float(each.is_correct), each.prediction) for each in record.trajectories]
-                yield from _describe_trajectories(record, judged, number)
-            case RolloutRow():
-                scored = [(each.text, each.correctness, each.prediction) for each in record.rollouts]
-                yield from _describe_trajectories(record, scored, number)
-            case AlpacaRow():
-                transcript = parse_trajectory(record.question, record.output)
-                system = {"system": record.instruction} if record.instruction else {}
-                yield {"question": record.question, **system, "transcript": transcript.to_json(), **record.extra}
+    for number, row in enumerate(rows):
+        match source:
+            case "et_evolve":
+                texts, predictions, verdicts = (row[key] for key in EVOLVE_LISTS)
+                yield from _describe_trajectories(row, number, texts, predictions, [float(bool(v)) for v in verdicts])
+            case "et_rollouts" | "et_pareto":
+                texts, predictions = row["rollout_outputs"], row["predictions"]
+                scores = row.get("correctness") or [None] * len(texts)
+                yield from _describe_trajectories(row, number, texts, predictions, scores)
+            case "et_rft":
+                transcript = parse_trajectory(row["input"], row["output"])
+                system = {"system": row["instruction"]} if row["instruction"] else {}
+                more = {name: value for name, value in row.items() if name not in FORMATS[source].fields}
+                yield {"question": row["input"], **system, "transcript": transcript.to_json(), **more}
             case _:
-                raise ConfigError(f"{type(record).__name__} records hold no trajectories: convert them to tasks")
+                raise ConfigError(f"{source} holds no trajectories: convert it to tasks")
 
 
-def build_conversations(records: Sequence[Record]) -> Iterator[Row]:
+def build_conversations(rows: Sequence[Row], source: str) -> Iterator[Row]:
     """One conversation per trajectory, for the `sft` stage; results of tools are context."""
-    for row in build_transcript_rows(records):
+    for row in build_transcript_rows(rows, source):
         transcript = Transcript.from_json(row["transcript"])
         yield build_conversation(transcript, system=row.get("system", ""), tools=())
 
 
 def _describe_trajectories(
-    record: EvolveRow | RolloutRow, texts: Sequence[tuple[str, float | None, str | None]], number: int
+    row: Row, number: int, texts: Sequence[str], predictions: Sequence[str | None], scores: Sequence[float | None]
 ) -> Iterator[Row]:
-    for index, (text, correctness, prediction) in enumerate(texts):
-        numbers = {} if correctness is None else {"correctness": float(correctness)}
+    for index, (text, prediction, score) in enumerate(zip(texts, predictions, scores, strict=True)):
         yield {
-            **to_task(record.question, record.answer, record.source, system=record.instruction or None),
+            **describe_task(row),
             "question_id": number,
             "trajectory_index": index,
-            **numbers,
+            **({} if score is None else {"correctness": float(score)}),
             "prediction": prediction,
-            "transcript": parse_trajectory(record.question, text).to_json(),
+            "transcript": parse_trajectory(row["input"], text).to_json(),
         }
 
 
-def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[EtQuestion]:
-    return [
-        EtQuestion(question=need(row, "question", i), answer=need(row, "answer", i), source=row.get("source"))
-        for i, row in enumerate(rows)
-    ]
+def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    return [to_task(need(row, "question", i), need(row, "answer", i), row.get("source")) for i, row in enumerate(rows)]
 
 
-def read_rl_rows(rows: Iterable[Mapping[str, Any]]) -> list[RlRow]:
+def read_rl_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Training rows of reinforcement learning of task rows, in order; the index is the position."""
-    return [
-        RlRow(
-            system=row.get("system") or "",
-            question=need(row, "question", i),
-            answers=tuple(list_answers(need(row, "answer", i))),
-            is_math=find_known_ability(str(row.get("source", ""))) == "math",
-            index=i,
-        )
-        for i, row in enumerate(rows)
-    ]
-
-
-def read_alpaca_rows(rows: Iterable[Mapping[str, Any]]) -> list[AlpacaRow]:
-    return [
-        AlpacaRow(
-            instruction=row.get("system") or "",
-            question=need(row, "question", i),
-            output=read_transcript(row, i).text,
-        )
-        for i, row in enumerate(rows)
-    ]
-
-
-def read_evolve_rows(rows: Iterable[Mapping[str, Any]]) -> list[EvolveRow]:
-    """Evolve buffers of transcript rows: those of one question together, in order of its first row."""
     found = []
-    for index, group in group_rows(rows):
-        trajectories = tuple(
-            EtTrajectory(text=t.text, prediction=t.answer, is_correct=need(row, "correctness", index) > RIGHT_ABOVE)
-            for row, t in group
+    for index, row in enumerate(rows):
+        question, answers = need(row, "question", index), list_answers(need(row, "answer", index))
+        ability = "math" if find_known_ability(str(row.get("source", ""))) == "math" else "qa"
+        system = [{"content": row["system"], "role": "system"}] if row.get("system") else []
+        found.append(
+            {
+                "data_source": f"{ability}_effi_rl",
+                "prompt": [*system, {"content": question, "role": "user"}],
+                "ability": ability,
+                "reward_model": {"ground_truth": answers, "style": "rule"},
+                "extra_info": {"index": index, "need_tools_kwargs": False, "question": question, "split": "train"},
+                "metadata": None,
+            }
         )
-        found.append(EvolveRow(**_describe_question(group[0][0], index), trajectories=trajectories))
     return found
 
 
-def read_rollout_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRow]:
+def read_alpaca_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    return [
+        {
+            "instruction": row.get("system") or "",
+            "input": need(row, "question", i),
+            "output": read_transcript(row, i).text,
+        }
+        for i, row in enumerate(rows)
+    ]
+
+
+def read_evolve_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Evolve buffers of transcript rows: those of one question together, in order of its first row."""
+    return [
+        {
+            **_describe_question(group[0][0], index),
+            "initial_output": "",
+            "prediction": "",
+            "initial_logs": [],
+            "evolve_trajectories_buffer": [transcript.text for _, transcript in group],
+            "evolve_predictions": [transcript.answer for _, transcript in group],
+            "evolve_trajectories_llm_judge_results": [
+                need(row, "correctness", index) > RIGHT_ABOVE for row, _ in group
+            ],
+            "evolve_judgements": [],
+        }
+        for index, group in group_rows(rows)
+    ]
+
+
+def read_rollout_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Rollouts of transcript rows: those of one question together, in order of its first row."""
     found = []
     for index, group in group_rows(rows):
-        rollouts = tuple(
-            Rollout(
-                text=transcript.text,
-                prediction=transcript.answer,
-                tool_counts=count_tools(transcript),
-                correctness=row.get("correctness"),
-            )
-            for row, transcript in group
-        )
-        found.append(RolloutRow(**_describe_question(group[0][0], index), rollouts=rollouts))
+        scores = [row.get("correctness") for row, _ in group]
+        question = {
+            **_describe_question(group[0][0], index),
+            "rollout_outputs": [transcript.text for _, transcript in group],
+            "predictions": [transcript.answer for _, transcript in group],
+            "tool_counts": [count_tools(transcript) for _, transcript in group],
+        }
+        found.append(question if None in scores else question | {"correctness": scores})
     return found
 
 
 def _describe_question(row: Mapping[str, Any], index: int) -> Row:
     return {
         "instruction": row.get("system") or "",
-        "question": need(row, "question", index),
+        "input": need(row, "question", index),
         "answer": need(row, "answer", index),
         "source": row.get("source") or "",
     }
@@ -296,7 +308,7 @@ def need(row: Mapping[str, Any], key: str, index: int) -> Any:
     return row[key]
 
 
-EXPORTS: dict[str, Callable[[Iterable[Mapping[str, Any]]], Sequence[Record]]] = {
+EXPORTS: dict[str, Callable[[Iterable[Mapping[str, Any]]], list[Row]]] = {
     "et_pool": read_questions,
     "et_test": read_questions,
     "et_evolve": read_evolve_rows,
@@ -340,11 +352,9 @@ def convert_file(path: Path | str, *, source: str, target: str, out: Path | str)
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another file")
     if source in FORMATS and target in IMPORTS:
-        rows = list(IMPORTS[target](load_records(path, source)))
+        rows = list(IMPORTS[target](load_records(path, source), source))
         check_not_empty(rows, path)
-        with storage_errors(out, "write"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-        save_text(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        write_rows(out, rows)
         return Conversion(path=out, target=target, num_rows=len(rows), format_errors=count_format_errors(rows))
     if source in EXPORTED and target in EXPORTS:
         with storage_errors(Path(path), "read"):

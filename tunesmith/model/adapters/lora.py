@@ -17,7 +17,6 @@ from peft import (
     PeftModel,
     get_peft_model_state_dict,
     inject_adapter_in_model,
-    set_peft_model_state_dict,
 )
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -169,10 +168,8 @@ def load_adapter(
 def check_expert_dropout(lora: LoraSection, weights: list[str]) -> None:
     """Refuse dropout on adapters of experts: it would have to drop inputs before they are multiplied by any factor."""
     if lora.dropout and weights:
-        raise ModelError(
-            f"model.lora.dropout={lora.dropout:g}: adapters of experts ({', '.join(weights)}) have no dropout; set it "
-            "to 0 or adapt linear layers only"
-        )
+        reason = f"adapters of experts ({', '.join(weights)}) have no dropout; set it to 0"
+        raise ModelError(f"model.lora.dropout={lora.dropout:g}: {reason}")
 
 
 def set_dropout(model: PreTrainedModel, dropout: float) -> None:
@@ -262,9 +259,9 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
     state = {KEY_PREFIX + name: tensor for name, tensor in read_adapter_state(model).items()}
     if state.keys() != saved.keys() or any(not has_same_layout(saved[name], state[name]) for name in state):
         raise StorageError(f"{folder} does not hold the adapter of this model: layers, shapes or dtypes differ")
-    set_peft_model_state_dict(
-        model, {name.removeprefix(KEY_PREFIX): tensor for name, tensor in saved.items()}, adapter_name=ADAPTER
-    )
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])
 
 
 def shorten(name: str) -> str:
@@ -298,12 +295,9 @@ def find_named_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tupl
         kind = next((kind for kind in (0, 1) if any(f".{name}".endswith(f".{target}") for name in known[kind])), None)
         if kind is None:
             layers = ", ".join(sorted({name.rpartition(".")[2] for name in known[0]}))
-            weights = ", ".join(sorted(set(map(shorten, known[1]))))
-            raise ModelError(
-                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r}; its layers: "
-                + layers
-                + (f"; weights of its experts: {weights}" if weights else "")
-            )
+            layers += f"; weights of its experts: {', '.join(sorted(set(map(shorten, known[1]))))}" if known[1] else ""
+            reason = f"{type(model).__name__} has no linear layer {target!r}; its layers: {layers}"
+            raise ModelError(f"model.lora.target_modules: {reason}")
         if kind == 0 and target.rpartition(".")[2] in reserved:
             raise ModelError(
                 f"model.lora.target_modules: PEFT takes {target!r} for weights of experts in models of type "

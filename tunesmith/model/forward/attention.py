@@ -29,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
+from tunesmith.model.adapters.adapter import build_meta_model
 from tunesmith.model.experts import use_experts
 from tunesmith.model.forward.recurrence import (
     RECURRENT_MODELS,
@@ -37,7 +38,7 @@ from tunesmith.model.forward.recurrence import (
     list_sequences,
     use_recurrent_plans,
 )
-from tunesmith.model.towers import find_model_class, list_weights
+from tunesmith.model.towers import find_model_class
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
@@ -75,7 +76,8 @@ def check_architecture(config: PretrainedConfig) -> None:
     model_class = find_model_class(config)
     if model_class is not None:
         check_attention_interface(config, model_class)
-        if not model_class._supports_sdpa and any(name.endswith(".sinks") for name in list_weights(config)):
+        meta = None if model_class._supports_sdpa else build_meta_model(config)
+        if meta is not None and any(hasattr(each, "sinks") for each in meta.modules()):
             raise refuse_architecture(config, f"the attention of {model_class.__name__} has sinks")
     elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
         raise refuse_architecture(config, "transformers has no causal language model for it")

@@ -47,6 +47,9 @@ def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dty
     reasons = {
         f"it needs a GPU, and model.device is {device.type}": device.type != "cuda",
         f"it needs weights of 16 bits, and model.dtype is {dtype}".replace("torch.", ""): dtype.itemsize != 2,
+        "sizes that are not multiples of 8 take other products for other numbers of rows": any(
+            each % 8 for each in (text.vocab_size, text.hidden_size, text.intermediate_size)
+        ),
         "routing among experts has no exact kernel": bool(
             getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         ),

@@ -26,8 +26,8 @@ sizes of a head's keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -82,16 +82,16 @@ class SegmentTable:
         states: States | None = None,
         slots: Tensor | None = None,
     ) -> None:
-        """Either all segments without a parent have a source, or none has one. `slots`, on the device, replaces the
-        numbers of both sources and targets: they may change between two forwards of a CUDA graph."""
+        """Either all segments without a parent have a source, or none has one. With `slots`, on the device, each token
+        is a segment that starts from and ends in its slot; they may change between two forwards of a CUDA graph."""
         self.num_tokens = max((segment.end for segment in segments), default=0)
-        self._segments, self._device, self._states = segments, device, states
+        self._segments, self._device, self._states = segments, device, states or {}
         sources = [each.source for each in segments if each.source is not None]
         targets = [slot for each in segments for slot in each.targets]
-        self._sources = self._copy(sources) if slots is None else slots
-        self._targets = self._copy(targets) if slots is None else slots
+        self._sources, self._targets = (self._copy(each) if slots is None else slots for each in (sources, targets))
+        self._has_kernel = slots is not None and device.type == "cuda"
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        self._chunks: tuple[Tensor | None, Tensor | None, list[_Turn]] | None = None
+        self._chunks: tuple[Tensor, Tensor, list[_Turn]] | None = None
 
     def convolve(self, layer: int, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
         """The causal depthwise convolution [T, C], in float32 or wider."""
@@ -101,7 +101,7 @@ class SegmentTable:
         taps_WT, tails = self._taps[num_before]
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
         if len(self._sources):
-            context.insert(1, self._get_states(layer, CONV)[self._sources].flatten(0, 1))
+            context.insert(1, self._states[layer][CONV][self._sources].flatten(0, 1))
         context_XC = torch.cat(context)
         wide = torch.promote_types(inputs_TC.dtype, torch.float32)
         weight_WC = weight_CW.to(wide).t()
@@ -110,22 +110,25 @@ class SegmentTable:
             output_TC = output_TC + context_XC[index_T].to(wide) * weight_WC[-back]
         if len(self._targets):
             last_inputs = context_XC[tails].unflatten(0, (-1, num_before))
-            self._get_states(layer, CONV).index_copy_(0, self._targets, last_inputs)
+            self._states[layer][CONV].index_copy_(0, self._targets, last_inputs)
         return output_TC if bias is None else output_TC + bias.to(wide)
 
     def apply_delta_rule(
         self, layer: int, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor
     ) -> Tensor:
         """Output [T, H, V] of normalized and scaled queries and normalized keys; all inputs have the state's type."""
+        if self._has_kernel and value_THV.dtype == torch.float32:
+            from tunesmith.model.kernels.delta_step import step_states  # needs Triton
+
+            states = self._states[layer][DELTA]
+            return step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states=states, slots_T=self._sources)
         if self._chunks is None:
             self._chunks = self._build_chunks()
         index_NL, place_T, turns = self._chunks
         inputs = [each.view(*each.shape[:2], -1) for each in (query_THK, key_THK, value_THV, decay_TH, rate_TH)]
-        if index_NL is None:
-            chunks = [each[:, :, None] for each in inputs]
-        else:
-            chunks = [functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2) for each in inputs]
-        query, key, value, decay_NHL1, rate = chunks
+        query, key, value, decay_NHL1, rate = (
+            functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2) for each in inputs
+        )
         sums = decay_NHL1.cumsum(2)
         last, growth = sums[:, :, -1:], sums.exp()
         is_later_LL = torch.ones(sums.shape[2], sums.shape[2], dtype=torch.bool, device=sums.device).triu(1)
@@ -141,7 +144,7 @@ class SegmentTable:
         scores, readers = query @ keys_KL * decays_LL, torch.cat([old, query * growth], 2)
         keys_KL, growth = (key * (last - sums).exp()).transpose(2, 3), last.exp()
         if len(self._sources):
-            state = self._get_states(layer, DELTA)[self._sources]
+            state = self._states[layer][DELTA][self._sources]
         else:
             state = value.new_zeros((turns[0].chunks.stop, value.shape[1], key.shape[3], value.shape[3]))
         outputs = []
@@ -155,19 +158,12 @@ class SegmentTable:
             state = growth[here] * state + keys_KL[here] @ delta
             if turn.targets is not None:
                 ends = state if turn.ends is None else state[turn.ends]
-                self._get_states(layer, DELTA).index_copy_(0, turn.targets, ends)
-        output_NLHV = torch.cat(outputs).transpose(1, 2)
-        return output_NLHV[:, 0] if place_T is None else output_NLHV.flatten(0, 1)[place_T]
-
-    def _get_states(self, layer: int, name: str) -> Tensor:
-        assert self._states is not None, "sources and targets are slots of states"
-        return self._states[layer][name]
+                self._states[layer][DELTA].index_copy_(0, turn.targets, ends)
+        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place_T]
 
     def _copy(self, values: Sequence[int] | np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
+        return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
 
     def _build_taps(self, num_before: int) -> tuple[Tensor, Tensor]:
         """Indices of X, which are a row of zeros, the tails of the sources and the tokens: the inputs before each token
@@ -188,9 +184,8 @@ class SegmentTable:
             tails += [histories[-1]] * len(segment.targets)
         return self._copy(taps_TW.T.copy()), self._copy(np.concatenate(tails) if tails else [])
 
-    def _build_chunks(self) -> tuple[Tensor | None, Tensor | None, list[_Turn]]:
-        """The token in each place of the chunks [N, L], with T where there is none, and the place of each token; None
-        where each token is a chunk. And the turns."""
+    def _build_chunks(self) -> tuple[Tensor, Tensor, list[_Turn]]:
+        """The token in each place of the chunks [N, L], T where there is none; the place of each token; the turns."""
         longest = max(segment.end - segment.start for segment in self._segments)
         size = min(MAX_CHUNK_TOKENS, 1 << (longest - 1).bit_length())
         turns: list[list[tuple[int, int, int]]] = []  # parent in the turn before, first token, end
@@ -230,8 +225,6 @@ class SegmentTable:
                 )
             )
             first += len(chunks)
-        if size == 1 and np.array_equal(place_T, np.arange(len(index_NL))):
-            return None, None, built
         return self._copy(index_NL), self._copy(place_T), built
 
 
@@ -305,29 +298,47 @@ def is_recurrent(config: PretrainedConfig) -> bool:
     return not set(RECURRENT_TYPES).isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-def use_recurrent_plans(model: nn.Module) -> None:
-    """Make recurrent layers take their segments from a plan, if one is passed; idempotent."""
-    for module in list_recurrent(model):
-        module.__class__ = _build_class(type(module))
+_plan: ContextVar[Any] = ContextVar("plan", default=None)
+"""The plan of the decoder layer that runs: some versions of transformers do not pass it on to recurrent layers."""
 
 
 def list_recurrent(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in KINDS]
 
 
-@cache
+def use_recurrent_plans(model: nn.Module) -> None:
+    """Make recurrent layers take their segments from a plan, if one is passed; idempotent."""
+    for module in list(model.modules()):
+        if hasattr(module, "runs_plans"):
+            continue
+        if type(module).__name__ in KINDS:
+            module.__class__ = _build_class(type(module))
+        elif any(type(child).__name__ in KINDS for child in module.children()):
+            module.__class__ = _build_layer_class(type(module))
+
+
+def _build_layer_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A decoder layer that keeps its plan for its recurrent layer, also when its backward computes it again."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        token = _plan.set(kwargs.get("attention_plan"))
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            _plan.reset(token)
+
+    return type(original.__name__, (original,), {"forward": forward, "runs_plans": True})
+
+
 def _build_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
-    if hasattr(original, "runs_plans"):
-        return original
     run = KINDS[original.__name__]
 
-    def forward(
-        self: nn.Module, hidden_states: Tensor, *args: Any, attention_plan: Any = None, **kwargs: Any
-    ) -> Tensor:
-        if attention_plan is None:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plan = _plan.get()
+        if plan is None:
             return original.forward(self, hidden_states, *args, **kwargs)
-        table = attention_plan.segments
+        table = plan.segments
         output_TC = run(self, hidden_states[0, : table.num_tokens], table)
         return functional.pad(output_TC, (0, 0, 0, hidden_states.shape[1] - table.num_tokens))[None]
 
@@ -336,10 +347,12 @@ def _build_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def describe_states(model: nn.Module) -> dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """Shape and type of each recurrent layer's states, by layer."""
-    described: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    described = {}
     for module in list_recurrent(model):
         weight = getattr(module, "conv1d" if hasattr(module, "conv1d") else "conv").weight
-        shapes = {CONV: ((weight.shape[2] - 1, weight.shape[0]), weight.dtype)}
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            CONV: ((weight.shape[2] - 1, weight.shape[0]), weight.dtype)
+        }
         if hasattr(module, "A_log"):
             matrix = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
             shapes[DELTA] = (matrix, torch.promote_types(weight.dtype, torch.float32))

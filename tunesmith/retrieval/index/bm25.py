@@ -121,7 +121,7 @@ class WordSplitter:
 
     def __init__(self, *, stemmer: str, stopwords: str) -> None:
         self._stem = _build_stemmer(stemmer)
-        self._stopwords = _load_stopwords() if stopwords == "english" else frozenset()
+        self._stopwords = frozenset(import_bm25s().stopwords.STOPWORDS_EN if stopwords == "english" else ())
 
     def split(self, text: str) -> list[str]:
         """Stems of the words in their order, repeated words included."""
@@ -157,10 +157,6 @@ def _build_stemmer(name: str) -> Callable[[str], str]:
         known = ", ".join(["none", *Stemmer.algorithms()])
         raise ConfigError(f"stemmer={name!r} is not one of {known}") from error
     return stem
-
-
-def _load_stopwords() -> frozenset[str]:
-    return frozenset(import_bm25s().stopwords.STOPWORDS_EN)
 
 
 JAX = ("jax", "jax.lax")

@@ -31,17 +31,9 @@ from tunesmith.version import __version__
 LINES, OFFSETS, RANKS = "passages.jsonl", "offsets.npy", "id_rank.npy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusInfo:
-    """What was written: the number of passages, their bytes, and the SHA-256 of `passages.jsonl`."""
-
-    num_passages: int
-    num_bytes: int
-    sha256: str
-
-
-def write_passages(folder: Path, passages: Iterable[Passage]) -> CorpusInfo:
-    """Write all passages of a corpus; refuses a corpus without passages or with an id twice."""
+def write_passages(folder: Path, passages: Iterable[Passage]) -> str:
+    """Write all passages of a corpus; returns the SHA-256 of `passages.jsonl`. Refuses a corpus without passages or
+    with an id twice."""
     digest = hashlib.sha256()
     offsets, ids = [0], []
     with (folder / LINES).open("wb") as file:
@@ -64,7 +56,7 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> CorpusInfo:
     ranks[order] = np.arange(len(ids), dtype=np.int32)
     np.save(folder / RANKS, ranks)
     np.save(folder / OFFSETS, np.asarray(offsets, dtype=np.int64))
-    return CorpusInfo(num_passages=len(ids), num_bytes=offsets[-1], sha256=digest.hexdigest())
+    return digest.hexdigest()
 
 
 class PassageStore:
@@ -78,6 +70,10 @@ class PassageStore:
 
     def __len__(self) -> int:
         return len(self.id_ranks)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._lines)
 
     def read_line(self, position: int) -> bytes:
         """The JSON object of a passage, `{"id": ..., "contents": ...}`."""
@@ -115,16 +111,16 @@ class IndexInfo:
     libraries: dict[str, str] = field(default_factory=dict)
 
 
-def describe_index(corpus: CorpusInfo, settings: IndexSettings, *, source: str) -> IndexInfo:
+def describe_index(store: PassageStore, settings: IndexSettings, *, corpus_sha256: str, source: str) -> IndexInfo:
     """The description of an index that is about to be finished."""
     # the device and the batch size do not change what is found
     ranking = settings.model_dump(exclude={"device", "batch_size"})
-    hashed = json.dumps([FORMAT_VERSION, corpus.sha256, ranking], sort_keys=True)
+    hashed = json.dumps([FORMAT_VERSION, corpus_sha256, ranking], sort_keys=True)
     return IndexInfo(
         index_hash=hashlib.sha256(hashed.encode()).hexdigest()[:16],
-        num_passages=corpus.num_passages,
-        num_bytes=corpus.num_bytes,
-        corpus_sha256=corpus.sha256,
+        num_passages=len(store),
+        num_bytes=store.num_bytes,
+        corpus_sha256=corpus_sha256,
         source=source,
         settings=settings,
         libraries=_list_versions(),

@@ -56,13 +56,13 @@ def build_index(
         raise StorageError(f"{folder} exists; choose another folder for the index, or remove this one")
     passages = iter_passages(source, settings, name=name, split=split)
     with locked_beside(folder), renamed_folder(folder) as temporary:
-        corpus = write_passages(temporary, passages)
+        corpus_sha256 = write_passages(temporary, passages)
         store = PassageStore(temporary)
         if settings.has_bm25:
             write_bm25(temporary / BM25_FOLDER, store.iter_contents(), settings)
         if settings.has_dense:
             write_dense(temporary / DENSE_FOLDER, store.iter_contents(), len(store), settings)
-        info = describe_index(corpus, settings, source=str(source))
+        info = describe_index(store, settings, corpus_sha256=corpus_sha256, source=str(source))
         write_manifest(temporary, info)
     return info
 

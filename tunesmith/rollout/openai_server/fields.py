@@ -148,7 +148,7 @@ def read_list(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-def read_text(value: Any, name: str, types: Sequence[str], *, separator: str = "\n") -> str:
+def read_text(value: Any, name: str, types: Sequence[str]) -> str:
     """Text, or the joined texts of a list of parts of the given types."""
     if isinstance(value, str):
         return value
@@ -161,7 +161,7 @@ def read_text(value: Any, name: str, types: Sequence[str], *, separator: str = "
         if not isinstance(text, str):
             raise RequestError(f"{name} has a part without text", param=_root(name))
         texts.append(text)
-    return separator.join(texts)
+    return "\n".join(texts)
 
 
 def read_texts(max_texts: int, *, also_one: bool = False) -> Read:

@@ -353,17 +353,14 @@ class Recorder:
         seed: int,
         sampling: Sampling,
         order: tuple[int, ...] = (),
-        key: str | None = None,
         is_recorded: bool = True,
     ) -> Session:
-        """Open a session; the default key is random and cannot be guessed.
+        """Open a session; its key is random and cannot be guessed.
 
         `order` precedes the call's index in the engine's queue order. Without recording, no turn is kept and every
         prompt is rendered from scratch; used for models that are not trained.
         """
-        key = secrets.token_urlsafe(16) if key is None else key
-        if key in self._sessions:
-            raise ValueError(f"session {key!r} is already open")
+        key = secrets.token_urlsafe(16)
         session = Session(
             self.engine,
             self.renderer,
