@@ -446,11 +446,11 @@ async def test_a_process_that_is_lost_ends_its_rollout_and_another_takes_its_pla
 def test_what_is_wrong_with_scienceworld_is_said_at_once(monkeypatch):
     with pytest.raises(ConfigError, match="did you mean scienceworld:find-plant?"):
         load_set("scienceworld:find-plants", {})
-    with pytest.raises(ConfigError, match=r"args of scienceworld:melt are simplification, .*got .*'steps': 3"):
+    with pytest.raises(ConfigError, match="'steps' in environment.args of scienceworld:melt: known: simpl"):
         load_set("scienceworld:melt", {"steps": 3})
     with pytest.raises(ConfigError, match="args.simplification: 'eazy' is none of easy, noElectricalAction"):
         load_set("scienceworld:melt", {"simplification": "eazy"})
-    with pytest.raises(ConfigError, match=r"num_processes, from 1; got .*'num_processes': 0"):
+    with pytest.raises(ConfigError, match="num_processes=0 in environment.args of .*: Input should be greater"):
         load_set("scienceworld:melt", {"num_processes": 0})
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs Java 8 or newer: apt-get install default-jre-headless"):

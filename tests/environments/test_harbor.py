@@ -190,5 +190,5 @@ def test_a_folder_of_tasks_is_split_by_name_and_other_folders_are_refused(build,
     assert len(names["train"] | names["test"]) == 6 and not names["train"] & names["test"]
     with pytest.raises(ConfigError, match="neither the folder nor a folder in it has a task.toml"):
         load_set(f"harbor:{tmp_path / 'no'}", {})
-    with pytest.raises(ConfigError, match="environment.args.image has no effect with harbor"):
+    with pytest.raises(ConfigError, match="'image' in environment.args of harbor:.*: it takes none"):
         load_set(f"harbor:{tmp_path}", {"image": "x"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import sys
@@ -13,11 +14,12 @@ from tunesmith import evaluate, measure_pass_rates, run_pipeline, tune
 from tunesmith.commands.environments import list_environments, show_environment
 from tunesmith.commands.settings import check_paths
 from tunesmith.config import EvalConfig, RunConfig
-from tunesmith.environments import Environment
+from tunesmith.environments import Environment, TaskEnvironment
 from tunesmith.environments.sets import advise, import_family
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.rollout.open_sessions import count_open_sessions
 from tunesmith.runs.load_config import build_section, dump_config, load_section
 from tunesmith.runs.load_function import load_environment, load_functions
 from tunesmith.runs.tasks import load_run_tasks
@@ -98,6 +100,27 @@ def test_a_saved_config_is_read_back_to_the_same(values, tmp_path):
     config = build_section(RunConfig, values)
     (tmp_path / "saved.yaml").write_text(dump_config(config))
     assert dump_config(load_section(RunConfig, tmp_path / "saved.yaml")) == dump_config(config)
+
+
+class NeverClosed:
+    async def reset(self, task):
+        return "Wait."
+
+    async def close(self):
+        raise OSError("no connection")
+
+
+def test_the_open_sessions_of_a_step_are_those_that_were_not_closed(values):
+    async def leave_open():
+        async with TaskEnvironment(name="leak", create=NeverClosed).open({}):
+            pass
+
+    before = count_open_sessions()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no connection"):
+            asyncio.run(leave_open())
+    rows = load_metrics(tune(build_section(RunConfig, values)).folder / "metrics.jsonl")
+    assert {row["rollout/open_sessions"] for row in rows if row["kind"] == "train"} == {before + 2.0}
 
 
 def test_a_run_resumes_and_refuses_another_environment(values):

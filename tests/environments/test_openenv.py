@@ -264,7 +264,7 @@ def test_bad_input_is_one_sentence_before_a_model_loads(start, tmp_path):
         load_set("openenv:http://127.0.0.1:9", {})
     with pytest.raises(ConfigError, match="the server does not answer: "):
         load_set("openenv:localhost", {})
-    with pytest.raises(ConfigError, match=r"environment.args of openenv are num_sessions.*got .*'size': 3"):
+    with pytest.raises(ConfigError, match="'size' in environment.args of openenv:http.*: known: num_sessions, reset"):
         load_set("openenv:http://127.0.0.1:9", {"size": 3})
     port = find_free_port()
     process = subprocess.Popen(

@@ -418,8 +418,6 @@ def _note_losses(draft: Draft, name: str) -> None:
 
 
 def _note_aggregation(draft: Draft, name: str) -> None:
-    from tunesmith.algorithms.table import ALGORITHMS  # imports torch, which run files of our own do without
-
     own = ALGORITHMS[name].aggregation if name in ALGORITHMS else "token-mean"
     given = _section(draft, "algorithm").get("loss_aggregation")
     if given is None and own not in ("token-mean", "sum"):

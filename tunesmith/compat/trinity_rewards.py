@@ -18,7 +18,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.judges.numeric import read_braces, read_text, score_numeric
 from tunesmith.judges.tir import score_math
 from tunesmith.tools.calculator import compute_expression
-from tunesmith.types import JudgeOutput, WorkflowOutput
+from tunesmith.types import Judge, JudgeOutput, WorkflowOutput
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>")
 TAGGED = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
@@ -131,17 +131,14 @@ async def countdown_reward(task: Mapping[str, Any], response: Any) -> JudgeOutpu
 
 async def math_workflow(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
     """One question, answered in tags; the reward is `math_reward`, unless a judge is given."""
-    response = await _ask(task, model, TAGS_PROMPT)
-    judged = await math_reward(task, response)
-    return WorkflowOutput(response=response, reward=judged.reward, metrics=judged.metrics)
+    return await _answer(task, model, TAGS_PROMPT, math_reward)
 
 
 async def math_boxed_workflow(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
     """One question, answered in a box; the reward is `math_boxed_reward`, unless a judge is given."""
     has_think = (task.get("workflow_args") or {}).get("with_think")
-    response = await _ask(task, model, f"{BOXED_PROMPT} {THINK_PROMPT}" if has_think else BOXED_PROMPT)
-    judged = await math_boxed_reward(task, response)
-    return WorkflowOutput(response=response, reward=judged.reward, metrics=judged.metrics)
+    prompt = f"{BOXED_PROMPT} {THINK_PROMPT}" if has_think else BOXED_PROMPT
+    return await _answer(task, model, prompt, math_boxed_reward)
 
 
 def read_truth(task: Mapping[str, Any]) -> str:
@@ -159,15 +156,17 @@ def _read(task: Mapping[str, Any], name: str, default: str) -> Any:
     return found
 
 
-async def _ask(task: Mapping[str, Any], model: Any, prompt: str) -> str:
-    """The reply to the question, with its reasoning in think tags if the model's parser has taken it out."""
+async def _answer(task: Mapping[str, Any], model: Any, prompt: str, judge: Judge) -> WorkflowOutput:
+    """The judged reply to the question, with its reasoning in think tags if the model's parser has taken it out."""
     system = (task.get("format") or {}).get("system_prompt", prompt)
     question = str(_read(task, "prompt_key", "question"))
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     completion = await model.as_openai_client().chat.completions.create(model=model.model_name, messages=messages)
     message = completion.choices[0].message
     reasoning = getattr(message, "reasoning_content", None)
-    return f"<think>{reasoning}</think>{message.content or ''}" if reasoning else message.content or ""
+    response = f"<think>{reasoning}</think>{message.content or ''}" if reasoning else message.content or ""
+    judged = await judge(task, response)
+    return WorkflowOutput(response=response, reward=judged.reward, metrics=judged.metrics)
 
 
 def _sum(scores: dict[str, float]) -> JudgeOutput:

@@ -229,17 +229,15 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "enable_router_replay": allow_neutral("sampler and trainer run the same module, so routes are not replayed"),
 }
 MODEL_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("max_prompt_tokens", "enable_prompt_truncation", "logprobs"), accept()),
     "model_path": move("model.path"),
     "critic_model_path": move_for_critic("algorithm.critic.path"),
     "max_model_len": move("model.max_model_len"),
-    "max_prompt_tokens": accept(),
     "max_response_tokens": move("model.max_tokens"),
     "min_response_tokens": allow(0, 1, reason="a minimum length of answers is not implemented"),
-    "enable_prompt_truncation": accept(),
     "temperature": move("model.temperature", float),
     "top_p": move("model.top_p", float),
     "top_k": move("model.top_k", lambda top_k: max(top_k, 0)),
-    "logprobs": accept(),
     "repetition_penalty": allow(1, 1.0, reason="the trainer cannot reproduce this distribution; see model.min_p"),
     "enable_thinking": move("model.enable_thinking"),
     "custom_chat_template": allow_neutral("save the template to a file and set chat_template_path"),
@@ -250,7 +248,12 @@ MODEL_RULES: dict[str, Rule] = {
     "external_model": allow_neutral("the trained model is local; for others see auxiliary_models.<name>.base_url"),
     "tinker": read_tinker,
 }
+BUFFER_WITHOUT_EFFECT = (
+    "explorer_input.default_reward_fn_type", "trainer_input.experience_buffer.name",
+    "trainer_input.experience_buffer.capacity", "trainer_input.experience_buffer.max_read_timeout",
+)  # fmt: skip
 BUFFER_RULES: dict[str, Rule] = {
+    **dict.fromkeys(BUFFER_WITHOUT_EFFECT, accept()),
     "total_epochs": move("total_epochs"),
     "total_steps": move("total_steps"),
     "batch_size": move("algorithm.batch_size"),
@@ -260,12 +263,8 @@ BUFFER_RULES: dict[str, Rule] = {
     "explorer_input.eval_tasksets": read_eval_tasksets,
     "explorer_input.default_workflow_type": accept(),  # read by resolve_functions, as the reward function
     "explorer_input.default_eval_workflow_type": accept("evaluations use the workflow of training", silent=(ADAPTER,)),
-    "explorer_input.default_reward_fn_type": accept(),
-    "trainer_input.experience_buffer.name": accept(),
     "trainer_input.experience_buffer.storage_type": allow("queue", reason="a step trains the rollouts it sampled"),
     "trainer_input.experience_buffer.path": accept("rollouts are written to the run's rollouts/ folder"),
-    "trainer_input.experience_buffer.capacity": accept(),
-    "trainer_input.experience_buffer.max_read_timeout": accept(),
     "trainer_input.experience_buffer.replay_buffer": read_replay,
     "trainer_input.auxiliary_buffers": read_auxiliary_buffers,
 }
@@ -276,26 +275,23 @@ PROCESSOR_RULES: dict[str, Rule] = {
     "experience_pipeline.inputs": allow_neutral("the inputs are the rollouts of the step"),
     "task_pipeline": accept(),  # read by resolve_task_pipeline
 }
+EXPLORER_WITHOUT_EFFECT = (
+    "name", "runner_per_model", "max_repeat_times_per_runner", "over_rollout.wait_after_min",
+    "dynamic_timeout.ratio", "dynamic_timeout.warmup_min_steps", "runner_prepare_concurrency",
+    "runner_state_report_interval", "min_running_model_num",
+)  # fmt: skip
 EXPLORER_RULES: dict[str, Rule] = {
-    "name": accept(),
-    "runner_per_model": accept(),
+    **dict.fromkeys(EXPLORER_WITHOUT_EFFECT, accept()),
     "max_timeout": move("rollout.timeout_s", float),
     "max_retry_times": accept("a failed rollout is left out of its group and counted, not retried", silent=(0,)),
-    "max_repeat_times_per_runner": accept(),
     "eval_interval": move("evaluation.interval_steps"),
     "eval_on_startup": move("evaluation.at_start"),
     "over_rollout.ratio": accept("a step waits for all its tasks; lower max_timeout", silent=(0,)),
-    "over_rollout.wait_after_min": accept(),
     "over_rollout.return_partial_tasks": accept("a step waits for all its tasks", silent=(False,)),
     "dynamic_timeout.enable": accept(
         "a timeout measured at run time makes runs differ; max_timeout holds", silent=(False,)
     ),
-    "dynamic_timeout.ratio": accept(),
-    "dynamic_timeout.warmup_min_steps": accept(),
     "concurrent_mode": accept("workflows always run concurrently, at most rollout.max_concurrency at once"),
-    "runner_prepare_concurrency": accept(),
-    "runner_state_report_interval": accept(),
-    "min_running_model_num": accept(),
     "max_inflight_batches": accept(SHARED_WEIGHTS),
     "env_vars": accept("set environment variables before you start the process", silent=({},)),
     "bench_on_latest_checkpoint": allow_neutral("evaluate models on held-out tasks with `tunesmith eval`"),
@@ -304,7 +300,12 @@ EXPLORER_RULES: dict[str, Rule] = {
     "db_url": allow_neutral(PROXY),
     "auxiliary_models": read_auxiliary_models,
 }
+ROLLOUT_MODEL_WITHOUT_EFFECT = (
+    "enforce_eager", "enable_chunked_prefill", "enable_openai_api", "enable_log_requests", "use_v1",
+    "base_port", "api_key", "weight_sync_buffer_size",
+)  # fmt: skip
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
+    **dict.fromkeys(ROLLOUT_MODEL_WITHOUT_EFFECT, accept()),
     "engine_type": allow("vllm", "sglang", reason="Tunesmith has its own engine in this process; remove it"),
     "engine_num": accept(),  # read by resolve_cluster
     "tensor_parallel_size": accept(),  # read by resolve_cluster
@@ -313,12 +314,7 @@ ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "gpu_memory_utilization": accept("set engine.kv_cache_gib or engine.kv_cache_tokens for the KV cache's size"),
     "dtype": move("model.dtype"),
     "seed": move("seed"),
-    "enforce_eager": accept(),
     "enable_prefix_caching": read_prefix_caching,
-    "enable_chunked_prefill": accept(),
-    "enable_openai_api": accept(),
-    "enable_log_requests": accept(),
-    "use_v1": accept(),
     "enable_history": allow(True, reason="model calls that are not recorded cannot be trained"),
     "enable_auto_tool_choice": read_auto_tool_choice,
     "tool_call_parser": move("model.tool_call_parser"),
@@ -328,9 +324,6 @@ ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "model_path": move("model.path"),
     "chat_template": allow_neutral("save the template to a file and set model.chat_template_path"),
     "extra_engine_args": allow_neutral("Tunesmith uses its own engine; see the engine section"),
-    "base_port": accept(),
-    "api_key": accept(),
-    "weight_sync_buffer_size": accept(),
 }
 SYNCHRONIZER_RULES: dict[str, Rule] = {
     "sync_style": read_sync_style,
@@ -343,23 +336,20 @@ SYNCHRONIZER_RULES: dict[str, Rule] = {
     "sync_offset": accept(f"in Trinity-RFT the explorer runs ahead by it; {SHARED_WEIGHTS}", silent=(0,)),
     "sync_timeout": accept(),
 }
+TRAINER_WITHOUT_EFFECT = (
+    "name", "save_hf_checkpoint", "save_strategy", "use_dynamic_bsz", "balance_batch", "use_remove_padding",
+    "fix_actor_microbatch_loss_scale", "enable_preview",
+)  # fmt: skip
 TRAINER_RULES: dict[str, Rule] = {
-    "name": accept(),
+    **dict.fromkeys(TRAINER_WITHOUT_EFFECT, accept()),
     "total_steps": move("total_steps"),
     "save_interval": read_save_interval,
-    "save_hf_checkpoint": accept(),
     "max_checkpoints_to_keep": move("keep_checkpoints", lambda number: number or None),
-    "save_strategy": accept(),
     "trainer_type": allow("verl", reason="training is local; nearest is model.device"),
     "trainer_strategy": accept(ONE_DEVICE),
     "grad_clip": move("trainer.max_grad_norm", float),
-    "use_dynamic_bsz": accept(),
     "max_token_len_per_gpu": move("trainer.max_tokens_per_row"),
     "ulysses_sequence_parallel_size": accept(f"it divides long rows over GPUs, and {SHARDING}", silent=(1,)),
-    "balance_batch": accept(),
-    "use_remove_padding": accept(),
-    "fix_actor_microbatch_loss_scale": accept(),
-    "enable_preview": accept(),
     "critic_warmup": move_for_critic("algorithm.critic.warmup_steps"),
     "param_offload": allow_neutral(SHARDING),
     "optimizer_offload": allow_neutral(SHARDING),

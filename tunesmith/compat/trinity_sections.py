@@ -326,10 +326,9 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
     draft.set("experience.replay.num_groups", num_groups, source=key)
     draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
     targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
-    for name, number in read_mapping(given.get("priority_fn_args"), f"{key}.priority_fn_args").items():
-        if name not in targets:
-            raise ConfigError(f"{key}.priority_fn_args.{name} is not a known key: known are {', '.join(targets)}")
-        draft.set(f"experience.replay.{targets[name]}", number, source=f"{key}.priority_fn_args.{name}")
+    rules = {name: move(f"experience.replay.{target}") for name, target in targets.items()}
+    args_key = f"{key}.priority_fn_args"
+    walk(draft, rules, read_mapping(given.get("priority_fn_args"), args_key), parent=f"{args_key}.")
 
 
 def read_auxiliary_models(draft: Draft, key: str, value: Any) -> None:

@@ -1,8 +1,8 @@
 """Environments of other packages, by name: each module translates one package to `TextEnvironment`, and plays nothing.
 
 A name is `family:member`, such as `reasoning_gym:countdown`. A module of the table has `list_names() -> names`, the
-members that it knows, if it knows any, and `load(member, args) -> TaskEnvironment`, which raises a ConfigError for
-arguments that do not fit. The
+members that it knows, if it knows any, and `load(member, ...) -> TaskEnvironment`. The arguments of a file are the
+keyword-only parameters of `load`, checked against their types, or its mapping `args`, which it checks itself. The
 packages are optional; a module is imported when a file names its family.
 """
 
@@ -11,12 +11,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+from tunesmith.arguments import bind_arguments
 from tunesmith.environments.episode import TaskEnvironment
 from tunesmith.errors import ConfigError
 
@@ -85,7 +88,12 @@ def load_set(name: str, args: Mapping[str, Any]) -> TaskEnvironment:
     module = import_family(family)
     if not FAMILIES[family].is_open and member not in (names := module.list_names()):
         raise ConfigError(f"environment={name!r} is unknown: {advise(name, names)}")
-    loaded: TaskEnvironment = module.load(member, dict(args))
+    load = module.load
+    if "args" in inspect.signature(load).parameters:
+        load = partial(load, args=dict(args))
+    else:
+        load = bind_arguments(load, args, where=f"environment.args of {name}")
+    loaded: TaskEnvironment = load(member)
     return loaded
 
 

@@ -63,10 +63,8 @@ class Task:
     tests_timeout_s: float
 
 
-def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
+def load(member: str) -> TaskEnvironment:
     path = Path(member).resolve()
-    if args:
-        raise ConfigError(f"environment.args.{next(iter(args))} has no effect with harbor, which has no arguments")
     if shutil.which("bwrap") is None:
         raise ConfigError("environment harbor needs bubblewrap: apt-get install bubblewrap")
     folders = [path] if (path / "task.toml").is_file() else sorted(each.parent for each in path.glob("*/task.toml"))

@@ -30,10 +30,7 @@ def list_names() -> list[str]:
     return [""]
 
 
-def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
-    path = args.pop("path", None)
-    if args:
-        raise ConfigError(f"environment.args.{next(iter(args))} is no argument of human_eval; allowed is path")
+def load(member: str, *, path: str | None = None) -> TaskEnvironment:
     problems = read_problems(path)
     rows = [
         {"seed": seed, "id": each["task_id"], "question": QUESTION.format(prompt=each["prompt"])}

@@ -11,10 +11,11 @@ import contextlib
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import httpx
+from pydantic import Field
 
 from tunesmith.environments.episode import Places, Reply, TaskEnvironment
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
@@ -25,16 +26,13 @@ TOOL = "act"
 MAX_CHARS = 300
 
 
-def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
-    number, options = args.pop("num_sessions", 1), args.pop("reset", {})
-    if args or not isinstance(options, Mapping) or not isinstance(number, int) or number < 1:
-        raise ConfigError(
-            "environment.args of openenv are num_sessions, the episodes that the server allows at a time, and reset, "
-            f"a mapping of arguments; got {dict(num_sessions=number, reset=options, **args)}"
-        )
+def load(
+    member: str, *, num_sessions: Annotated[int, Field(ge=1)] = 1, reset: Mapping[str, Any] | None = None
+) -> TaskEnvironment:
+    """`num_sessions`: the episodes that the server allows at a time; `reset`: arguments of each reset."""
     url = member.rstrip("/")
-    create = functools.partial(Episode, url, read_action_schema(url), dict(options))
-    return TaskEnvironment(name=f"openenv:{member}", create=create, places=load_places(url, number))
+    create = functools.partial(Episode, url, read_action_schema(url), dict(reset or {}))
+    return TaskEnvironment(name=f"openenv:{member}", create=create, places=load_places(url, num_sessions))
 
 
 @functools.cache

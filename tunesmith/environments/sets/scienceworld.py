@@ -20,10 +20,11 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from subprocess import PIPE, STDOUT, Popen
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
+from pydantic import Field
 from scienceworld.constants import ID2TASK, JAR_PATH
 
 from tunesmith.environments.episode import Places, TaskEnvironment
@@ -49,16 +50,10 @@ def list_names() -> list[str]:
     return sorted(ID2TASK.values())
 
 
-def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
-    simplification, number = str(args.pop("simplification", "")), args.pop("num_processes", 4)
-    if args or not isinstance(number, int) or number < 1:
-        raise ConfigError(
-            f"environment.args of scienceworld:{member} are simplification, a text, and num_processes, from 1; "
-            f"got {dict(simplification=simplification, num_processes=number, **args)}"
-        )
+def load(member: str, *, simplification: str = "", num_processes: Annotated[int, Field(ge=1)] = 4) -> TaskEnvironment:
     if shutil.which("java") is None:
         raise ConfigError("environment scienceworld needs Java 8 or newer: apt-get install default-jre-headless")
-    pool = load_pool(number)
+    pool = load_pool(num_processes)
     seeds = itertools.count()
     rows = {
         split: [{"seed": next(seeds), "variation": each} for each in variations]
