@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.judges.numeric import read_braces, read_text, score_numeric
 from tunesmith.judges.tir import score_math
 from tunesmith.tools.calculator import compute_expression
-from tunesmith.types import Judge, JudgeOutput, WorkflowOutput
+from tunesmith.types import JudgeOutput, WorkflowOutput
 
+Reward = Callable[[Mapping[str, Any], Any], Awaitable[JudgeOutput]]
 ANSWER = re.compile(r"<answer>(.*?)</answer>")
 TAGGED = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
 LINES = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
@@ -156,7 +157,7 @@ def _read(task: Mapping[str, Any], name: str, default: str) -> Any:
     return found
 
 
-async def _answer(task: Mapping[str, Any], model: Any, prompt: str, judge: Judge) -> WorkflowOutput:
+async def _answer(task: Mapping[str, Any], model: Any, prompt: str, judge: Reward) -> WorkflowOutput:
     """The judged reply to the question, with its reasoning in think tags if the model's parser has taken it out."""
     system = (task.get("format") or {}).get("system_prompt", prompt)
     question = str(_read(task, "prompt_key", "question"))
