@@ -87,7 +87,7 @@ def select(kind: str, **args: Any) -> list[str]:
 
 PASS_RATE = ["pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"]
 BOTS = select("difficulty_based", m=8, target_reward=0.5, tau=0, do_sample=True)
-ALL = ["environment.args.irrelevance=0.3", "environment.num_train=2348"]
+ALL = ["environment.args.irrelevance=688", "environment.num_train=2348"]
 ARMS: dict[str, Arm] = {
     "base": Arm([evaluate("@model")]),
     "rl-42": tune(seed=42),
