@@ -9,6 +9,9 @@ sets from the program's own script or from a few rows made here. DashScope's ser
 process, through the variables in which its clients look for its URL. There the models in RIGHT answer each question of
 the data rightly, `qwen-flash` only under a prompt that the server proposed, the others with one letter. `--set` adds
 overrides, `--programs` chooses. It needs AgentScope, and the extra `prompt`, sacrebleu and Gymnasium.
+
+Random weights show that a program runs. A trained model, given as `--model` with longer replies by `--set`, shows that
+its steps train: the output has the gradient norm of each step, and how the saved weights differ from the first ones.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from safetensors import safe_open
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -269,8 +274,8 @@ def copy_program(source: Path, copy: Path) -> list[str]:
     return changed
 
 
-def describe_run(copy: Path) -> Iterator[str]:
-    """What the run folder records."""
+def describe_run(copy: Path, model: Path) -> Iterator[str]:
+    """What the run folder records, and how the saved weights differ from those of `model`."""
     for metrics in sorted(copy.rglob("metrics.jsonl")):
         steps = load_metrics(metrics)
         if not steps:
@@ -282,8 +287,34 @@ def describe_run(copy: Path) -> Iterator[str]:
         failed = sum(each.failure is not None for each in rollouts)
         yield f"steps {len(steps)}, rollouts {len(rollouts)}, failed {failed}"
         yield f"calls of each rollout {[len(each.turns) for each in rollouts]}, rewards {rewards}"
-        changed = steps[-1].get("train/grad_norm", 0.0)
-        yield f"gradient norm of the last step {changed:.3g}"
+        norms = ", ".join(f"{step.get('train/grad_norm', 0.0):.3g}" for step in steps)
+        rates = ", ".join(f"{step.get('train/learning_rate', 0.0):.3g}" for step in steps)
+        yield f"gradient norm of each step {norms}; learning rate {rates}"
+        seconds = ("perf/step_s", "perf/rollout_s", "perf/train_s")
+        times = "; ".join(" / ".join(f"{step.get(key, 0.0):.0f}" for key in seconds) for step in steps)
+        yield f"seconds of each step / of its rollouts / of its training: {times}"
+        saved = sorted(metrics.parent.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+        if saved:
+            yield f"{saved[-1].name}: {compare_weights(model, saved[-1])}"
+
+
+def compare_weights(first: Path, saved: Path) -> str:
+    """How many of the numbers in the safetensors files of `saved` are not those of `first`."""
+    total = differing = 0
+    largest = 0.0
+    with ExitStack() as stack:
+        old: dict[str, Any] = {}
+        new: dict[str, Any] = {}
+        for folder, tensors in ((first, old), (saved, new)):
+            for path in folder.glob("*.safetensors"):
+                file = stack.enter_context(safe_open(path, "pt"))
+                tensors.update(dict.fromkeys(file.keys(), file))
+        for name, file in new.items():
+            change = (file.get_tensor(name).float() - old[name].get_tensor(name).float()).abs()
+            total += change.numel()
+            differing += int(change.count_nonzero())
+            largest = max(largest, float(change.max()))
+    return f"{differing:,} of {total:,} saved weights differ from the first ones, by at most {largest:.3g}"
 
 
 def read_text(message: Mapping[str, Any]) -> str:
@@ -341,7 +372,7 @@ def main() -> None:
             f"exit {done} after {time.monotonic() - start:.0f} s, {count_cpu_s() - cpu:.0f} s of CPU",
             "changed: " + "; ".join(changed),
         ]
-        lines += [f"data: {made}"] * bool(made) + list(describe_run(copy))
+        lines += [f"data: {made}"] * bool(made) + list(describe_run(copy, args.model))
         lines += [f"{key}={value}" for key, value in environment.items()]
         lines += [f"calls of the stand-in server: {dict(server.calls)}"] * bool(server.calls)
         log = (copy / "out.log").read_text().splitlines()

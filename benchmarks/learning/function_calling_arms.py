@@ -2,7 +2,7 @@
 
     MODEL=path/to/model python -m benchmarks.learning.function_calling_arms --work /tmp/arms --out results --jobs 3 \\
         --limit-s 900
-    python -m benchmarks.learning.function_calling kept/* --base kept/base --out results/learning/function_calling.json
+    python -m benchmarks.learning.function_calling KEPT --out results/learning/function_calling.json
 
 Each arm is one or two commands of `tunesmith` with the files of `recipes/function_calling` or `recipes/text_game`, in
 a folder of its own. Arms start in the order of `ARMS`; finished ones are skipped, so that the script continues after a
@@ -87,7 +87,7 @@ def select(kind: str, **args: Any) -> list[str]:
 
 PASS_RATE = ["pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"]
 BOTS = select("difficulty_based", m=8, target_reward=0.5, tau=0, do_sample=True)
-ALL = ["environment.args.irrelevance=0.3", "environment.num_train=2348"]
+ALL = ["environment.args.irrelevance=688", "environment.num_train=2348"]
 ARMS: dict[str, Arm] = {
     "base": Arm([evaluate("@model")]),
     "rl-42": tune(seed=42),

@@ -155,7 +155,7 @@ def test_questions_that_no_function_answers_are_split_by_their_functions(folder,
                 for number, names in enumerate(offered)
             ],
         )
-    environment = load_set("bfcl", {"path": folder, "irrelevance": 0.1})
+    environment = load_set("bfcl", {"path": folder, "irrelevance": 5})
     added = [
         {row["id"] for row in environment.rows[split]} - {row["id"] for row in rows}
         for split, rows in zip(("train", "test"), sets, strict=True)
@@ -169,9 +169,9 @@ def test_questions_that_no_function_answers_are_split_by_their_functions(folder,
     with pytest.raises(
         ConfigError, match="environment.args.irrelevance is no argument of bfcl:multiple; allowed are path$"
     ):
-        load_set("bfcl:multiple", {"path": folder, "irrelevance": 0.1})
-    with pytest.raises(ConfigError, match="environment.args.irrelevance=1 is no share of the training tasks"):
-        load_set("bfcl", {"path": folder, "irrelevance": 1})
+        load_set("bfcl:multiple", {"path": folder, "irrelevance": 5})
+    with pytest.raises(ConfigError, match="environment.args.irrelevance=0.1 is no number of training tasks"):
+        load_set("bfcl", {"path": folder, "irrelevance": 0.1})
 
 
 def test_the_response_of_an_episode_has_the_calls_of_the_reply():

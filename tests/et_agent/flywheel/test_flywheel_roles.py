@@ -36,7 +36,7 @@ async def test_a_model_names_a_step_with_a_reason():
 
 async def test_a_truncated_reply_is_no_finding():
     ask = build_model_analyst(ScriptedPolicy(("<step>2</step>", "length")))
-    with pytest.raises(TruncatedReplyError, match="the reply of the role was truncated after 5 tokens"):
+    with pytest.raises(TruncatedReplyError, match="the reply of the role was truncated at its token limit"):
         await ask(make_attempt(REPEATED).ask("find_flaw"))
 
 

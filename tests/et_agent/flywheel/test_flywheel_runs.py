@@ -238,7 +238,7 @@ def test_roles_of_the_model_have_a_token_limit_of_their_own_and_say_when_they_re
     )
     assert not any(each["failed"] for each in result.operators.values())
     reasons = {row.get("reason") for row in read_attempts(tmp_path / "out") if row.get("operator") == "repair_flaw"}
-    assert "the reply of the role was truncated after 3 tokens" in reasons
+    assert "the reply of the role was truncated at its token limit" in reasons
 
 
 def test_a_role_may_be_an_auxiliary_model(values, tmp_path, pocket_folder):

@@ -22,7 +22,7 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -65,29 +65,22 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
             load_service(service)
     allowed = ["path", *(["pay_turns"] if member in MULTI_TURN else ["irrelevance"] if not member else [])]
     if unknown := next((each for each in args if each not in allowed), None):
-        raise ConfigError(
-            f"environment.args.{unknown} is no argument of bfcl:{member}; allowed are {', '.join(allowed)}"
-        )
-    pays_turns = bool(args.get("pay_turns"))
-    folder = find_data(args.get("path"))
-    share = float(args.get("irrelevance", 0))
-    if not 0 <= share < 1:
-        raise ConfigError(
-            f"environment.args.irrelevance={share:g} is no share of the training tasks, from 0 to below 1"
-        )
+        names = ", ".join(allowed)
+        raise ConfigError(f"environment.args.{unknown} is no argument of bfcl:{member}; allowed are {names}")
+    folder, pays_turns, num_irrelevant = find_data(args.get("path")), args.get("pay_turns"), args.get("irrelevance")
     rows = load_rows(folder, member)
-    if "irrelevance" in args:
-        rows = rows | split_irrelevance(
-            folder, int(sum(not row.is_held_out for row in rows.values()) * share / (1 - share))
-        )
+    if num_irrelevant is not None:
+        if type(num_irrelevant) is not int or num_irrelevant < 0:
+            raise ConfigError(f"environment.args.irrelevance={num_irrelevant!r} is no number of training tasks")
+        rows = rows | split_irrelevance(folder, num_irrelevant)
     splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
-    for seed, identity in enumerate(sort_identities(rows)):
+    for seed, identity in enumerate(sorted(rows, key=digest)):
         line = rows[identity].line
         answer = {"answer": json.dumps(line["accepted"])} if "accepted" in line else {}
         splits["test" if rows[identity].is_held_out else "train"].append(
             {"seed": seed, "id": identity, "question": line["question"][0][-1]["content"], **answer}
         )
-    create = partial(Conversation, rows, folder, pays_turns) if member in MULTI_TURN else partial(Question, rows)
+    create = partial(Conversation, rows, folder, bool(pays_turns)) if member in MULTI_TURN else partial(Question, rows)
     return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
 
 
@@ -140,21 +133,19 @@ def load_rows(folder: Path, member: str) -> dict[str, Row]:
 
 
 def split_irrelevance(folder: Path, num_train: int) -> dict[str, Row]:
-    """The questions that no offered function answers, as far as all functions of a question are of one split: at most
-    `num_train` to train, and all that are held out."""
-    groups = group_functions(folder)
-    rows = {}
-    for line in [*read_lines(folder, "irrelevance"), *read_lines(folder, "live_irrelevance")]:
+    """Questions that no offered function answers, as far as all functions of each are of one split: at most `num_train`
+    to train, and all that are held out."""
+    groups, rows = group_functions(folder), dict[str, Row]()
+    lines = [*read_lines(folder, "irrelevance"), *read_lines(folder, "live_irrelevance")]
+    for line in sorted(lines, key=lambda each: digest(each["id"])):
         splits = {is_held_out(groups.get(each["name"], each["name"])) for each in line["function"]}
-        if len(splits) == 1:
+        if splits == {True} or (splits == {False} and (num_train := num_train - 1) >= 0):
             rows[line["id"]] = Row(line, splits.pop())
-    trained = sort_identities(name for name, row in rows.items() if not row.is_held_out)
-    return {name: row for name, row in rows.items() if row.is_held_out or name in trained[:num_train]}
+    return rows
 
 
-def sort_identities(names: Iterable[str]) -> list[str]:
-    """In an order that mixes the categories."""
-    return sorted(names, key=lambda each: hashlib.sha256(each.encode()).digest())
+def digest(identity: str) -> bytes:
+    return hashlib.sha256(identity.encode()).digest()
 
 
 def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:
@@ -237,12 +228,9 @@ class Question:
         readable = [(name, arguments) for name, arguments in calls if arguments is not None]
         self.metrics = {"called": float(bool(readable))}
         if "accepted" not in line:
-            is_right = (
-                bool(readable)
-                if line["id"].startswith("live_relevance")
-                else not readable and ATTEMPT.search(action) is None
-            )
-            return "", float(is_right), True
+            if line["id"].startswith("live_relevance"):
+                return "", float(bool(readable)), True
+            return "", float(not readable and ATTEMPT.search(action) is None), True
         self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]

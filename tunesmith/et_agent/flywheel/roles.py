@@ -339,11 +339,10 @@ class TruncatedReplyError(Exception):
 
 async def ask(model: Any, prompt: str) -> str:
     """The reply to one prompt."""
-    completion = await create_chat_completion(model, [{"role": "user", "content": prompt}])
-    if completion.choices[0].finish_reason != "stop":
-        num_tokens = completion.usage.completion_tokens if completion.usage else "all its"
-        raise TruncatedReplyError(f"the reply of the role was truncated after {num_tokens} tokens")
-    return completion.choices[0].message.content or ""
+    choice = (await create_chat_completion(model, [{"role": "user", "content": prompt}])).choices[0]
+    if choice.finish_reason != "stop":
+        raise TruncatedReplyError("the reply of the role was truncated at its token limit")
+    return choice.message.content or ""
 
 
 def ask_for_step(request: RoleRequest) -> str:

@@ -369,9 +369,8 @@ class AttemptBatch:
         """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
         from its place in the batch."""
         plan, crew = self.plans[order[0]], self.crew
-        longer = None
-        if crew.config.role_max_tokens is not None:
-            longer = replace(build_sampling(crew.config.model), max_tokens=crew.config.role_max_tokens)
+        limit = crew.config.role_max_tokens
+        longer = None if limit is None else replace(build_sampling(crew.config.model), max_tokens=limit)
         models = {
             name: crew.providers[source].open(
                 seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name),
