@@ -41,7 +41,7 @@ class PrefixGroup:
     lengths: tuple[int, ...]
     """Number of tokens that each member attends to."""
     key_runs: tuple[KeyRun, ...]
-    """All members attend to the first key_run."""
+    """All members attend to the first of them."""
 
 
 def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int | None) -> list[PrefixGroup]:
@@ -107,7 +107,7 @@ def _count_shared(left: Span, right: Span) -> int:
 def _cut_runs(
     span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, block_size: int
 ) -> Iterator[KeyRun]:
-    """The runs' tokens from `start` to `stop` as key_runs; column 0 of the scores is token `low`."""
+    """The runs' tokens from `start` to `stop`; column 0 of the scores is token `low`."""
     first = 0
     for run in span.runs:
         last = first + run.num_blocks * block_size

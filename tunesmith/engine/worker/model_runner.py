@@ -99,7 +99,7 @@ class ModelRunner:
             states=build_states(describe_states(model), num_slots=num_slots, device=model.device),
         )
         self.slots: dict[str, Any] = {}
-        """Slots of recurrent states that are of no request, as arguments of `Scheduler`; one more is for padding."""
+        """Arguments of `Scheduler`: slots of recurrent states that belong to no request. One more is for padding."""
         if num_slots:
             first = settings.max_num_seqs + 1
             snapshots = SnapshotPool(range(first + 1, num_slots)) if settings.has_prefix_cache else None

@@ -304,6 +304,7 @@ _plan: ContextVar[Any] = ContextVar("plan", default=None)
 
 
 def list_recurrent(model: nn.Module) -> list[Any]:
+    """The modules of recurrent layers, in order."""
     return [module for module in model.modules() if type(module).__name__ in KINDS]
 
 
