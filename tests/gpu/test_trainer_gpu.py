@@ -74,9 +74,8 @@ def compare_attention(
     inputs = [torch.randn(shape, device=CUDA, dtype=dtype, requires_grad=True) for shape in shapes]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     ours = plan.attend(None, *inputs, options)
-    scaling = options.get_scaling(head_size)
     mask = build_mask(trie, window).to(CUDA)
-    theirs = attend_masked(*wide, mask, scaling=scaling, softcap=options.softcap).transpose(1, 2)
+    theirs = attend_masked(*wide, mask, options).transpose(1, 2)
     weights = torch.randn_like(ours)
     ours_all = [ours, *torch.autograd.grad((ours * weights).sum(), inputs)]
     theirs_all = [theirs, *torch.autograd.grad((theirs * weights.double()).sum(), wide)]

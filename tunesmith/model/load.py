@@ -30,7 +30,12 @@ from transformers import (
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
 from tunesmith.hub import offline_if_unreachable
-from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
+from tunesmith.model.adapters.adapter import (
+    build_meta_model,
+    check_adapter,
+    check_fingerprint,
+    check_same_adapter,
+)
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import check_architecture, check_attention_interface, use_plan_attention
 from tunesmith.model.forward.exact import check_exact, use_exact_numerics
@@ -218,21 +223,15 @@ def load_model(
 
 
 def build_empty_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool = False,
-    base_path: str | None = None,
+    path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, base_path: str | None = None
 ) -> PreTrainedModel:
     """The model that `load_model` loads, without its weights, on the meta device."""
-    assert device.type == "meta"
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
-    with device:
-        model: PreTrainedModel = find_auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=trust_remote_code
-        )
-    use_plan_attention(model.eval())
+    attention = choose_attention(config)
+    model = build_meta_model(
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+    ).eval()
+    use_plan_attention(model)
     return train_all_weights(model)
 
 
@@ -309,7 +308,6 @@ def check_section(section: ModelSection) -> PretrainedConfig:
     load_section_tokenizer(section)
     check_residual_dtype(section, config)
     if section.numerics == "exact":
-        device = resolve_device(section.device)
         check_exact(config, device, resolve_dtype(section.dtype, device))
     if section.lora is not None:
         adapter = find_model(section.path, section.base_path).adapter

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.algorithms.advantages.group import NEEDED_REWARDS
@@ -66,7 +65,7 @@ def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model:
     """Refuse a model without decoder layers, and a critic that would be a whole copy of it on each rank."""
     dtype = resolve_dtype(model.dtype, resolve_device(model.device))
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "base_path": model.base_path}
-    find_layers(build_empty_model(model.path, dtype=dtype, device=torch.device("meta"), **options), dtype)
+    find_layers(build_empty_model(model.path, dtype=dtype, **options), dtype)
     if "values" in algorithm.needs and section.critic.path is None:
         raise ConfigError(
             f"cluster.has_sharded_weights: the critic of algorithm_type={algorithm.name!r} is not sharded, and it "

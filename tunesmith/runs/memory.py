@@ -89,7 +89,6 @@ def build_planned_model(section: ModelSection, path: str, dtype: torch.dtype) ->
     return build_empty_model(
         path,
         dtype=dtype,
-        device=torch.device("meta"),
         trust_remote_code=section.trust_remote_code,
         base_path=section.base_path if path == section.path else None,
     )

@@ -200,8 +200,10 @@ def load_sharded_model(
         "trust_remote_code": section.trust_remote_code,
         "base_path": base_path,
     }
-    build = load_model if ranks.is_first else build_empty_model
-    model = build(path, device=torch.device("cpu" if ranks.is_first else "meta"), **options)
+    if ranks.is_first:
+        model = load_model(path, device=torch.device("cpu"), **options)
+    else:
+        model = build_empty_model(path, **options)
     shard_model(train_all_weights(model) if is_trained else model.requires_grad_(False), ranks, device)
     return model
 

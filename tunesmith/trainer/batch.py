@@ -22,6 +22,7 @@ from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.errors import TrainingError
 from tunesmith.experience.samples import EMPTY, Trie, read_array
 from tunesmith.grammar.matcher import GrammarCompiler
+from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
@@ -148,7 +149,7 @@ def build_row(
     names = ("node_S", "target_S", "site_E")
     columns = [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names]
     arrays = [padded.token_ids_T, padded.depth_T, *columns]
-    int_buffer = copy_to_device(np.concatenate(arrays), model.device)
+    int_buffer = copy_to_device(np.concatenate(arrays), model.device, torch.int64)
     ids_T, depth_T, node_S, target_S, site_E = int_buffer.split([len(array) for array in arrays])
     num_sites, num_events = [len(chunk.node_S) for chunk in chunks], [len(chunk.site_E) for chunk in chunks]
     split = zip(chunks, node_S.split(num_sites), target_S.split(num_sites), site_E.split(num_events), strict=True)
@@ -237,12 +238,6 @@ def _attach_masks(span: DistributionSpan, sample: Sample, grammars: GrammarCompi
             f"a reply cannot be scored under the grammar that it was sampled with ({error}): the tokenizer or the "
             "version of llguidance has changed since"
         ) from error
-
-
-def copy_to_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The values as a tensor on the device; copies to a GPU are non-blocking."""
-    tensor = torch.from_numpy(values).to(dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def copy_inputs_to_device(

@@ -20,6 +20,7 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import CriticSection, TrainerSection
 from tunesmith.errors import TrainingError
 from tunesmith.experience.samples import Trie
+from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
@@ -128,16 +129,11 @@ class Critic:
 
     def _compute_values(self, row: Trie) -> Tensor:
         device = self._model.head.weight.device
-
-        def to_tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(device, torch.int64)
-
-        return self._model.compute_values(
-            to_tensor(row.token_ids_T)[None],
-            to_tensor(row.depth_T)[None],
-            TreePlan(row, device, **describe_attention(self._model.body)),
-            to_tensor(row.parent_E),
+        ids_T, depth_T, parent_E = (
+            copy_to_device(each, device, torch.int64) for each in (row.token_ids_T, row.depth_T, row.parent_E)
         )
+        plan = TreePlan(row, device, **describe_attention(self._model.body))
+        return self._model.compute_values(ids_T[None], depth_T[None], plan, parent_E)
 
 
 def compute_value_losses(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import PrefillLayerPlan, build_prefill_arrays, build_prefill_plan
+from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 
 
 def test_ranges_are_concatenated() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines import GREEDY, build_engine, build_prompts, generate_all
 from tiny_models import CONFIGS, build_tiny
 from tunesmith.engine.batch import kv_cache as attention
-from tunesmith.engine.batch.contiguous_attention import ContiguousBatch, KeySegment, find_groups
+from tunesmith.engine.batch.contiguous_attention import ContiguousBatch, KeyRun, find_groups
 from tunesmith.engine.core.span import BlockRun, Span, extend_runs
 from tunesmith.model.forward.attention import AttentionOptions
 from tunesmith.types import Sampling
@@ -38,21 +38,21 @@ def test_requests_with_a_shared_prefix_form_one_group_that_reads_it_once() -> No
     spans = [build_span(index, blocks, 4 * len(blocks) - 1) for index, blocks in enumerate(tables)]
     group, alone = find_groups(spans, block_size=4, sliding_window=None)
     assert (group.members, group.lengths) == ((0, 2, 3), (15, 15, 11))
-    assert group.segments == (
-        KeySegment(rows=(0, 3), columns=(0, 8), slot=0),
-        KeySegment(rows=(0, 2), columns=(8, 12), slot=8),
-        KeySegment(rows=(0, 1), columns=(12, 15), slot=12),
-        KeySegment(rows=(1, 2), columns=(12, 15), slot=20),
-        KeySegment(rows=(2, 3), columns=(8, 11), slot=28),
+    assert group.key_runs == (
+        KeyRun(rows=(0, 3), columns=(0, 8), slot=0),
+        KeyRun(rows=(0, 2), columns=(8, 12), slot=8),
+        KeyRun(rows=(0, 1), columns=(12, 15), slot=12),
+        KeyRun(rows=(1, 2), columns=(12, 15), slot=20),
+        KeyRun(rows=(2, 3), columns=(8, 11), slot=28),
     )
-    assert alone.segments == (KeySegment(rows=(0, 1), columns=(0, 3), slot=36),)
+    assert alone.key_runs == (KeyRun(rows=(0, 1), columns=(0, 3), slot=36),)
 
 
 def test_a_sliding_window_excludes_the_tokens_before_it() -> None:
     spans = [build_span(0, [0, 1, 2, 5], 15), build_span(1, [0, 1, 6], 10)]
     first, second = find_groups(spans, block_size=4, sliding_window=6)
-    assert first.segments == (KeySegment((0, 1), (0, 3), 9), KeySegment((0, 1), (3, 6), 20))
-    assert second.segments == (KeySegment((0, 1), (0, 4), 4), KeySegment((0, 1), (4, 6), 24))
+    assert first.key_runs == (KeyRun((0, 1), (0, 3), 9), KeyRun((0, 1), (3, 6), 20))
+    assert second.key_runs == (KeyRun((0, 1), (0, 4), 4), KeyRun((0, 1), (4, 6), 24))
 
 
 @st.composite

@@ -115,13 +115,17 @@ def test_a_sliding_window_layer_that_passes_no_window_is_refused() -> None:
         verify_model(model)
 
 
+class ConvWithoutPlans(Lfm2ShortConv):
+    """Under another name the layer runs its own forward, which does not read plans."""
+
+
 class ShortConvLayer(LlamaDecoderLayer):
     """Attention and a gated short convolution in one layer, which no layer type tells of."""
 
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         conv = Lfm2Config(**SIZES, layer_types=["conv"] * config.num_hidden_layers, conv_L_cache=3, conv_bias=False)
-        self.conv = Lfm2ShortConv(conv, layer_idx)
+        self.conv = ConvWithoutPlans(conv, layer_idx)
 
     def forward(self, hidden_states, **kwargs):
         return super().forward(hidden_states + self.conv(self.input_layernorm(hidden_states)), **kwargs)

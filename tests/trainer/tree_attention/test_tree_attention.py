@@ -82,7 +82,7 @@ def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, 
         return plan.attend(None, query, key, value, options).transpose(1, 2)
 
     def theirs(query, key, value):
-        return attend_masked(query, key, value, mask, scaling=0.4, softcap=softcap)
+        return attend_masked(query, key, value, mask, AttentionOptions(scaling=0.4, softcap=softcap))
 
     inputs = draw_inputs(trie.num_tokens)
     for a, b in zip(run_with_gradients(ours, inputs), run_with_gradients(theirs, inputs), strict=True):

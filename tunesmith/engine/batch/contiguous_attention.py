@@ -22,7 +22,7 @@ from tunesmith.model.forward.attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
-class KeySegment:
+class KeyRun:
     """Tokens that are contiguous in the cache, and the requests that attend to them."""
 
     rows: tuple[int, int]
@@ -40,8 +40,8 @@ class PrefixGroup:
     members: tuple[int, ...]
     lengths: tuple[int, ...]
     """Number of tokens that each member attends to."""
-    segments: tuple[KeySegment, ...]
-    """All members attend to the first segment."""
+    key_runs: tuple[KeyRun, ...]
+    """All members attend to the first of them."""
 
 
 def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int | None) -> list[PrefixGroup]:
@@ -55,8 +55,8 @@ def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int |
         if len(members) == 1:
             span = spans[members[0]]
             low = 0 if sliding_window is None else max(0, span.stop - sliding_window)
-            segments = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, block_size=block_size))
-            groups.append(PrefixGroup((members[0],), (span.stop - low,), segments))
+            key_runs = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, block_size=block_size))
+            groups.append(PrefixGroup((members[0],), (span.stop - low,), key_runs))
         else:
             ordered, shared = _split_group(spans, members, num_blocks=0, first=0, block_size=block_size)
             groups.append(PrefixGroup(tuple(ordered), tuple(spans[index].stop for index in ordered), tuple(shared)))
@@ -65,7 +65,7 @@ def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int |
 
 def _split_group(
     spans: Sequence[Span], members: list[int], *, num_blocks: int, first: int, block_size: int
-) -> tuple[list[int], list[KeySegment]]:
+) -> tuple[list[int], list[KeyRun]]:
     """Order members that share `num_blocks` blocks, so that those that share more are adjacent; `first` is the row of
     the first member."""
     lead = spans[members[0]]
@@ -76,7 +76,7 @@ def _split_group(
     num_blocks = min(_count_shared(lead, spans[index]) for index in members[1:])
     stop = min(num_blocks * block_size, min(spans[index].stop for index in members))
     rows = (first, first + len(members))
-    segments = list(_cut_runs(lead, rows, low=0, start=start, stop=stop, block_size=block_size))
+    key_runs = list(_cut_runs(lead, rows, low=0, start=start, stop=stop, block_size=block_size))
     children: dict[int, list[int]] = {}
     for index in members:
         block = spans[index].blocks[num_blocks] if spans[index].stop > num_blocks * block_size else -1
@@ -84,12 +84,12 @@ def _split_group(
     ordered: list[int] = []
     for block, child in children.items():
         if block >= 0:
-            child, child_segments = _split_group(
+            child, child_runs = _split_group(
                 spans, child, num_blocks=num_blocks, first=first + len(ordered), block_size=block_size
             )
-            segments += child_segments
+            key_runs += child_runs
         ordered += child
-    return ordered, segments
+    return ordered, key_runs
 
 
 def _count_shared(left: Span, right: Span) -> int:
@@ -106,14 +106,14 @@ def _count_shared(left: Span, right: Span) -> int:
 
 def _cut_runs(
     span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, block_size: int
-) -> Iterator[KeySegment]:
-    """The runs' tokens from `start` to `stop` as segments; column 0 of the scores is token `low`."""
+) -> Iterator[KeyRun]:
+    """The runs' tokens from `start` to `stop`; column 0 of the scores is token `low`."""
     first = 0
     for run in span.runs:
         last = first + run.num_blocks * block_size
         begin, end = max(first, start), min(last, stop)
         if begin < end:
-            yield KeySegment(rows, (begin - low, end - low), run.first * block_size + begin - first)
+            yield KeyRun(rows, (begin - low, end - low), run.first * block_size + begin - first)
         first = last
 
 
@@ -202,10 +202,10 @@ def _attend_group(
         if length < longest:
             scores[:, row * num_groups : (row + 1) * num_groups, length:] = -math.inf
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(values_KSD.dtype)
-    for index, segment in enumerate(group.segments):
-        first, last = segment.rows[0] * num_groups, segment.rows[1] * num_groups
-        begin, end = segment.columns
-        values = values_KSD[:, segment.slot : segment.slot + end - begin]
+    for index, key_run in enumerate(group.key_runs):
+        first, last = key_run.rows[0] * num_groups, key_run.rows[1] * num_groups
+        begin, end = key_run.columns
+        values = values_KSD[:, key_run.slot : key_run.slot + end - begin]
         if index == 0:
             torch.bmm(weights[:, :, begin:end], values, out=output_KND)
         else:
@@ -215,14 +215,14 @@ def _attend_group(
 def _compute_scores(group: PrefixGroup, query_KND: Tensor, keys_KSD: Tensor, *, num_groups: int) -> Tensor:
     """Scores [K, N, longest context]; columns past a shorter context are uninitialized."""
     num_kv_heads, num_queries, _ = query_KND.shape
-    if len(group.segments) == 1:
-        segment = group.segments[0]
-        keys = keys_KSD[:, segment.slot : segment.slot + segment.columns[1]]
+    if len(group.key_runs) == 1:
+        key_run = group.key_runs[0]
+        keys = keys_KSD[:, key_run.slot : key_run.slot + key_run.columns[1]]
         return query_KND.bmm(keys.transpose(1, 2))
     scores = query_KND.new_empty(num_kv_heads, num_queries, max(group.lengths))
-    for segment in group.segments:
-        first, last = segment.rows[0] * num_groups, segment.rows[1] * num_groups
-        begin, end = segment.columns
-        keys = keys_KSD[:, segment.slot : segment.slot + end - begin]
+    for key_run in group.key_runs:
+        first, last = key_run.rows[0] * num_groups, key_run.rows[1] * num_groups
+        begin, end = key_run.columns
+        keys = keys_KSD[:, key_run.slot : key_run.slot + end - begin]
         torch.bmm(query_KND[:, first:last], keys.transpose(1, 2), out=scores[:, first:last, begin:end])
     return scores

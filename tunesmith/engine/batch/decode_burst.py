@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.engine.batch.arrays import concatenate_ranges
 from tunesmith.engine.batch.sampler import wrap_int64
 from tunesmith.engine.core.request import Request
+from tunesmith.model.arrays import concatenate_ranges
 from tunesmith.model.forward.distribution import has_truncation
 
 

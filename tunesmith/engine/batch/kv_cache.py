@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tunesmith.engine.batch.arrays import copy_to_device
 from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.errors import ConfigError
+from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
 from tunesmith.model.forward.recurrence import Segment, SegmentTable, States
 
@@ -360,19 +360,18 @@ class _Chunk:
         window = options.sliding_window
         if window is not None and window >= self._stop:
             window = None
-        scaling = options.get_scaling(query_1HQD.shape[-1])
         if self._start == 0 and window is None and options.softcap is None:
             output = functional.scaled_dot_product_attention(
                 query_1HQD,
                 *new_keys_values,
                 is_causal=True,
-                scale=scaling,
+                scale=options.scaling,
                 enable_gqa=query_1HQD.shape[1] != new_keys_values[0].shape[1],
             )
             return output[0].transpose(0, 1)
         keys, values = (self._read(keys_KPZD), self._read(values_KPZD)) if self._start else new_keys_values
         mask = self._get_mask(window, query_1HQD.device)
-        output = attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=options.softcap)
+        output = attend_masked(query_1HQD, keys, values, mask, options)
         return output[0].transpose(0, 1)
 
     def _read(self, blocks_KPZD: Tensor) -> Tensor:
@@ -421,14 +420,7 @@ class SingleRunPlan(_SpanPlan):
         for query_1KGD, (first, length) in zip(queries, self._slots, strict=True):
             if options.sliding_window is not None and options.sliding_window < length:
                 first, length = first + length - options.sliding_window, options.sliding_window
-            output_1KGD = attend_masked(
-                query_1KGD,
-                keys_1KSD.narrow(2, first, length),
-                values_1KSD.narrow(2, first, length),
-                None,
-                scaling=options.scaling,
-                softcap=options.softcap,
-            )
-            outputs.append(output_1KGD)
+            keys, values = keys_1KSD.narrow(2, first, length), values_1KSD.narrow(2, first, length)
+            outputs.append(attend_masked(query_1KGD, keys, values, None, options))
         output_TKGD = outputs[0] if num_requests == 1 else torch.cat(outputs)
         return output_TKGD.reshape(1, num_requests, -1, head_size)

@@ -273,11 +273,9 @@ class TokenBuffer:
 
     def take(self, slot: int) -> tuple[list[int], list[float]]:
         """Remove and return a slot's token ids and logprobs."""
-        count = self._counts_S[slot]
-        if not count:
-            return [], []
+        taken = self.read(slot)
         self._counts_S[slot] = 0
-        return self._token_ids_SW[slot, :count].tolist(), self._logprobs_SW[slot, :count].tolist()
+        return taken
 
     def _widen(self, num_columns: int) -> None:
         width = self._token_ids_SW.shape[1]

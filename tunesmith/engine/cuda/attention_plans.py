@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache, build_segments
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.decode_work import DecodeWork
+from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
 from tunesmith.model.forward.recurrence import Segment, SegmentTable
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.cluster.ranks import count_ranks
 from tunesmith.config import EngineSection
-from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.decode_burst import BurstInput
 from tunesmith.engine.batch.kv_cache import (
     KVCache,
@@ -40,17 +39,11 @@ from tunesmith.engine.cpu.layers import CpuLayers
 from tunesmith.errors import ConfigError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
+from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 from tunesmith.model.experts import find_experts
-from tunesmith.model.forward.attention import (
-    AttentionOptions,
-    AttentionPlan,
-    CausalPlan,
-    fix_rotary_frequencies,
-    get_layer_index,
-    run_body,
-)
+from tunesmith.model.forward.attention import AttentionPlan, fix_rotary_frequencies, run_body
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
-from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
+from tunesmith.model.forward.logits import LogitScaling, RecordingPlan, compute_logits, verify_model
 from tunesmith.model.forward.recurrence import count_state_bytes, describe_states
 from tunesmith.model.memory import GIB, MIN_CACHE_GIB, compute_cache_bytes, count_blocks, count_state_slots
 
@@ -106,7 +99,7 @@ class ModelRunner:
             states=build_states(describe_states(model), num_slots=num_slots, device=model.device),
         )
         self.slots: dict[str, Any] = {}
-        """Slots of recurrent states that are of no request, as arguments of `Scheduler`; one more is for padding."""
+        """Arguments of `Scheduler`: slots of recurrent states that belong to no request. One more is for padding."""
         if num_slots:
             first = settings.max_num_seqs + 1
             snapshots = SnapshotPool(range(first + 1, num_slots)) if settings.has_prefix_cache else None
@@ -284,25 +277,14 @@ def _get_order(chunk: ScheduledChunk) -> tuple[int, int]:
     return get_span_order(chunk.start, chunk.start + chunk.num_tokens)
 
 
-class _ShapeProbe(CausalPlan):
-    """Records the sizes of each layer's keys and values."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__([1], device)
-        self.shape_of_layer: dict[int, LayerShape] = {}
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
-        return super().attend(module, query, key, value, options)
-
-
 @torch.no_grad()
 def probe_layers(model: PreTrainedModel) -> list[LayerShape | None]:
     """Sizes of every layer's keys and values, recorded in a forward of one token; None for recurrent layers."""
-    plan = _ShapeProbe(model.device)
+    plan = RecordingPlan([1], model.device)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     run_body(model, token, token, plan)
-    return [plan.shape_of_layer.get(layer) for layer in range(max(plan.shape_of_layer) + 1)]
+    shapes = {layer: LayerShape(*heads) for layer, heads in plan.heads_of_layer.items()}
+    return [shapes.get(layer) for layer in range(max(shapes) + 1)]
 
 
 def measure_cache_bytes(model: PreTrainedModel, *, has_trainer: bool) -> int:

@@ -43,10 +43,10 @@ def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
             )
 
 
-def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model on the meta device: layers and shapes without weights."""
+def build_meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model on the meta device, layers and shapes without weights; `options` are those of `from_config`."""
     with torch.device("meta"):
-        meta_model: PreTrainedModel = find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        meta_model: PreTrainedModel = find_auto_class(config).from_config(config, **options)
     return meta_model
 
 

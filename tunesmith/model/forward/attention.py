@@ -86,8 +86,8 @@ def check_architecture(config: PretrainedConfig) -> None:
 def check_attention_interface(config: PretrainedConfig, model_class: Any) -> None:
     """Refuse modeling code that does not use transformers' attention interface."""
     # models with recurrent layers do not say that they do; `verify_model` measures whether their attention uses plans
-    is_recurrent = config.get_text_config().model_type in RECURRENT_MODELS
-    if not (is_recurrent or model_class._supports_attention_backend):
+    is_known = config.get_text_config().model_type in RECURRENT_MODELS
+    if not (is_known or model_class._supports_attention_backend):
         raise refuse_architecture(config, f"{model_class.__name__} does not use transformers' attention interface")
 
 
@@ -179,21 +179,20 @@ def get_layer_index(module: nn.Module) -> int:
     return index
 
 
-def attend_masked(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
-) -> Tensor:
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     """Attention under a boolean mask (True: attends; None: no mask), any leading axes, grouped queries.
 
     Takes query [.., H, Q, D], key and value [.., K, S, D]; returns [.., H, Q, D].
     """
+    softcap = options.softcap
     if softcap is None:
         has_groups = query.shape[-3] != key.shape[-3]
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=has_groups
+            query, key, value, attn_mask=mask, scale=options.scaling, enable_gqa=has_groups
         )
     num_groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(num_groups, dim=-3), value.repeat_interleave(num_groups, dim=-3)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = options.get_scaling(query.shape[-1])
     scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -214,7 +213,7 @@ class CausalPlan:
         mask_TT = self.mask_TT
         if options.sliding_window is not None:
             mask_TT = mask_TT & (self.distance_TT < options.sliding_window)
-        output = attend_masked(query, key, value, mask_TT, scaling=options.scaling, softcap=options.softcap)
+        output = attend_masked(query, key, value, mask_TT, options)
         return output.transpose(1, 2).contiguous()
 
 
@@ -233,9 +232,9 @@ def _run_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in every layer; returns [B, T, H, D]."""
+    options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     if attention_plan is not None:
         _check_supported(module, attention_mask, dropout, kwargs)
-        options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         return _attend_padded(attention_plan, module, query, key, value, options), None
     if softcap is None:
         return sdpa_attention_forward(
@@ -243,7 +242,7 @@ def _run_attention(
         )
     if attention_mask is None and query.shape[2] > 1:  # `sdpa_mask` returns None for a causal mask
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    output = attend_masked(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
+    output = attend_masked(query, key, value, attention_mask, options)
     return output.transpose(1, 2).contiguous(), None
 
 

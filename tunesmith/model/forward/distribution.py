@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tunesmith.model.arrays import copy_to_device
 from tunesmith.types import Distribution
 
 
@@ -134,7 +136,7 @@ class _Runs:
         num_pairs = int(lengths.sum())
         if num_pairs == self.num_runs and not self.occurrences:  # single positions, as in the sampler
             decrements = penalties[1] * (counts > 0) + penalties[2] * counts
-            return put(np.stack([starts, ids])), put(penalties[0].copy()), put(decrements)
+            return put(np.stack([starts, ids])), put(penalties[0]), put(decrements)
         run_J, position_J = np.concatenate([np.zeros((2, 0), dtype=np.int64), *self.occurrences], axis=1)
         offsets = np.cumsum(lengths) - lengths
         num_earlier = np.searchsorted(np.sort(run_J), np.arange(self.num_runs))
@@ -142,7 +144,7 @@ class _Runs:
         columns = put(np.stack([ids, starts - offsets, lengths, counts - num_earlier]))
         run_P = torch.repeat_interleave(columns[2], output_size=num_pairs)
         ids_P, shifts_P, _, before_P = columns[:, run_P]
-        factors_P, presence_P, frequency_P = put(np.ascontiguousarray(penalties))[:, run_P]
+        factors_P, presence_P, frequency_P = put(penalties)[:, run_P]
         counts_P = torch.zeros_like(run_P).index_add_(0, pair_J, torch.ones_like(pair_J)).cumsum(0) + before_P
         positions_P = torch.arange(num_pairs, device=run_P.device) + shifts_P
         return torch.stack([positions_P, ids_P]), factors_P, presence_P * (counts_P > 0) + frequency_P * counts_P
@@ -162,17 +164,13 @@ def build_adjustment(contexts: Sequence[TokenContext], device: torch.device) -> 
             runs.add(first, contexts[first:end])
     if not (runs.ints or banned or masked):
         return None
-
-    def put(array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
+    put = partial(copy_to_device, device=device)
     penalized_2P, factors_P, decrements_P = runs.build(put)
     return LogitAdjustment(
         penalized_2P=penalized_2P,
         factors_P=factors_P,
         decrements_P=decrements_P,
-        banned_2B=put(np.array(banned, dtype=np.int64).reshape(-1, 2).T.copy()),
+        banned_2B=put(np.array(banned, dtype=np.int64).reshape(-1, 2).T),
         masked_M=put(np.array(masked, dtype=np.int64)),
         masks_MY=put(np.stack(masks) if masks else np.zeros((0, 0), dtype=np.uint8)),
     )

@@ -109,12 +109,14 @@ class _Float32Matmul(torch.autograd.Function):
         return grad_NV @ weight_VC if needs_hidden else None, grad_NV.t() @ hidden_NC if needs_weight else None
 
 
-class _RecordingPlan(CausalPlan):
-    """Records which layers attended, and with which sliding window; refuses a layer that attends twice."""
+class RecordingPlan(CausalPlan):
+    """Records which layers attended, their sizes and sliding windows; refuses a layer that attends twice."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
         self.window_of_layer: dict[int, int | None] = {}
+        self.heads_of_layer: dict[int, tuple[int, int]] = {}
+        """Number of key-value heads, and their size."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer = get_layer_index(module)
@@ -124,6 +126,7 @@ class _RecordingPlan(CausalPlan):
                 "one key and value per token and layer: not supported"
             )
         self.window_of_layer[layer] = options.sliding_window
+        self.heads_of_layer[layer] = (key.shape[1], key.shape[3])
         return super().attend(module, query, key, value, options)
 
 
@@ -136,7 +139,7 @@ def verify_model(model: PreTrainedModel) -> None:
     ids = torch.arange(1, 8, device=model.device) * 7 % config.vocab_size
     rows = [ids[:3], ids[3:]]
     positions = torch.cat([torch.arange(len(row), device=model.device) for row in rows])
-    plan = _RecordingPlan([len(row) for row in rows], model.device)
+    plan = RecordingPlan([len(row) for row in rows], model.device)
     is_training = model.training
     model.eval()
     ours = compute_logits(model, _run_planned(model, ids[None], positions[None], plan)[0]).float()

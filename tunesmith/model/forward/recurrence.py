@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from tunesmith.model.arrays import copy_to_device
+
 MAX_CHUNK_TOKENS = 64
 CONV, DELTA = "conv", "delta"
 """Names of a layer's states: the last inputs of its convolution [W - 1, C], and the matrices [H, K, V]."""
@@ -162,8 +164,7 @@ class SegmentTable:
         return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place_T]
 
     def _copy(self, values: Sequence[int] | np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
-        return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
+        return copy_to_device(np.asarray(values, dtype=np.int64), self._device)
 
     def _build_taps(self, num_before: int) -> tuple[Tensor, Tensor]:
         """Indices of X, which are a row of zeros, the tails of the sources and the tokens: the inputs before each token
@@ -303,6 +304,7 @@ _plan: ContextVar[Any] = ContextVar("plan", default=None)
 
 
 def list_recurrent(model: nn.Module) -> list[Any]:
+    """The modules of recurrent layers, in order."""
     return [module for module in model.modules() if type(module).__name__ in KINDS]
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunesmith.model.forward.exact import is_exact
-from tunesmith.model.forward.recurrence import list_recurrent
+from tunesmith.model.forward.recurrence import is_recurrent
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 
 MAX_VARIANTS = 64
@@ -33,7 +33,7 @@ def can_compile(model: PreTrainedModel) -> bool:
     would trace the turns of every row of recurrent layers.
     """
     is_plain = not getattr(model, "is_quantized", False) and find_sharding(model) is None
-    is_free = not list_recurrent(model) and not is_exact()
+    is_free = not is_recurrent(model.config) and not is_exact()
     return model.device.type == "cuda" and is_plain and is_free
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tunesmith.config import TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.experience.samples import Trie
+from tunesmith.model.forward.attention import depends_on_length
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
@@ -37,8 +38,6 @@ LAUNCH_BOUND_PARAMETERS = 400_000_000
 """Number of parameters below which launching the kernels takes longer than running them."""
 METADATA_KEY = "tunesmith"
 """Key in the metadata of an autograd node."""
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies are chosen on the host by the length of the row."""
 
 
 def can_capture(model: PreTrainedModel) -> bool:
@@ -51,7 +50,7 @@ def can_capture(model: PreTrainedModel) -> bool:
         and find_sharding(model) is None
         and torch.finfo(model.dtype).bits == 16
         and not getattr(model, "is_quantized", False)
-        and not any(kind in LENGTH_DEPENDENT_ROPE for kind in kinds)
+        and not any(map(depends_on_length, kinds))
     )
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tunesmith.experience.samples import EMPTY, Trie
+from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.attention import run_body
-from tunesmith.trainer.batch import copy_to_device
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import pad_trie

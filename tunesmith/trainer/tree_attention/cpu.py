@@ -73,7 +73,7 @@ class SegmentAttention:
             window = None
         if options.softcap is not None:
             mask_NP = self._build_mask(num_tokens, num_keys, window, torch.bool)
-            return attend_masked(query_N, key_P, value_P, mask_NP, scaling=options.scaling, softcap=options.softcap)
+            return attend_masked(query_N, key_P, value_P, mask_NP, options)
         is_path = window is None and num_keys == num_tokens
         return scaled_dot_product_attention(
             query_N,

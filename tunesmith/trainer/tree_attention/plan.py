@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tunesmith.experience.samples import Trie
+from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.recurrence import SegmentTable
@@ -80,7 +81,7 @@ class TreePlan:
         if query.dtype == torch.float64:
             trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
             mask = build_mask(trie, options.sliding_window).to(self._device)
-            output = attend_masked(query, key, value, mask, scaling=options.scaling, softcap=options.softcap)
+            output = attend_masked(query, key, value, mask, options)
             return output.transpose(1, 2).contiguous()
         num_tokens = query.shape[2]
         if num_added := -num_tokens % PADDING:
@@ -138,9 +139,8 @@ class TreePlan:
             self._tables[table_key][: len(table)].copy_(table)
 
     def _build_table(self, window: int | None, tile: Tile) -> Tensor:
-        # built on the host while the device computes the row before; pinned, so that the copy does not wait for it
-        table = torch.from_numpy(build_table(pad_trie(self._trie), window, tile))
-        return table.pin_memory().to(self._device, non_blocking=True)
+        # built on the host while the device computes the row before
+        return copy_to_device(build_table(pad_trie(self._trie), window, tile), self._device)
 
 
 def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
