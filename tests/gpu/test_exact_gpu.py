@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -32,15 +33,10 @@ def test_sampler_and_trainer_compute_equal_bits(name):
 def run_child(name: str, numerics: str) -> dict[str, float]:
     command = [sys.executable, __file__, name, numerics]
     folders = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]
-    done = subprocess.run(command, capture_output=True, text=True, env=build_environment(folders))
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def build_environment(folders: list[str]) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
 
 
 def main(name: str, numerics: str) -> None:

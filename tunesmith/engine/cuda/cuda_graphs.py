@@ -366,9 +366,9 @@ def build_graphs(
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
     """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given. Exact
-    numerics have no fused layers."""
+    numerics and recurrent layers have no fused layers."""
     fused = None
-    if is_compiled and not is_exact():
+    if is_compiled and not is_exact() and not cache.states:
         merge_weights(model)
         max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)

@@ -245,7 +245,7 @@ def _build_burst_decoder(
         cache,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
-        is_compiled=settings.cuda_decode == "compiled" and not cache.states,
+        is_compiled=settings.cuda_decode == "compiled",
         fp8=fp8,
     )
 
