@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.arguments import suggest_name
 from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, read_mapping, walk
 from tunesmith.config import AlgorithmSection, EvaluationSection, RolloutSection, RunConfig, TrainerSection
@@ -91,6 +90,8 @@ REWARD_KL_TYPES = ("ppo", "reinforceplusplus", "rloo")
 
 def find_algorithm(draft: Draft) -> str:
     """The algorithm that has the parts named in the file."""
+    from tunesmith.algorithms.table import ALGORITHMS  # imports torch, which run files of our own do without
+
     named: str = draft.find("algorithm.algorithm_type", DEFAULT_TYPE)
     if named in REFUSED_TYPES:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is not supported: {REFUSED_TYPES[named]}")
@@ -418,6 +419,8 @@ def _note_losses(draft: Draft, name: str) -> None:
 
 
 def _note_aggregation(draft: Draft, name: str) -> None:
+    from tunesmith.algorithms.table import ALGORITHMS  # imports torch, which run files of our own do without
+
     own = ALGORITHMS[name].aggregation if name in ALGORITHMS else "token-mean"
     given = _section(draft, "algorithm").get("loss_aggregation")
     if given is None and own not in ("token-mean", "sum"):
