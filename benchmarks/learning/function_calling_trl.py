@@ -1,4 +1,4 @@
-"""GRPOTrainer of TRL with vLLM on the training tasks of `recipes/function_calling`: same reward, reader and settings.
+"""GRPOTrainer of TRL with vLLM on the tasks of `recipes/function_calling` that ask for a call: same reward and reader.
 
 Prompts are rendered here by the model's own template with the tools of each row; a reply is paid by the reader of calls
 and the checker that Tunesmith uses. The loss is TRL's `dapo` (a mean over the tokens of the batch) with advantages
