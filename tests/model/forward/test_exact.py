@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma2Config, Qwen3Config, Qwen3MoeConfig
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import ModelError
@@ -19,6 +19,8 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
         (Qwen3Config(), CPU, torch.bfloat16, "it needs a GPU, and model.device is cpu"),
         (Qwen3Config(), CUDA, torch.float32, "it needs weights of 16 bits, and model.dtype is float32"),
         (Qwen3MoeConfig(), CUDA, torch.bfloat16, "routing among experts has no exact kernel"),
+        (DeepseekV3Config(), CUDA, torch.bfloat16, "routing among experts has no exact kernel"),
+        (Qwen3Config(vocab_size=4001), CUDA, torch.bfloat16, "sizes that are not multiples of 8"),
         (Gemma2Config(), CUDA, torch.bfloat16, "logits that are scaled or capped have no exact kernel"),
     ],
 )

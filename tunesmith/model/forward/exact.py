@@ -22,6 +22,7 @@ import math
 import os
 import warnings
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -48,10 +49,14 @@ def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dty
         f"it needs a GPU, and model.device is {device.type}": device.type != "cuda",
         f"it needs weights of 16 bits, and model.dtype is {dtype}".replace("torch.", ""): dtype.itemsize != 2,
         "sizes that are not multiples of 8 take other products for other numbers of rows": any(
-            each % 8 for each in (text.vocab_size, text.hidden_size, text.intermediate_size)
+            size % 8
+            for each in ("vocab_size", "hidden_size", "intermediate_size")
+            for size in np.atleast_1d(getattr(text, each, 0))  # some families have one for each layer
         ),
         "routing among experts has no exact kernel": bool(
-            getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+            getattr(text, "num_experts", None)
+            or getattr(text, "num_local_experts", None)
+            or getattr(text, "n_routed_experts", None)
         ),
         "recurrent layers have no exact form": is_recurrent(config),
         "logits that are scaled or capped have no exact kernel": any(getattr(text, each, None) for each in scalings),
