@@ -27,6 +27,7 @@ MUL = {operator.mul, torch.mul, "mul"}
 ADD = {operator.add, torch.add, "add"}
 NEG = {operator.neg, torch.neg, "neg"}
 LINEAR = {functional.linear, torch._C._nn.linear}
+SUMS = {torch.mean, "mean", torch.sum, "sum", torch.var, "var", functional.layer_norm, functional.softmax, "softmax"}
 VIEWS = {operator.getitem, "view", "reshape", "transpose", "contiguous", "unsqueeze", "to", "size", getattr}
 
 
@@ -87,7 +88,10 @@ def compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOp
     exact numerics operations that are not fused run as they are, since a compiler rounds where it likes."""
     fused = fx.GraphModule(module, fx.Graph())
     fused.graph.output(fused.graph.graph_copy(module.graph, {}))
-    if fuse_layer(fused, ops) or is_exact():
+    is_whole = fuse_layer(fused, ops)
+    if is_exact() and any(_is_call(node, SUMS) for node in fused.graph.nodes):
+        raise ModelError("model.numerics=exact: a layer has sums that are not fused; leave it at fast")
+    if is_whole or is_exact():
         return fused.forward
     if ops.quantized is not None:
         raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")

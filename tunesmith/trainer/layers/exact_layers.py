@@ -25,18 +25,19 @@ from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exac
 from tunesmith.trainer.tree_attention.plan import exact_attention
 
 
-class _Norm(torch.autograd.Function):
+class _Kernel(torch.autograd.Function):
+    """`run(*tensors)`, with the gradients that `compute_grads(grad, *tensors)` returns."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-        ctx.save_for_backward(x, weight_C)
-        ctx.epsilon = epsilon
-        return layer_ops.rms_norm(x, weight_C, epsilon)
+    def forward(ctx: Any, run: Callable[..., Tensor], compute_grads: Callable[..., Any], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.compute_grads = compute_grads
+        return run(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_C = ctx.saved_tensors
-        return *compute_norm_grads(grad, x, weight_C.detach(), ctx.epsilon), None
+        return None, None, *ctx.compute_grads(grad, *(each.detach() for each in ctx.saved_tensors))
 
 
 class _Products(torch.autograd.Function):
@@ -71,28 +72,17 @@ class _Products(torch.autograd.Function):
         return None, grads[0] if needs_total else None, grad_x, *of_weights, *of_biases
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_value_T2I: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_value_T2I)
-        return layer_ops.silu_and_mul(gate_value_T2I)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TI: Tensor) -> Tensor:
-        return compute_gate_grads(grad_TI, *ctx.saved_tensors)
-
-
 @torch.compile(dynamic=True)
-def compute_gate_grads(grad_TI: Tensor, gate_value_T2I: Tensor) -> Tensor:
+def compute_gate_grads(grad_TI: Tensor, gate_value_T2I: Tensor) -> tuple[Tensor]:
     gate, value = gate_value_T2I.float().chunk(2, dim=-1)
     share, grad = torch.sigmoid(gate), grad_TI.float()
     grads = grad * value * share * (1 + gate * (1 - share)), grad * gate * share
-    return torch.cat(grads, dim=-1).to(gate_value_T2I.dtype)
+    return (torch.cat(grads, dim=-1).to(gate_value_T2I.dtype),)
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    return _Norm.apply(x, weight_C, epsilon)
+    run, compute_grads = (partial(each, epsilon=epsilon) for each in (layer_ops.rms_norm, compute_norm_grads))
+    return _Kernel.apply(run, compute_grads, x, weight_C)
 
 
 def merged_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -103,7 +93,8 @@ def swiglu(x: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
     def run(x: Tensor, weights: Sequence[Tensor], _: object) -> Tensor:
         return layer_ops.compute_gate_value(x, *weights)
 
-    return _Gate.apply(_Products.apply(run, None, x, gate_weight, value_weight, None, None))
+    gate_value = _Products.apply(run, None, x, gate_weight, value_weight, None, None)
+    return _Kernel.apply(layer_ops.silu_and_mul, compute_gate_grads, gate_value)
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
