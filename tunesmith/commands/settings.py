@@ -228,10 +228,7 @@ def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
 
 def read_task(text: str) -> int | dict[str, Any]:
     """The value of `tunesmith check --task`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
+    value = read_json(text)
     if isinstance(value, dict) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise ConfigError(f"--task={text!r} must be the number of a row, or the task as a JSON object")
@@ -239,13 +236,17 @@ def read_task(text: str) -> int | dict[str, Any]:
 
 def read_arguments(text: str) -> dict[str, Any]:
     """The value of `tunesmith environments show --args`."""
+    if isinstance(value := read_json(text), dict):
+        return value
+    raise ConfigError(f"--args={text!r} must be a JSON object")
+
+
+def read_json(text: str) -> Any:
+    """The value of an option in JSON; None for other text."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--args={text!r} must be a JSON object")
-    return value
+        return None
 
 
 def check_paths(config: Section, *, has_models: bool = True) -> None:

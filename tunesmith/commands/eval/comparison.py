@@ -38,6 +38,7 @@ from tunesmith.runs.result import Result
 from tunesmith.storage import open_atomic
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 
@@ -325,9 +326,13 @@ class EvalResult(Result):
 PANEL_INCHES = (3.2, 3.2)
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def check_plot() -> None:
-    """Raise when matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_plot():
         raise ConfigError("a plot needs matplotlib: pip install 'tunesmith[plot]', or run without the plot")
 
 
@@ -352,6 +357,11 @@ def save_plot(path: Path, comparison: Comparison) -> None:
             panel.set_title(f"{each.name}: {name.replace('_', ' ')}", fontsize=9)
             if all(estimate.is_share for estimate in found.values()):
                 panel.set_ylim(0, 1)
+    save_figure(path, figure)
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a figure of matplotlib as PNG."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
     with open_atomic(path) as file:
