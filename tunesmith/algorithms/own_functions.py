@@ -56,7 +56,7 @@ def check_own_loss(
 ) -> None:
     """Raise ConfigError, naming the knob, if the loss function breaks its contract."""
     scores = build_random_scores(compute_terms, needs)
-    given = _copy(scores)
+    given = _map(scores, lambda values_N: values_N.detach().clone())
     compute = partial(_compute, compute_losses, knob=knob, algorithm_type=algorithm_type)
     losses_N = compute(scores)
     gradient_N = _take_gradient(losses_N, scores.logprobs_N, knob=knob)
@@ -144,7 +144,8 @@ def _describe_raised(error: Exception, scores: TokenScores, *, knob: str, algori
 
 def _take_gradient(losses_N: Tensor, logprobs_N: Tensor, *, knob: str) -> Tensor:
     """The gradient of each token's loss by its logprob; raises if there is none, or if it is not finite."""
-    weights_N = _draw_weights(len(losses_N))
+    # unequal weights, so that gradients between tokens do not cancel
+    weights_N = torch.tensor(np.random.default_rng(1).uniform(0.5, 1.5, len(losses_N)))
     gradient_N = _differentiate(losses_N, logprobs_N, weights_N) / weights_N
     if not gradient_N.any():
         raise ConfigError(
@@ -154,11 +155,6 @@ def _take_gradient(losses_N: Tensor, logprobs_N: Tensor, *, knob: str) -> Tensor
     if not gradient_N.isfinite().all():
         raise ConfigError(f"{knob}: the gradient by scores.logprobs_N is not finite: bound exp(), log() and divisions")
     return gradient_N
-
-
-def _draw_weights(num_tokens: int) -> Tensor:
-    """Unequal weights of the tokens, so that gradients between tokens do not cancel."""
-    return torch.tensor(np.random.default_rng(1).uniform(0.5, 1.5, num_tokens))
 
 
 def _differentiate(losses_N: Tensor, logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
@@ -196,10 +192,6 @@ def _map(scores: TokenScores, function: Callable[[Tensor], Tensor]) -> TokenScor
     values = {each.name: getattr(scores, each.name) for each in fields(TokenScores)}
     mapped: dict[str, Any] = {name: None if value is None else function(value) for name, value in values.items()}
     return TokenScores(**mapped)
-
-
-def _copy(scores: TokenScores) -> TokenScores:
-    return _map(scores, lambda values_N: values_N.detach().clone())
 
 
 def _with_gradient(scores: TokenScores) -> TokenScores:
