@@ -29,11 +29,12 @@ DONE = "DONE.json"
 GIB = 2**30
 CHECKSUM_CHUNK_BYTES = 2**24
 
+DENIED = "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)"
 REASONS = {
     errno.ENOSPC: "no space is left on the disk; free some, or choose another folder (checkpoint_root_dir of a run)",
     errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder (checkpoint_root_dir of a run)",
-    errno.EACCES: "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)",
-    errno.EPERM: "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)",
+    errno.EACCES: DENIED,
+    errno.EPERM: DENIED,
     errno.EROFS: "the file system is read-only; choose another folder (checkpoint_root_dir of a run)",
 }
 

@@ -166,12 +166,7 @@ def _differentiate(losses_N: Tensor, logprobs_N: Tensor, weights_N: Tensor) -> T
 
 
 def _check_tokens_alone(
-    compute: Callable[[TokenScores], Tensor],
-    scores: TokenScores,
-    losses_N: Tensor,
-    gradient_N: Tensor,
-    *,
-    knob: str,
+    compute: Callable[[TokenScores], Tensor], scores: TokenScores, losses_N: Tensor, gradient_N: Tensor, *, knob: str
 ) -> None:
     """Raise if loss or gradient of a token differ when the token is the only one."""
     for index in range(len(losses_N)):
@@ -246,10 +241,7 @@ def list_functions(
     section: AlgorithmSection, own: OwnFunctions = OwnFunctions()
 ) -> list[tuple[str, str, Callable[..., Any] | None]]:
     """Knob, value and function of each knob of an own function that is set."""
-    named = (
-        ("algorithm.advantage", section.advantage, own.advantage),
-        ("algorithm.loss", section.loss, own.loss),
-    )
+    named = (("algorithm.advantage", section.advantage, own.advantage), ("algorithm.loss", section.loss, own.loss))
     return [(knob, spec, function) for knob, spec, function in named if spec is not None]
 
 

@@ -115,9 +115,7 @@ def compute_gmpo_terms(
     assert tokens.logprobs_E is not None
     log_ratio_E = tokens.logprobs_E - tokens.old_logprobs_E
     clipped_E = np.where(
-        tokens.advantages_E > 0,
-        np.minimum(log_ratio_E, clip_range_high),
-        np.maximum(log_ratio_E, -clip_range_low),
+        tokens.advantages_E > 0, np.minimum(log_ratio_E, clip_range_high), np.maximum(log_ratio_E, -clip_range_low)
     )
     return replace(
         tokens,

@@ -74,14 +74,8 @@ TERMS_ARGS: dict[str, Mapping[str, str]] = {
 }
 """Arguments of Trinity-RFT's advantage function or policy loss that are `terms_args` of our algorithm."""
 MIXTURE_SIZES = frozenset(
-    {
-        "use_dynamic_bsz",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ngpus_trainer",
-        "train_batch_size_usual",
-        "train_batch_size_expert",
-    }
+    {"use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"}
+    | {"train_batch_size_usual", "train_batch_size_expert"}
 )
 """Batch sizes that Trinity-RFT's mixture losses need; not used, because each kind of data is averaged separately."""
 ADVANTAGE_ARGS = {"opmd_baseline": "baseline"}

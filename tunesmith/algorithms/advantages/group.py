@@ -317,10 +317,7 @@ def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, fl
 
 
 def compute_gdpo_advantages(
-    groups: Sequence[Sequence[RunOutcome]],
-    *,
-    rewards: dict[str, float] | None = None,
-    epsilon: PositiveFloat = 1e-6,
+    groups: Sequence[Sequence[RunOutcome]], *, rewards: dict[str, float] | None = None, epsilon: PositiveFloat = 1e-6
 ) -> Advantages:
     """Each reward normalized within the group, then their weighted sum over the batch (Liu et al., 2026, GDPO).
 

@@ -173,12 +173,7 @@ async def select_model(
     limits = RunLimits(max_concurrency=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
     with agent_output(is_shown=False):
         return await run_selection(
-            candidates,
-            tasks,
-            workflow=workflow_func,
-            judge=judge_func,
-            limits=limits,
-            build_model=build_model,
+            candidates, tasks, workflow=workflow_func, judge=judge_func, limits=limits, build_model=build_model
         )
 
 

@@ -23,13 +23,7 @@ from tunesmith.commands.candidates import (
 )
 from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.eval.sample_scores import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import (
-    HeldOutScores,
-    PromptRuns,
-    PromptTuneResult,
-    Teacher,
-    summarize,
-)
+from tunesmith.commands.tune_prompt.prompt_runs import HeldOutScores, PromptRuns, PromptTuneResult, Teacher, summarize
 from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -169,11 +163,7 @@ async def run_prompt_tuning(
     finally:
         progress.close()
     result = PromptTuneResult.build(
-        prompt,
-        initial_prompt=initial_prompt,
-        candidates=runs.list_scores(),
-        num_runs=runs.num_runs,
-        held_out=scores,
+        prompt, initial_prompt=initial_prompt, candidates=runs.list_scores(), num_runs=runs.num_runs, held_out=scores
     )
     progress.show_line(result.describe())
     return result

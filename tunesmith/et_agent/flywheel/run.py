@@ -265,9 +265,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         TABLES: format_table(["operator", *columns], rows),
     }
     return StageResult(
-        tokens=result.num_tokens,
-        device=describe_device(config.model.device, config.num_cpu_threads),
-        figures=figures,
+        tokens=result.num_tokens, device=describe_device(config.model.device, config.num_cpu_threads), figures=figures
     )
 
 
