@@ -155,6 +155,8 @@ class Pool:
 class Experiment:
     """One episode."""
 
+    is_deterministic = True
+
     def __init__(self, pool: Pool, task: str, simplification: str) -> None:
         self._pool, self._task, self._simplification = pool, task, simplification
         self._simulator: Simulator | None = None
