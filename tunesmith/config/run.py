@@ -398,6 +398,7 @@ def list_exact_conflicts(config: RunConfig) -> Iterator[str]:
         "engine.kind=vllm": engine.kind == "vllm",
         f"engine.cuda_decode={engine.cuda_decode}": engine.cuda_decode != "compiled",
         f"engine.weight_format={engine.weight_format}": engine.weight_format != "model",
+        "engine.max_num_seqs=1": engine.max_num_seqs == 1,  # products of a single row have other bits
         "trainer.has_compiled_layers=false": not config.trainer.has_compiled_layers,
         "cluster.has_sharded_weights": config.cluster.has_sharded_weights,
     }

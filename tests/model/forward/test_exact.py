@@ -41,6 +41,7 @@ def test_a_plain_model_on_a_gpu_is_accepted_and_changes_nothing_here():
         ({"model": {"top_p": 0.9}}, "model.top_p, top_k or min_p"),
         ({"engine": {"cuda_decode": "eager"}}, "engine.cuda_decode=eager"),
         ({"engine": {"weight_format": "fp8"}}, "engine.weight_format=fp8"),
+        ({"engine": {"max_num_seqs": 1}}, "engine.max_num_seqs=1"),
         ({"engine": {"cuda_decode": "graphs"}}, "engine.cuda_decode=graphs"),
         ({"trainer": {"has_compiled_layers": False}}, "trainer.has_compiled_layers=false"),
     ],
