@@ -21,7 +21,7 @@ from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
-from tunesmith.types import Group, RunAdvantage
+from tunesmith.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ def _keep_zero_advantages(
     algorithm: Algorithm, groups: Sequence[Group], advantages: Advantages
 ) -> tuple[Advantages, int]:
     """Advantage 0 for the scored rollouts of groups without an advantage, and the number of these groups."""
-    kept: list[list[RunAdvantage]] = []
+    kept: Advantages = []
     for group, row in zip(groups, advantages, strict=True):
         has_baseline = group.baseline_reward is not None or "baselines" not in algorithm.needs
         is_zero = has_baseline and bool(group.scored) and all(value is None for value in row)

@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage, are_equal, is_above
 
-Advantages = Sequence[Sequence[RunAdvantage]]
+Advantages = list[list[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
 Share = Annotated[float, Field(ge=0, le=1)]
 V = TypeVar("V")
@@ -67,7 +67,7 @@ def compute_grpo_advantages(
     if rank_penalty:
         groups = [apply_rank_penalty(group, rank_penalty) for group in groups]
     weights = [[run.num_turns for run in group] for group in groups]
-    return _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
+    return [list(row) for row in _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)]
 
 
 def compute_multi_step_grpo_advantages(
@@ -86,7 +86,7 @@ def compute_multi_step_grpo_advantages(
     weights = [[1] * len(group) for group in groups]
     advantages = _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
     if not enable_step_norm:
-        return advantages
+        return [list(row) for row in advantages]
     return [
         [None if value is None else value / max(run.num_turns, 1) for run, value in zip(group, row, strict=True)]
         for group, row in zip(groups, advantages, strict=True)
@@ -99,7 +99,7 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
     Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2. The paper's second change is the aggregation
     (`seq-mean-token-sum-norm`).
     """
-    return map_scored(groups, subtract_mean)
+    return map_groups(groups, subtract_mean)
 
 
 def compute_maxrl_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -121,7 +121,7 @@ def compute_maxrl_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantag
         mean = math.fsum(rewards) / len(rewards)
         return [(reward - mean) / mean for reward in rewards]
 
-    return map_scored(groups, normalize)
+    return map_groups(groups, normalize)
 
 
 def compute_batch_normalized_advantages(
@@ -175,7 +175,7 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
         density = compute_beta_density(math.fsum(rewards) / len(rewards), 1 + a / 3, 1 + b / 3)
         return [value / density for value in subtract_mean(rewards)]
 
-    return map_scored(groups, normalize)
+    return map_groups(groups, normalize)
 
 
 def compute_pass_at_k_advantages(
@@ -201,13 +201,20 @@ def compute_pass_at_k_advantages(
         failed = (1 - mean - math.comb(f - 1, k - 1) / math.comb(n - 1, k - 1)) / std
         return [failed if reward < min_reward else (1 - mean) / std for reward in rewards]
 
-    return map_scored(groups, average_over_subsets)
+    return map_groups(groups, average_over_subsets)
+
+
+def map_groups(
+    groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
+) -> Advantages:
+    """Apply `compute` to each group's scored rewards; None, or rewards that do not differ, drop the group."""
+    return [list(row) for row in map_scored(groups, compute)]
 
 
 def map_scored(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> list[list[float | None]]:
-    """Apply `compute` to each group's scored rewards; None, or rewards that do not differ, drop the group."""
+    """As `map_groups`, with one number or None for each rollout."""
     advantages: list[list[float | None]] = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
@@ -377,7 +384,7 @@ def compute_gigpo_advantages(
     `env_state_hash_key` two turns are in the same state if their prompts have the same token ids; with it, if their
     metrics `<env_state_hash_key>/<t>` are equal.
     """
-    advantages: list[list[RunAdvantage]] = []
+    advantages: Advantages = []
     for group in groups:
         runs = [run for run in group if run.reward is not None]
         rewards = [_list_rewards(run, step_reward_key) for run in runs]
