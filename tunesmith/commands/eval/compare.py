@@ -42,7 +42,6 @@ from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.tasks import load_run_tasks
@@ -83,7 +82,19 @@ def run_eval(
     run = apply_suite(run, suite)
     workflow, judge = load_functions(run, workflow, judge)
     models = {label: find_model(path) for label, path in (models or compared).items()}
-    sets = check_comparison(run, models=models, workflow=workflow, judge=judge, suite=suite)
+    if not run.eval_datasets:
+        raise ConfigError("eval_datasets is empty: name at least one held-out set, as in eval_datasets.test.path=...")
+    for label in models:
+        if not LABEL.fullmatch(label):
+            raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
+    load_set = partial(load_run_tasks, run) if suite is None else load_suite_tasks
+    sets = {
+        name: load_set(dataset, name=name)[: run.evaluation.max_tasks] for name, dataset in run.eval_datasets.items()
+    }
+    for path in models.values():
+        check_policy(with_model_path(run, path).model)
+    for name, section in run.auxiliary_models.items():
+        check_auxiliary(name, section)
     if has_plot:
         check_plot()
         if out is None:
@@ -116,34 +127,6 @@ def run_eval(
         if out is not None:
             save_comparison(out, comparison, has_plot=has_plot)
     return EvalResult(folder=out, sets=comparison)
-
-
-def check_comparison(
-    config: RunConfig,
-    *,
-    models: Mapping[str, str],
-    workflow: WorkflowType,
-    judge: JudgeType | None,
-    suite: str | None = None,
-) -> dict[str, list[Task]]:
-    """Validate everything that needs no weights; return the tasks of each set."""
-    check_workflow_function(workflow, allows_sync=True)
-    if judge is not None:
-        check_judge_function(judge)
-    if not config.eval_datasets:
-        raise ConfigError("eval_datasets is empty: name at least one held-out set, as in eval_datasets.test.path=...")
-    for label in models:
-        if not LABEL.fullmatch(label):
-            raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
-    load = partial(load_run_tasks, config) if suite is None else load_suite_tasks
-    sets = {
-        name: load(dataset, name=name)[: config.evaluation.max_tasks] for name, dataset in config.eval_datasets.items()
-    }
-    for path in models.values():
-        check_policy(with_model_path(config, path).model)
-    for name, section in config.auxiliary_models.items():
-        check_auxiliary(name, section)
-    return sets
 
 
 def find_model(path: str) -> str:
