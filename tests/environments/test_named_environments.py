@@ -297,7 +297,7 @@ def test_environments_are_listed_and_shown():
         list_environments("gym")
     with pytest.raises(ConfigError, match=r"needs args.wrapper.*FrozenLake-v1"):
         show_environment("gymnasium:CartPole-v1")
-    with pytest.raises(ConfigError, match="environment gymnasium:Taxi-v4: TypeError.*nonsense"):
+    with pytest.raises(ConfigError, match="environment.args of gymnasium:Taxi-v4: TypeError.*nonsense"):
         show_environment("gymnasium:Taxi-v4", args={"nonsense": 1})
 
 

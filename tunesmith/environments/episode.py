@@ -271,8 +271,8 @@ class TaskEnvironment:
         if self.run is None and (hasattr(kind, "copy") or getattr(kind, "is_deterministic", False)):
             return None
         return (
-            f"environment {self.name} has no method `copy` for branches, nor `is_deterministic = True`, which lets them "
-            "repeat the steps of their parent"
+            f"environment {self.name} has no method `copy`, nor does it declare `is_deterministic = True`, which "
+            "lets a branch repeat the steps of its parent"
         )
 
     @asynccontextmanager
