@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
@@ -396,7 +390,7 @@ def list_sharding_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def list_exact_conflicts(config: RunConfig) -> Iterator[str]:
-    model, engine = config.model, config.engine
+    model, engine, has_compiled = config.model, config.engine, config.trainer.has_compiled_layers
     others = {
         f"model.temperature={model.temperature:g}, but needs 1": model.temperature != 1,
         "model.top_p, top_k or min_p": model.top_p < 1 or model.top_k > 0 or model.min_p > 0,
@@ -404,7 +398,8 @@ def list_exact_conflicts(config: RunConfig) -> Iterator[str]:
         "engine.kind=vllm": engine.kind == "vllm",
         "engine.cuda_decode=eager": engine.cuda_decode == "eager",
         f"engine.weight_format={engine.weight_format}": engine.weight_format != "model",
-        "trainer.has_row_graphs": bool(config.trainer.has_row_graphs),
+        f"engine.cuda_decode={engine.cuda_decode} and trainer.has_compiled_layers={has_compiled}, which need the same "
+        "layers, fused (compiled, true) or not (graphs, false)": (engine.cuda_decode == "compiled") != has_compiled,
         "cluster.has_sharded_weights": config.cluster.has_sharded_weights,
     }
     for setting, is_so in others.items():

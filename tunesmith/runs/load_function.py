@@ -179,9 +179,7 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
         except TypeError as error:
             raise ConfigError(f"environment.args of {section.name}: {error}") from error
         environment = TaskEnvironment(
-            name=section.name,
-            create=functools.partial(own, **args),
-            num_players=getattr(own, "num_players", 1),
+            name=section.name, create=functools.partial(own, **args), num_players=getattr(own, "num_players", 1)
         )
     return replace(
         environment,

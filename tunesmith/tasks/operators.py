@@ -88,10 +88,7 @@ def score_difficulty(
 
 
 def order_by_priority(
-    tasks: Sequence[Task],
-    *,
-    weights: Weights,
-    top_k: PositiveInt | None = None,
+    tasks: Sequence[Task], *, weights: Weights, top_k: PositiveInt | None = None
 ) -> tuple[list[Task], dict[str, float]]:
     """Sort by a weighted sum of numeric fields, highest first, stable; keep the first `top_k`."""
 

@@ -31,6 +31,7 @@ from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention, fix_rotary_frequencies
+from tunesmith.model.forward.exact import deterministic_algorithms
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
@@ -158,7 +159,7 @@ class Trainer:
         while the device computes the gradient of the first update.
         """
         try:
-            with default_modes(num_threads=self._num_cpu_threads):
+            with default_modes(num_threads=self._num_cpu_threads), deterministic_algorithms():
                 return self._step(samples, policy_version, host_work)
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):

@@ -212,6 +212,8 @@ def convert_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 class Question:
     """A question and one reply, whose calls are compared with the accepted ones."""
 
+    is_deterministic = True
+
     def __init__(self, rows: Mapping[str, Row]) -> None:
         self._rows = rows
         self.metrics: dict[str, float] = {}
@@ -328,6 +330,8 @@ def read_descriptions(folder: Path, name: str) -> list[dict[str, Any]]:
 
 class Conversation:
     """A conversation about the state of services."""
+
+    is_deterministic = True
 
     def __init__(self, rows: Mapping[str, Row], folder: Path, pays_turns: bool) -> None:
         self._rows, self._folder, self._pays_turns = rows, folder, pays_turns

@@ -154,6 +154,8 @@ def make(name: str, wrapper: Wrapper, args: Mapping[str, Any], seed: int) -> Any
 class Episode:
     """One episode; its plain methods run in threads, so a slow environment holds up no other rollout."""
 
+    is_deterministic = True
+
     def __init__(self, make_environment: Callable[[int], Any]) -> None:
         self._make = make_environment
         self._environment: Any = None

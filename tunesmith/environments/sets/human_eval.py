@@ -68,6 +68,8 @@ def read_problems(path: str | None) -> dict[str, Mapping[str, Any]]:
 class Problem:
     """One problem and one reply."""
 
+    is_deterministic = True
+
     def __init__(self, problems: Mapping[str, Mapping[str, Any]], sandbox: PythonTool) -> None:
         self._problems, self._sandbox = problems, sandbox
 

@@ -105,6 +105,8 @@ class Questions:
 class Question:
     """An episode of one question and one reply."""
 
+    is_deterministic = True
+
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
 

@@ -60,6 +60,8 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
 class Game:
     """One game."""
 
+    is_deterministic = True
+
     def __init__(self, name: str, args: Mapping[str, Any], num_players: int) -> None:
         self._name = name
         self._args = args

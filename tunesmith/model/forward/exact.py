@@ -9,9 +9,11 @@ of differences is closed:
 - Attention: sampler and trainer use one kernel with one order of additions (`model/kernels/span_attention.py`).
 - Means of the norms: torch divides a row among threads by the number of rows, so `aten::mean` over the last axis is
   replaced by a kernel with one program a row.
-- Everything else is elementwise, as the modeling code of transformers writes it: neither the sampler's fused layers nor
-  the trainer's compiled ones are used, since each rounds at other places.
+- The layers of both run in the same operations, those of the sampler's fused layers; what fusion leaves runs as the
+  modeling code writes it. torch's compiler, which rounds at other places, is used for gradients only.
 - The log-softmax: the sampler records the logprob that the trainer's kernel computes.
+
+Two runs also give the same bits: updates use deterministic algorithms, and nothing is chosen by its time.
 
 The mode belongs to the process, as cuBLAS' variables do: it is switched on before the first product and stays on.
 """
@@ -21,6 +23,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -39,6 +43,19 @@ _libraries: list[torch.library.Library] = []
 def is_exact() -> bool:
     """Whether models of this process compute with exact numerics."""
     return bool(_libraries)
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """With exact numerics: within, torch adds gradients of rows that were read several times in a fixed order."""
+    if not is_exact():
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -69,7 +86,11 @@ def use_exact_numerics() -> None:
     """Switch the process to exact numerics; before the first matrix product on its GPU."""
     if is_exact():
         return
+    import torch._inductor.config  # takes a second
+
     os.environ.update(EXACT_PRODUCTS)
+    torch._inductor.config.deterministic = True  # kernels are not chosen by their time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only cost time
     torch.backends.cuda.preferred_blas_library("cublaslt")
     products = torch.backends.cuda.matmul
     # the second flag forbids sums over K that are split among programs
