@@ -1,9 +1,10 @@
 """GRPOTrainer of TRL with vLLM on the tasks of `recipes/function_calling`: same tasks, reward and reader of calls.
 
 Prompts are rendered here by the model's own template with the tools of each row; a reply is paid by the reader of calls
-and the checker that Tunesmith uses, and questions that no function answers as there. The loss is TRL's `dapo` (a mean over the tokens of the batch) with advantages
-scaled by the group, as in the recipe; rate, warm-up, clip, batch and group are equal too. A step's seconds include
-sampling, rewards and the update. Checkpoints are saved outside of the clock and are evaluated by `tunesmith eval`.
+and the checker that Tunesmith uses, and questions that no function answers as there. The loss is TRL's `dapo` (a mean
+over the tokens of the batch) with advantages scaled by the group, as in the recipe; rate, warm-up, clip, batch and
+group are equal too. A step's seconds include sampling, rewards and the update. Checkpoints are saved outside of the
+clock and are evaluated by `tunesmith eval`.
 
     python -m benchmarks.learning.function_calling_trl --model PATH --data BFCL --steps 8 --save 4 --folder FOLDER
 """
