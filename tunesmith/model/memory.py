@@ -181,6 +181,11 @@ def find_head_size(text: PretrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
+def list_layer_configs(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """The configuration of each layer: that of the model, unless layers have sizes of their own."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+
+
 def count_kv_heads(text: PretrainedConfig) -> int:
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
@@ -188,11 +193,9 @@ def count_kv_heads(text: PretrainedConfig) -> int:
 def count_token_bytes(config: PretrainedConfig) -> int:
     """Keys and values of one token, as a number of values."""
     text = config.get_text_config()
-    num_layers = sum(
-        each not in RECURRENT_TYPES
-        for each in getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    )
-    return 2 * num_layers * count_kv_heads(text) * find_head_size(text)
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = [each for each, name in zip(list_layer_configs(text), types, strict=True) if name not in RECURRENT_TYPES]
+    return 2 * sum(count_kv_heads(each) * find_head_size(each) for each in layers)
 
 
 def compute_cache_bytes(*, free: int, total: int, num_trained: int, num_ranks: int) -> int:

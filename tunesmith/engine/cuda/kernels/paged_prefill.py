@@ -58,6 +58,7 @@ def run_paged_prefill(
     scaling: float,
     sliding_window: int,
     softcap: float,
+    sinks_H: Tensor | None = None,
     prologue: Prologue | None = None,
 ) -> Tensor:
     """Implement `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads."""
@@ -78,6 +79,7 @@ def run_paged_prefill(
         query_1HTD, keys_PKZD, values_PKZD, block_table_RP, spans_3R, tiles_2I,
         scaling=scaling, sliding_window=sliding_window, softcap=softcap,
         prologue=None if prologue is None else (cos, sin, query_norm), has_norm=has_norm, epsilon=epsilon,
+        sinks_H=sinks_H,
     )  # fmt: skip
 
 
