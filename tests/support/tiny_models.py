@@ -115,7 +115,7 @@ CONFIGS = FreshConfigs(
             num_experts=4,
             top_k_experts=2,
             moe_intermediate_size=16,
-        ),  # fmt: skip
+        ),
         "qwen2_5_vl": Qwen2_5_VLConfig(
             text_config=SIZES | {"rope_parameters": ROPE_AXES | {"mrope_section": [1, 1, 2]}},
             vision_config=VISION | {"fullatt_block_indexes": [1]},

@@ -299,7 +299,7 @@ def is_mxfp4(config: PretrainedConfig) -> bool:
 
 
 def clear_quantization(model: PreTrainedModel) -> None:
-    """Unmark weights read from GGUF or MXFP4 as quantized: they are dequantized here, but transformers would not save them."""
+    """Unmark weights read from GGUF or MXFP4 as quantized: they are dequantized, but could not be saved."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

@@ -154,7 +154,9 @@ def count_activation_bytes(model: PreTrainedModel, settings: MemorySettings, car
     """Bytes that the backward pass of the largest row needs, and one chunk of logits."""
     text, row = model.config.get_text_config(), settings.row_tokens
     hidden, inner, layers = text.hidden_size, text.intermediate_size, text.num_hidden_layers
-    query, key = (number * find_head_size(text) for number in (text.num_attention_heads, count_kv_heads(text)))
+    sizes = [(each, find_head_size(each)) for each in list_layer_configs(text)]
+    query = max(each.num_attention_heads * size for each, size in sizes)
+    key = max(count_kv_heads(each) * size for each, size in sizes)
     names = [name for name, _ in model.named_parameters()]
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     values = 4 * hidden + 2 * query + 2 * key + 3 * inner
