@@ -110,7 +110,7 @@ class Batch:
         def attend(table: Tensor) -> Tensor:
             return run_paged_decode(
                 *self.query_key_value, self.keys, self.values, table, self.positions, work.items_2WF, work.parts_2R2,
-                0.1, 0, 0.0, self.prologue,
+                0.1, 0, 0.0, None, self.prologue,
             )  # fmt: skip
 
         tables = [torch.from_numpy(table).to("cuda") for table in self.tables]

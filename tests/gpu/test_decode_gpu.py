@@ -172,7 +172,7 @@ def test_attention_kernels_equal_a_dense_softmax(
     def prefill(query, key, value, prologue):
         return run_paged_prefill(
             query, key, value, cache.keys[0], cache.values[0], plan.slot_mapping, plan.block_table, plan.spans,
-            plan.tiles, 0.1, window, softcap, prologue,
+            plan.tiles, 0.1, window, softcap, None, prologue,
         )  # fmt: skip
 
     compare(*run(first, prefill), spans)
@@ -189,7 +189,7 @@ def test_attention_kernels_equal_a_dense_softmax(
     def decode(query, key, value, prologue):
         return run_paged_decode(
             query, key, value, cache.keys[0], cache.values[0], table, work.positions_R, work.items_2WF,
-            work.parts_2R2, 0.1, window, softcap, prologue,
+            work.parts_2R2, 0.1, window, softcap, None, prologue,
         )  # fmt: skip
 
     next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, blocks, strict=True))]

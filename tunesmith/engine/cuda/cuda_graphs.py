@@ -106,7 +106,8 @@ class DecodeGraphs:
             entropy_log_LR=log_lines.view(torch.float32)[2 * LOG_LINES :],
         )
         config = model.config.get_text_config()
-        num_heads, num_kv_heads = config.num_attention_heads, cache.attended_keys.shape[1]
+        num_heads = config.num_attention_heads
+        num_kv_heads = min(keys.shape[1] for keys in cache.keys if keys.shape[1])  # tiles must cover every layer
         self._context = GraphContext(
             model=model,
             cache=cache,

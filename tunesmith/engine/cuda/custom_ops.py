@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _KV_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values"
-_SCORE_ARGUMENTS = "float scaling, int sliding_window, float softcap"
+_SCORE_ARGUMENTS = "float scaling, int sliding_window, float softcap, Tensor? sinks"
 
 torch.library.define(
     "tunesmith::paged_decode",
@@ -40,7 +40,7 @@ paged_decode = torch.ops.tunesmith.paged_decode.default
 
 Takes query [1, H, R, D], the layer's KV-cache blocks [P, K, Z, D], the block table [R, columns] (int32), positions [R],
 and items and parts of a `DecodeWork`. The last axis of query, key and value has stride 1; `sliding_window` 0 and
-`softcap` 0 mean none.
+`softcap` 0 mean none; `sinks` are those of `AttentionOptions`.
 """
 paged_prefill = torch.ops.tunesmith.paged_prefill.default
 """Write the new keys and values [1, K, T, D] and attend over each token's own context; returns [1, T, H, D].

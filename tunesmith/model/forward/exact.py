@@ -28,6 +28,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tunesmith.errors import ModelError
+from tunesmith.model.adapters.adapter import build_meta_model
 from tunesmith.model.forward.recurrence import is_recurrent
 
 EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
@@ -69,6 +70,9 @@ def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dty
             getattr(text, "num_experts", None)
             or getattr(text, "num_local_experts", None)
             or getattr(text, "n_routed_experts", None)
+        ),
+        "attention with sinks has no exact backward": any(
+            hasattr(each, "sinks") for each in build_meta_model(config).modules()
         ),
         "recurrent layers have no exact form": is_recurrent(config),
         "logits that are scaled or capped have no exact kernel": any(getattr(text, each, None) for each in scalings),

@@ -57,6 +57,7 @@ def run_paged_prefill(
     scaling: float,
     sliding_window: int,
     softcap: float,
+    sinks_H: Tensor | None = None,
     prologue: Prologue | None = None,
     log_sums_HT: Tensor | None = None,
 ) -> Tensor:
@@ -79,5 +80,5 @@ def run_paged_prefill(
         query_1HTD, keys_PKZD, values_PKZD, block_table_RP, spans_3R, tiles_2I,
         scaling=scaling, sliding_window=sliding_window, softcap=softcap,
         prologue=None if prologue is None else (cos, sin, query_norm), has_norm=has_norm, epsilon=epsilon,
-        log_sums_HT=log_sums_HT,
+        log_sums_HT=log_sums_HT, sinks_H=sinks_H,
     )  # fmt: skip

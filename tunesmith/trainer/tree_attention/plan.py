@@ -26,7 +26,7 @@ from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.recurrence import SegmentTable
-from tunesmith.model.memory import find_head_size
+from tunesmith.model.memory import find_head_size, list_layer_configs
 from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
     NARROW,
@@ -68,11 +68,11 @@ class TreePlan:
         trie: Trie,
         device: torch.device,
         *,
-        tile: Tile = NARROW,
+        tiles: Sequence[Tile] = (NARROW,),
         windows: Sequence[int | None] = (),
         num_groups: int | None = None,
     ) -> None:
-        """`tile` and `windows` are those of the model (`describe_attention`); other tables are built on demand. Given
+        """`tiles` and `windows` are those of the model (`describe_attention`); other tables are built on demand. Given
         `num_groups`, the query heads of a key-value head, attention has the sampler's order of additions."""
         self._trie = trie
         self._device = device
@@ -83,7 +83,7 @@ class TreePlan:
         self._num_groups = num_groups
         self._spans: tuple[Tensor, ...] = ()
         if device.type != "cpu":
-            self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
+            self._tables = {(w, tile.steps): self._build_table(w, tile) for w in windows for tile in tiles}
         if num_groups is not None:
             from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans  # needs Triton
 
@@ -121,13 +121,13 @@ class TreePlan:
 
         scaling = options.get_scaling(query.shape[-1])
         window, softcap = options.sliding_window, options.softcap
-        is_plain = window is None and softcap is None and query.dtype != torch.float32
+        is_plain = window is None and softcap is None and options.sinks is None and query.dtype != torch.float32
         if self._spans:
             return self._attend_exactly(query, key, value, options)
         if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
             return path_attention(query, key, value, self._path_starts, scaling)[0]
         table, steps = self._find_table(query, window)
-        return tree_attention(query, key, value, table, steps, window or 0, scaling, softcap or 0.0)[0]
+        return tree_attention(query, key, value, table, steps, window or 0, scaling, softcap or 0.0, options.sinks)[0]
 
     def _attend_exactly(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
@@ -173,12 +173,13 @@ class TreePlan:
 
 
 def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
-    """Tile and windows of the model's layers, as keyword arguments of `TreePlan`."""
+    """Tiles and windows of the model's layers, as keyword arguments of `TreePlan`."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     is_wide = torch.finfo(model.dtype).bits >= 32
+    sizes = map(find_head_size, list_layer_configs(config))
     return {
-        "tile": choose_tile(find_head_size(config), is_wide=is_wide),
+        "tiles": list(dict.fromkeys(choose_tile(size, is_wide=is_wide) for size in sizes)),
         "windows": (None,) if window is None else (None, window),
     }
 

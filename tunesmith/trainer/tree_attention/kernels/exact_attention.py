@@ -73,8 +73,9 @@ class _ExactAttention(torch.autograd.Function):
         keys, values = (each.new_empty((num_tokens, each.shape[1], 1, each.shape[3])) for each in (key, value))
         slots_T = torch.arange(num_tokens, device=query.device)
         output = run_paged_prefill(
-            query, key, value, keys, values, slots_T, *spans, scaling, window, softcap, prologue, log_sums_HT
-        )
+            query, key, value, keys, values, slots_T, *spans, scaling, window, softcap, prologue=prologue,
+            log_sums_HT=log_sums_HT,
+        )  # fmt: skip
         ctx.save_for_backward(query, key, value, output, log_sums_HT, table)
         ctx.prologue, ctx.options = prologue, options
         return output
