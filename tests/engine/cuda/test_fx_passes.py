@@ -49,7 +49,8 @@ def rotate(heads_1HTD: Tensor, prologue: Prologue) -> Tensor:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor,
-    places: list[tuple[int, int]], scaling: float, window: int, softcap: float, sinks: Tensor | None, prologue: Prologue | None,
+    places: list[tuple[int, int]], scaling: float, window: int, softcap: float, sinks: Tensor | None,
+    prologue: Prologue | None,
 ) -> Tensor:  # fmt: skip
     """Reference attention, token by token; `places` holds each token's request and position."""
     assert sinks is None

@@ -88,7 +88,7 @@ def use_exact_numerics() -> None:
     _state["is_exact"] = True
     os.environ.update(EXACT_PRODUCTS)
     torch._inductor.config.deterministic = True  # kernels are not chosen by their time
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.preferred_blas_library("cublaslt")
     products = torch.backends.cuda.matmul
     # the second flag forbids sums over K that are split among programs

@@ -81,7 +81,7 @@ class TreePlan:
         self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
         self._tables: dict[tuple[int | None, int], Tensor] = {}
         self._num_groups = num_groups
-        self._spans: tuple[Tensor, ...] = ()
+        self._spans: tuple[Tensor, Tensor, Tensor] | None = None
         if device.type != "cpu":
             self._tables = {(w, tile.steps): self._build_table(w, tile) for w in windows for tile in tiles}
         if num_groups is not None:
@@ -122,21 +122,23 @@ class TreePlan:
         scaling = options.get_scaling(query.shape[-1])
         window, softcap = options.sliding_window, options.softcap
         is_plain = window is None and softcap is None and options.sinks is None and query.dtype != torch.float32
-        if self._spans:
-            return self._attend_exactly(query, key, value, options)
+        if self._spans is not None:
+            return self._attend_exactly(query, key, value, self._spans, options)
         if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
             return path_attention(query, key, value, self._path_starts, scaling)[0]
         table, steps = self._find_table(query, window)
         return tree_attention(query, key, value, table, steps, window or 0, scaling, softcap or 0.0, options.sinks)[0]
 
-    def _attend_exactly(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    def _attend_exactly(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
+    ) -> Tensor:
         from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
 
         assert query.shape[1] // key.shape[1] == self._num_groups, "tiles are those of another number of heads"
         window, scaling = options.sliding_window or 0, options.get_scaling(query.shape[-1])
         table, steps = self._find_table(query, options.sliding_window)
         attend = exact_attention if torch.compiler.is_compiling() else attend_exactly
-        return attend(query, key, value, *self._spans, table, steps, window, scaling, options.softcap or 0.0)
+        return attend(query, key, value, *spans, table, steps, window, scaling, options.softcap or 0.0)
 
     def _find_table(self, query: Tensor, window: int | None) -> tuple[Tensor, int]:
         tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
@@ -158,13 +160,13 @@ class TreePlan:
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
         """Of tensors that plans must share, beside their length, to share a CUDA graph."""
-        return tuple(each.shape for each in self._spans)
+        return tuple(each.shape for each in self._spans or ())
 
     def copy_tables(self, other: TreePlan) -> None:
         """Copy the tables of a plan of the same length and sizes into the memory of this plan's tables."""
         for table_key, table in other._tables.items():
             self._tables[table_key][: len(table)].copy_(table)
-        for own, new in zip(self._spans, other._spans, strict=True):
+        for own, new in zip(self._spans or (), other._spans or (), strict=True):
             own.copy_(new)
 
     def _build_table(self, window: int | None, tile: Tile) -> Tensor:

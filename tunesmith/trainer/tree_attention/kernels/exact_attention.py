@@ -58,7 +58,7 @@ class _ExactAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         prologue: Prologue | None,
-        spans: tuple[Tensor, ...],
+        spans: tuple[Tensor, Tensor, Tensor],
         table: Tensor,
         options: tuple[Any, ...],
         query: Tensor,
