@@ -137,7 +137,9 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
     """In float32, or in bfloat16 with a float32 residual stream, whose last norm is left to the compiler."""
     # torch's compiler would compile C++ for many seconds
     monkeypatch.setattr("tunesmith.engine.cuda.layer_fusion.compile_fx", lambda module, inputs: module.forward)
-    model = build_deep(name, has_fp32_residual=True) if has_fp32_residual else copy.deepcopy(build_tiny(name))
+    model = (
+        build_deep(name, has_fp32_residual=True, num_layers=3) if has_fp32_residual else copy.deepcopy(build_tiny(name))
+    )
     use_plan_attention(model)
     calls: Counter[str] = Counter()
     fused = FusedLayers(model, build_ops(calls), max_positions=32)
