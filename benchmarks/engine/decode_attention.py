@@ -63,7 +63,7 @@ class Batch:
 
     def __init__(self, heads: Heads, lengths: NDArray[np.int64], *, group: int, num_shared: int) -> None:
         """Each `group` requests share their first `num_shared` tokens."""
-        from tunesmith.engine.cuda.custom_ops import Prologue  # needs Triton, which only CUDA machines have
+        from tunesmith.model.kernels.prologue import Prologue  # needs Triton, which only CUDA machines have
 
         self.heads, self.lengths = heads, lengths
         num_rows, num_columns = len(lengths), int(lengths.max()) // BLOCK_SIZE + 2
@@ -110,7 +110,7 @@ class Batch:
         def attend(table: Tensor) -> Tensor:
             return run_paged_decode(
                 *self.query_key_value, self.keys, self.values, table, self.positions, work.items_2WF, work.parts_2R2,
-                0.1, 0, 0.0, self.prologue,
+                0.1, 0, 0.0, None, self.prologue,
             )  # fmt: skip
 
         tables = [torch.from_numpy(table).to("cuda") for table in self.tables]

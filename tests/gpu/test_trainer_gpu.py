@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,14 +69,17 @@ def compare_attention(
     """Relative errors of output and gradients against float64 under a dense mask."""
     window = options.sliding_window
     tile = choose_tile(head_size, is_wide=dtype == torch.float32)
-    plan = TreePlan(trie, CUDA, tile=tile, windows=(window,))
+    plan = TreePlan(trie, CUDA, tiles=(tile,), windows=(window,))
     torch.manual_seed(0)
     shapes = [(1, number, trie.num_tokens, head_size) for number in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device=CUDA, dtype=dtype, requires_grad=True) for shape in shapes]
+    if options.sinks is not None:
+        inputs.append(options.sinks.detach().requires_grad_())
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    ours = plan.attend(None, *inputs, options)
+    sinks = [None] if options.sinks is None else [inputs[3], wide[3]]
+    ours = plan.attend(None, *inputs[:3], replace(options, sinks=sinks[0]))
     mask = build_mask(trie, window).to(CUDA)
-    theirs = attend_masked(*wide, mask, options).transpose(1, 2)
+    theirs = attend_masked(*wide[:3], mask, replace(options, sinks=sinks[-1])).transpose(1, 2)
     weights = torch.randn_like(ours)
     ours_all = [ours, *torch.autograd.grad((ours * weights).sum(), inputs)]
     theirs_all = [theirs, *torch.autograd.grad((theirs * weights.double()).sum(), wide)]
@@ -94,6 +98,14 @@ def test_tree_attention_in_bfloat16_equals_a_dense_mask(head_size, heads, window
             AttentionOptions(sliding_window=window, softcap=softcap),
         )  # fmt: skip
         assert max(errors) < 1e-2, errors
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("head_size", "window"), [(64, None), (64, 70), (512, None)])
+def test_tree_attention_with_sinks_and_wide_heads_equals_a_dense_mask(dtype, limit, head_size, window):
+    options = AttentionOptions(sliding_window=window, sinks=torch.randn(4, device=CUDA) * 2)
+    errors = compare_attention(build_row(build_samples(3)), dtype, head_size, (4, 2), options)
+    assert max(errors) < limit, errors
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, 5.0)])

@@ -61,7 +61,7 @@ def compute_logits(model) -> Tensor:
     return model(IDS).logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gpt_oss", "gemma4"])
 def test_experts_compute_what_transformers_own_do(name):
     model = copy.deepcopy(build_tiny(name))
     model.set_experts_implementation("grouped_mm")

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.shared.shapes import SHAPES
+from tiny_models import build_tiny
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, TrainerSection
 from tunesmith.model.adapters.lora import add_adapter
-from tunesmith.model.memory import GIB, Card, MemorySettings, estimate_memory, fit_rows
+from tunesmith.model.memory import GIB, Card, MemorySettings, count_token_bytes, estimate_memory, fit_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 H200 = Card(type="cuda", num_bytes=int(139.8 * GIB))
@@ -122,3 +123,10 @@ def test_rows_are_halved_until_they_fit_the_gpu_unless_their_size_is_set():
     assert fit_rows(model, default, Card(type="cpu", num_bytes=GIB)) is default
     tiny = Card(type="cuda", num_bytes=4 * GIB)
     assert fit_rows(model, default, tiny).trainer.max_tokens_per_row == 1024
+
+
+def test_keys_and_values_of_layers_with_sizes_of_their_own_are_summed():
+    """One layer of two heads of 16, two of one head of 24; query heads of the widest layer count for activations."""
+    model = build_tiny("gemma4")
+    assert count_token_bytes(model.config) == 2 * (2 * 16 + 2 * 24)
+    assert estimate_memory(model, settle(100, engine=EngineSection()), H200)["KV cache"] > 0

@@ -13,9 +13,12 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GptOssConfig,
+    GraniteSWAConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -64,7 +67,7 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 LATENT_SIZES = SIZES | {"num_key_value_heads": 4, "first_k_dense_replace": 1} | GROUPED_EXPERTS | LATENT
 """Keys of 12 numbers a head."""
 
-MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss", "gemma4")
 """Configs with experts."""
 
 
@@ -91,6 +94,28 @@ CONFIGS = FreshConfigs(
         "glm4_moe": Glm4MoeConfig(**GEMMA_SIZES, **GROUPED_EXPERTS, first_k_dense_replace=1),
         "glm4_moe_lite": Glm4MoeLiteConfig(**LATENT_SIZES, v_head_dim=16),
         "deepseek_v3": DeepseekV3Config(**LATENT_SIZES, v_head_dim=6, num_local_experts=8),
+        "gpt_oss": GptOssConfig(
+            **GEMMA_SIZES, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=1.0
+        ),
+        "granite_swa": GraniteSWAConfig(
+            **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        ),
+        "gemma4": Gemma4TextConfig(
+            **GEMMA_SIZES,
+            sliding_window=5,
+            final_logit_softcapping=3.0,
+            num_kv_shared_layers=1,
+            global_head_dim=24,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=97,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=16,
+        ),
         "qwen2_5_vl": Qwen2_5_VLConfig(
             text_config=SIZES | {"rope_parameters": ROPE_AXES | {"mrope_section": [1, 1, 2]}},
             vision_config=VISION | {"fullatt_block_indexes": [1]},

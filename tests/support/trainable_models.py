@@ -92,7 +92,7 @@ def _widen_norms(model: PreTrainedModel) -> None:
     """Replace norms that always compute in float32 by float64 ones."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
-        if name and kind.endswith(("RMSNorm", "RMSNormGated")):
+        if name and kind.endswith(("RMSNorm", "RMSNormGated")) and hasattr(module, "weight"):
             build = GatedNorm if kind.endswith("Gated") else nn.RMSNorm
             epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
             norm = build(module.weight.shape, eps=epsilon, dtype=torch.float64)

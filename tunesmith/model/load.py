@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -193,12 +194,14 @@ def load_model(
     the adapter at `path` or a new one stays active, and only its parameters take gradients.
     """
     source = find_model(path, base_path)
+    config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     quantization: dict[str, Any] = {}
     if lora is not None and lora.quantization == "nf4":
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
 
         quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
-    config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
+    elif is_mxfp4(config):
+        quantization = {"quantization_config": Mxfp4Config(dequantize=True)}
     with loading(path, source), hidden_progress_bars():
         model: PreTrainedModel = find_auto_class(config).from_pretrained(
             source.name_or_path,
@@ -210,10 +213,12 @@ def load_model(
         )
     if source.gguf_file is not None:
         check_gguf_tensors(Path(source.name_or_path, source.gguf_file), model)
-        clear_gguf_quantization(model)
+    if source.gguf_file is not None or is_mxfp4(config):
+        clear_quantization(model)
+        model._weight_conversions = None  # those of MXFP4 would save dequantized weights under its names
     check_attention_interface(model.config, type(model))
-    if not quantization:
-        model.to(device)
+    if "device_map" not in quantization:
+        model.to(device, dtype if is_mxfp4(config) else None)  # dequantized to bfloat16
     model.eval()
     model = install_adapter(model, source, lora, dtype=dtype)
     use_plan_attention(model)
@@ -288,8 +293,13 @@ def read_gguf_text(reader: Any, key: str) -> str | None:
     return None if field is None else str(field.contents())
 
 
-def clear_gguf_quantization(model: PreTrainedModel) -> None:
-    """Unmark weights read from GGUF as quantized: they are dequantized here, but transformers would not save them."""
+def is_mxfp4(config: PretrainedConfig) -> bool:
+    """Whether the experts are stored in four bits, as those of gpt-oss; they are dequantized when they are loaded."""
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+
+
+def clear_quantization(model: PreTrainedModel) -> None:
+    """Unmark weights read from GGUF or MXFP4 as quantized: they are dequantized, but could not be saved."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

@@ -154,7 +154,9 @@ def count_activation_bytes(model: PreTrainedModel, settings: MemorySettings, car
     """Bytes that the backward pass of the largest row needs, and one chunk of logits."""
     text, row = model.config.get_text_config(), settings.row_tokens
     hidden, inner, layers = text.hidden_size, text.intermediate_size, text.num_hidden_layers
-    query, key = (number * find_head_size(text) for number in (text.num_attention_heads, count_kv_heads(text)))
+    sizes = [(each, find_head_size(each)) for each in list_layer_configs(text)]
+    query = max(each.num_attention_heads * size for each, size in sizes)
+    key = max(count_kv_heads(each) * size for each, size in sizes)
     names = [name for name, _ in model.named_parameters()]
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     values = 4 * hidden + 2 * query + 2 * key + 3 * inner
@@ -181,6 +183,11 @@ def find_head_size(text: PretrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
+def list_layer_configs(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """The configuration of each layer: that of the model, unless layers have sizes of their own."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+
+
 def count_kv_heads(text: PretrainedConfig) -> int:
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
@@ -188,11 +195,9 @@ def count_kv_heads(text: PretrainedConfig) -> int:
 def count_token_bytes(config: PretrainedConfig) -> int:
     """Keys and values of one token, as a number of values."""
     text = config.get_text_config()
-    num_layers = sum(
-        each not in RECURRENT_TYPES
-        for each in getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    )
-    return 2 * num_layers * count_kv_heads(text) * find_head_size(text)
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = [each for each, name in zip(list_layer_configs(text), types, strict=True) if name not in RECURRENT_TYPES]
+    return 2 * sum(count_kv_heads(each) * find_head_size(each) for each in layers)
 
 
 def compute_cache_bytes(*, free: int, total: int, num_trained: int, num_ranks: int) -> int:

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.errors import ModelError
-from tunesmith.model.load import DTYPES, clear_gguf_quantization
+from tunesmith.model.load import DTYPES, clear_quantization
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.model.source.resolve import check_gguf_reader
 from tunesmith.storage import locked_beside, renamed_folder
@@ -64,7 +64,7 @@ def _prepare_smollm2(folder: Path, dtype: str) -> None:
     )
     tokenizer.model_max_length = SMOLLM2_MAX_LENGTH
     model = AutoModelForCausalLM.from_pretrained(**kwargs, dtype=DTYPES[dtype])
-    clear_gguf_quantization(model)
+    clear_quantization(model)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 

@@ -31,7 +31,7 @@ def run_both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return run_body(model, ids, positions, plan), run_body(model, ids, positions, plan, decoder=trace)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.endswith("_vl")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.endswith(("_vl", "gemma4", "granite_swa"))])
 def test_the_trace_gives_the_hidden_states_of_the_decoder(name: str) -> None:
     own, traced = run_both(build_model(name))
     assert torch.equal(own, traced)

@@ -44,19 +44,23 @@ class Batch:
             self.table_RP[members, :num_blocks] = self.table_RP[members[0], :num_blocks]
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, *, scaling: float, window: int, softcap: float) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, *, scaling: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:  # fmt: skip
     """Attention [H, D] of one request's query [H, D] over keys and values [K, S, D], all in float64."""
     if window:
         keys, values = keys[:, -window:], values[:, -window:]
     scores = torch.einsum("kgd,ksd->kgs", query.unflatten(0, (len(keys), -1)), keys) * scaling
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    return torch.einsum("kgs,ksd->kgd", scores.softmax(-1), values).flatten(0, 1)
+    added = scores[..., :0] if sinks is None else sinks.double().view(len(keys), -1, 1)
+    weights = torch.cat([scores, added], -1).softmax(-1)[..., : scores.shape[-1]]
+    return torch.einsum("kgs,ksd->kgd", weights, values).flatten(0, 1)
 
 
 def compare(
     batch: Batch, *, heads: int, kv_heads: int, size: int, dtype: torch.dtype, window: int = 0,
-    softcap: float = 0.0, num_sms: int = 1,
+    softcap: float = 0.0, num_sms: int = 1, has_sinks: bool = False,
 ) -> Any:  # fmt: skip
     """Run several layers with one list of items, which is returned."""
     torch.manual_seed(0)
@@ -71,6 +75,7 @@ def compare(
     list_items(work)
     table = torch.from_numpy(batch.table_RP).to(DEVICE)
     num_rows = len(positions)
+    sinks = torch.randn(heads, device=DEVICE) * 3 if has_sinks else None
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     for _ in range(2 if DEVICE == "cuda" else 1):
         caches = [torch.randn(batch.num_blocks, kv_heads, BLOCK, size, device=DEVICE).to(dtype) for _ in range(2)]
@@ -78,15 +83,18 @@ def compare(
             torch.randn(1, n, num_rows, size, device=DEVICE).to(dtype) for n in (heads, kv_heads, kv_heads)
         )
         output = run_paged_decode(
-            query, key, value, *caches, table, positions, work.items_2WF, work.parts_2R2, 0.1, window, softcap
-        )
+            query, key, value, *caches, table, positions, work.items_2WF, work.parts_2R2, 0.1, window, softcap,
+            sinks,
+        )  # fmt: skip
         for row, position in enumerate(batch.positions_R.tolist()):
             context = [
                 cache[table[row].long()].transpose(0, 1).flatten(1, 2)[:, : position + 1].double() for cache in caches
             ]
             for cached, new in zip(context, (key, value), strict=True):
                 assert torch.equal(cached[:, -1], new[0, :, row].double())
-            expected = attend(query[0, :, row].double(), *context, scaling=0.1, window=window, softcap=softcap)
+            expected = attend(
+                query[0, :, row].double(), *context, scaling=0.1, window=window, softcap=softcap, sinks=sinks
+            )
             error = (output[0, row].double() - expected).norm() / expected.norm()
             assert error < tolerance, (row, position, float(error))
     if division.kind is Kind.WHOLE:
@@ -136,3 +144,10 @@ def test_a_long_context_is_cut_into_items_of_similar_length() -> None:
     assert sum(lengths) == 3210
     assert lengths[0] == lengths[1] == 256
     assert len(lengths) == math.ceil(3000 / 256) + 2
+
+
+@pytest.mark.parametrize(("size", "window"), [(64, 0), (64, 40), (512, 0)])
+def test_sinks_and_wide_heads_equal_the_formula(size: int, window: int) -> None:
+    compare(Batch(RAGGED, []), heads=4, kv_heads=2, size=size, dtype=DTYPES[-1], window=window, has_sinks=True)
+    long = compare(Batch([700, 40], []), heads=4, kv_heads=2, size=size, dtype=DTYPES[-1], num_sms=132, has_sinks=True)
+    assert long is not None

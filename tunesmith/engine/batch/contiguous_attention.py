@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.engine.core.span import Span
-from tunesmith.model.forward.attention import AttentionOptions
+from tunesmith.model.forward.attention import AttentionOptions, compute_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,7 @@ class ContiguousBatch:
                 output_KND.narrow(1, first, num_queries),
                 num_groups=num_groups,
                 softcap=softcap,
+                sinks=options.sinks,
             )
             first += num_queries
         output_RKGD = output_KND.view(num_kv_heads, num_rows, num_groups, head_size).transpose(0, 1)
@@ -192,6 +193,7 @@ def _attend_group(
     *,
     num_groups: int,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Write the attention output of the group's queries to `output_KND`."""
     scores = _compute_scores(group, query_KND, keys_KSD, num_groups=num_groups)
@@ -201,7 +203,9 @@ def _attend_group(
     for row, length in enumerate(group.lengths):
         if length < longest:
             scores[:, row * num_groups : (row + 1) * num_groups, length:] = -math.inf
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(values_KSD.dtype)
+    if sinks is not None:
+        sinks = sinks.view(len(scores), num_groups, 1).repeat(1, len(group.members), 1)
+    weights = compute_weights(scores, sinks).to(values_KSD.dtype)
     for index, key_run in enumerate(group.key_runs):
         first, last = key_run.rows[0] * num_groups, key_run.rows[1] * num_groups
         begin, end = key_run.columns

@@ -26,7 +26,7 @@ from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.errors import ConfigError
 from tunesmith.model.arrays import copy_to_device
-from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked, compute_weights, get_layer_index
 from tunesmith.model.forward.recurrence import Segment, SegmentTable, States
 
 MAX_BATCHED_QUERIES = 16
@@ -272,7 +272,11 @@ class _GatheredBatch:
             query_BLD = query.transpose(1, 2).reshape(num_rows * num_kv_heads, -1, head_size)
         mask = self._get_mask(num_kv_heads, num_groups, options.sliding_window, query_THD.dtype)
         scores = _compute_scores(query_BLD, keys_BSD, mask, options.get_scaling(head_size), options.softcap)
-        output = scores.softmax(dim=-1, dtype=torch.float32).to(values_BSD.dtype).bmm(values_BSD)
+        sinks = options.sinks
+        if sinks is not None:
+            num_repeats = query_BLD.shape[1] // num_groups
+            sinks = sinks.view(num_kv_heads, num_groups, 1).repeat(num_rows, num_repeats, 1)
+        output = compute_weights(scores, sinks).to(values_BSD.dtype).bmm(values_BSD)
         if self._pad is None:
             return output.view(num_rows, -1, head_size)
         output = output.view(num_rows, num_kv_heads, self._num_queries, num_groups, head_size).transpose(1, 2)
@@ -360,7 +364,7 @@ class _Chunk:
         window = options.sliding_window
         if window is not None and window >= self._stop:
             window = None
-        if self._start == 0 and window is None and options.softcap is None:
+        if self._start == 0 and window is None and options.softcap is None and options.sinks is None:
             output = functional.scaled_dot_product_attention(
                 query_1HQD,
                 *new_keys_values,

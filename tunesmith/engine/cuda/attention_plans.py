@@ -48,6 +48,7 @@ class DecodeLayerPlan(_LayerPlan):
         return ops.paged_decode(
             query, key, value, self.keys, self.values, self.block_table, self.positions, self.items, self.parts,
             options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
+            options.sinks,
         )  # fmt: skip
 
 
@@ -73,6 +74,7 @@ class PrefillLayerPlan(_LayerPlan):
         return ops.paged_prefill(
             query, key, value, self.keys, self.values, self.slot_mapping, self.block_table, self.spans, self.tiles,
             options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
+            options.sinks,
         )  # fmt: skip
 
 

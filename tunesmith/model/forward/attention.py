@@ -29,7 +29,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tunesmith.errors import ModelError
-from tunesmith.model.adapters.adapter import build_meta_model
 from tunesmith.model.experts import use_experts
 from tunesmith.model.forward.recurrence import (
     RECURRENT_MODELS,
@@ -41,11 +40,11 @@ from tunesmith.model.forward.recurrence import (
 from tunesmith.model.towers import find_model_class
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-UNIFORM = ("head_dim", "sliding_window", "num_attention_heads", "num_key_value_heads", "hidden_size")
+UNIFORM = ("sliding_window", "num_attention_heads", "hidden_size")
 """What KV cache and attention plans take from the configuration for all layers at once."""
 SUPPORTED = (
     "supported are text models of transformers in which every layer is of type full_attention or sliding_attention "
-    "and all have heads of one size, such as Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Mistral, Gemma 3 and "
+    "and all have as many query heads, such as Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Mistral, Gemma 3 and "
     f"Phi-3, and those with recurrent layers of types {', '.join(RECURRENT_MODELS)}"
 )
 
@@ -59,7 +58,7 @@ def refuse_architecture(config: PretrainedConfig, reason: str) -> ModelError:
 
 
 def check_layers(config: PretrainedConfig) -> None:
-    """Refuse layers that do not attend, or that have keys and windows of different sizes."""
+    """Refuse layers that do not attend, or that have windows or numbers of query heads of different sizes."""
     text = config.get_text_config()
     known = {*LAYER_TYPES, *(RECURRENT_TYPES if text.model_type in RECURRENT_MODELS else ())}
     if unknown := set(getattr(text, "layer_types", None) or ()) - known:
@@ -76,9 +75,6 @@ def check_architecture(config: PretrainedConfig) -> None:
     model_class = find_model_class(config)
     if model_class is not None:
         check_attention_interface(config, model_class)
-        meta = None if model_class._supports_sdpa else build_meta_model(config)
-        if meta is not None and any(hasattr(each, "sinks") for each in meta.modules()):
-            raise refuse_architecture(config, f"the attention of {model_class.__name__} has sinks")
     elif not getattr(config, "auto_map", None):  # code of the model's own is checked once it is loaded
         raise refuse_architecture(config, "transformers has no causal language model for it")
 
@@ -92,7 +88,7 @@ def check_attention_interface(config: PretrainedConfig, model_class: Any) -> Non
 
 
 PLAN_ATTENTION = "tunesmith"
-UNSUPPORTED_INPUTS = ("s_aux", "position_bias", "cache")
+UNSUPPORTED_INPUTS = ("position_bias", "cache")
 """Attention inputs of a few architectures that plans do not implement; ignoring them would be silently wrong."""
 
 
@@ -106,6 +102,8 @@ class AttentionOptions:
     """A token attends to itself and at most `sliding_window - 1` tokens before it; None: to all of them."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`; None: no cap."""
+    sinks: Tensor | None = None
+    """Score [H] of one more key in each softmax, which has no value; it is neither scaled nor capped."""
 
     def get_scaling(self, head_size: int) -> float:
         return head_size**-0.5 if self.scaling is None else self.scaling
@@ -179,13 +177,23 @@ def get_layer_index(module: nn.Module) -> int:
     return index
 
 
+def compute_weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last axis, in float32 or wider; `sinks` [.., 1] broadcast against the rows of the scores."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=dtype)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]
+
+
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     """Attention under a boolean mask (True: attends; None: no mask), any leading axes, grouped queries.
 
-    Takes query [.., H, Q, D], key and value [.., K, S, D]; returns [.., H, Q, D].
+    Takes query [.., H, Q, D], key and value [.., K, S, D]; returns [.., H, Q, D]. The query heads of a group may also
+    stand on the axis Q, with H = K.
     """
-    softcap = options.softcap
-    if softcap is None:
+    softcap, sinks = options.softcap, options.sinks
+    if softcap is None and sinks is None:
         has_groups = query.shape[-3] != key.shape[-3]
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=options.scaling, enable_gqa=has_groups
@@ -193,10 +201,13 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     num_groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(num_groups, dim=-3), value.repeat_interleave(num_groups, dim=-3)
     scaling = options.get_scaling(query.shape[-1])
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    sinks = None if sinks is None else sinks.view(query.shape[-3], -1, 1)
+    return compute_weights(scores, sinks).to(value.dtype) @ value
 
 
 class CausalPlan:
@@ -229,14 +240,15 @@ def _run_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in every layer; returns [B, T, H, D]."""
-    options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     if attention_plan is not None:
         _check_supported(module, attention_mask, dropout, kwargs)
         return _attend_padded(attention_plan, module, query, key, value, options), None
-    if softcap is None:
+    if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -26,8 +26,8 @@ QUERY_TILE = 64
 """(Token, query head) pairs per tile."""
 CONTEXT_TILE = 64
 """Context tokens per loop iteration."""
-FLOAT32_CONTEXT_TILE = 16
-"""The same in float32, where tensor cores are not precise enough and more registers are needed."""
+SMALL_CONTEXT_TILE = 16
+"""The same in float32, where tensor cores are not precise enough, and for large heads, which need more registers."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,12 +37,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 )  # one compiled kernel for any number of requests
 def _span_attention_kernel(
     query, keys, values, block_table, firsts, starts, stops, tile_requests, tile_offsets,
-    cos, sin, query_norm, output, log_sums, scaling, softcap, epsilon, window,
+    cos, sin, query_norm, output, log_sums, sinks, scaling, softcap, epsilon, window,
     table_width, query_stride_t, query_stride_h, cos_stride, num_tokens,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_LOG_SUMS: tl.constexpr, HAS_PDL: tl.constexpr,
+    HAS_LOG_SUMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(HAS_PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -88,6 +88,9 @@ def _span_attention_kernel(
         values_TD = tl.load(values + base[:, None] + sizes[None, :], mask=is_used, other=0.0)
         acc_QD = tl.dot(weights.to(values_TD.dtype), values_TD, acc_QD * rescale[:, None], input_precision=PRECISION)
         maximum = new_maximum
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * GROUPS + groups, mask=groups < GROUPS, other=0.0).to(tl.float32)
+        total += tl.exp(sink - maximum)
     if HAS_LOG_SUMS:
         places_of_sums = (head * GROUPS + groups) * num_tokens + places_Q
         tl.store(log_sums + places_of_sums, (maximum + tl.log(total)) * LOG2E, mask=is_row)
@@ -117,32 +120,35 @@ def attend_spans(
     has_norm: bool = False,
     epsilon: float = 0.0,
     log_sums_HT: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention [1, T, H, D] of query [1, H, T, D]; tokens of no span are left undefined.
 
     `spans_3R` (int32) holds each span's first token in the row, that token's position, and the position after its last
     token; `tiles_2I` (int32) for each tile its span and the index of its first token in it. `sliding_window` 0 and
     `softcap` 0 mean none. `prologue` (cosines, sines, weight of the head norm) is applied to the query heads first.
-    `log_sums_HT` receives the base-2 log-sums of the weights.
+    `log_sums_HT` receives the base-2 log-sums of the weights; `sinks_H` are those of `AttentionOptions`.
     """
     _, num_heads, num_tokens, size = query_1HTD.shape
     num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     num_groups = num_heads // num_kv_heads
     cos, sin, query_norm = (query_1HTD,) * 3 if prologue is None else prologue
     is_wide = query_1HTD.dtype == torch.float32
+    is_small = is_wide or size > 256
     output = torch.empty((1, num_tokens, num_heads, size), dtype=query_1HTD.dtype, device=query_1HTD.device)
     _span_attention_kernel[(tiles_2I.shape[1], num_kv_heads)](
         query_1HTD, keys_PKZD, values_PKZD, block_table_RP,
         spans_3R[0], spans_3R[1], spans_3R[2], tiles_2I[0], tiles_2I[1],
         cos, sin, query_norm, output, output if log_sums_HT is None else log_sums_HT,
+        output if sinks_H is None else sinks_H,
         scaling, softcap, epsilon, sliding_window, block_table_RP.stride(0),
         query_1HTD.stride(2), query_1HTD.stride(1), cos.stride(1), num_tokens,
         HEADS=num_kv_heads, GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups), SIZE=size,
         SIZE_PAD=max(16, triton.next_power_of_2(size)), BLOCK_SIZE=block_size, ROWS=QUERY_TILE,
-        TOKENS=FLOAT32_CONTEXT_TILE if is_wide else CONTEXT_TILE,
+        TOKENS=SMALL_CONTEXT_TILE if is_small else CONTEXT_TILE,
         HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_NORM=has_norm, HAS_ROPE=prologue is not None,
-        HAS_LOG_SUMS=log_sums_HT is not None,
-        PRECISION="ieee" if is_wide else "tf32", num_warps=8 if is_wide else 4, num_stages=2 if is_wide else 3,
+        HAS_LOG_SUMS=log_sums_HT is not None, HAS_SINKS=sinks_H is not None,
+        PRECISION="ieee" if is_wide else "tf32", num_warps=8 if is_small else 4, num_stages=2 if is_small else 3,
         **get_launch_options(),
     )  # fmt: skip
     return output

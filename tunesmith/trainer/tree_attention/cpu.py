@@ -71,7 +71,7 @@ class SegmentAttention:
             key_P, value_P = key_P[:, :, -num_keys:], value_P[:, :, -num_keys:]
         if window is not None and num_keys <= window:
             window = None
-        if options.softcap is not None:
+        if options.softcap is not None or options.sinks is not None:
             mask_NP = self._build_mask(num_tokens, num_keys, window, torch.bool)
             return attend_masked(query_N, key_P, value_P, mask_NP, options)
         is_path = window is None and num_keys == num_tokens

@@ -45,13 +45,13 @@ NARROW = Tile(rows=64, steps=64, num_warps=4, num_stages=3, num_backward_stages=
 LARGE = Tile(rows=64, steps=32, num_warps=8, num_stages=2, num_backward_stages=1)
 """For 16-bit types and head sizes above 128."""
 WIDE = Tile(rows=32, steps=16, num_warps=4, num_stages=1, num_backward_stages=1)
-"""For float32."""
+"""For float32, and head sizes above 256."""
 TILES = {tile.steps: tile for tile in (NARROW, LARGE, WIDE)}
 
 
 def choose_tile(head_size: int, *, is_wide: bool) -> Tile:
     """The tile whose accumulators fit in registers."""
-    if is_wide:
+    if is_wide or head_size > 256:
         return WIDE
     return NARROW if head_size <= 128 else LARGE
 

@@ -18,16 +18,17 @@ Z block size, M stacked queries of an item, T tokens of a tile, S partial result
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.custom_ops import Prologue, get_prologue_tensors
 from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, Kind, get_num_sms
 from tunesmith.model.kernels.heads import apply_softcap, load_heads
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.prologue import Prologue, get_prologue_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +200,13 @@ def _accumulate_context(
 @triton.jit
 def _paged_decode_kernel(
     query, key, value, keys, values, block_table, positions, items, cos, sin, query_norm, key_norm,
-    output, parts, maxima, sums, scaling, softcap, epsilon, window, table_width,
+    output, parts, maxima, sums, sinks, scaling, softcap, epsilon, window, table_width,
     query_stride_r, query_stride_h, key_stride_r, key_stride_h, value_stride_r, value_stride_h, cos_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, MEMBERS: tl.constexpr, FIELDS: tl.constexpr,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     HAS_ITEMS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, HAS_PDL: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_SINKS: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     if HAS_ITEMS:  # those of one range are adjacent, so that programs that run together read adjacent heads of a block
         head, item = tl.program_id(0), tl.program_id(1)
@@ -266,6 +268,9 @@ def _paged_decode_kernel(
     is_output = is_query[:, None] & is_size[None, :]
     if is_whole:
         heads = (row * HEADS + head) * GROUPS + group
+        if HAS_SINKS:
+            sink = tl.load(sinks + head * GROUPS + group, mask=is_query, other=0.0).to(tl.float32)
+            total += tl.exp(sink - maximum)
         acc_MD = acc_MD / total[:, None]
         tl.store(output + heads[:, None] * SIZE + sizes[None, :], acc_MD.to(output.dtype.element_ty), mask=is_output)
     elif HAS_ITEMS:
@@ -277,8 +282,8 @@ def _paged_decode_kernel(
 
 @triton.jit
 def _merge_parts_kernel(
-    part_ranges, parts, maxima, sums, output,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PARTS: tl.constexpr, HAS_PDL: tl.constexpr,
+    part_ranges, parts, maxima, sums, sinks, output,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one request and query head."""
     head, row, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -301,6 +306,8 @@ def _merge_parts_kernel(
         total = total * rescale + tl.sum(sums_S * scale, axis=0)
         acc = acc * rescale + tl.sum(parts_SD * scale[:, None], axis=0)
         maximum = new_maximum
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + head).to(tl.float32) - maximum)
     offsets = (row * num_heads + head) * SIZE + sizes
     tl.store(output + offsets, (acc / total).to(output.dtype.element_ty), mask=sizes < SIZE)
 
@@ -333,6 +340,7 @@ def run_paged_decode(
     scaling: float,
     sliding_window: int,
     softcap: float,
+    sinks_H: Tensor | None = None,
     prologue: Prologue | None = None,
     *,
     config: KernelConfig | None = None,
@@ -356,10 +364,11 @@ def run_paged_decode(
         per_sm = num_requests * num_kv_heads / get_num_sms(query_1HRD.device)
         config = choose_kernel_config(kind, size_pad, query_1HRD.dtype, programs_per_sm=per_sm)
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HRD)
-    options = get_launch_options()
+    sinks = output if sinks_H is None else sinks_H
+    options: dict[str, Any] = {"HAS_SINKS": sinks_H is not None, **get_launch_options()}
     _paged_decode_kernel[grid](
         query_1HRD, key_1KRD, value_1KRD, keys_PKZD, values_PKZD, block_table_RP, positions_R, items_WF,
-        cos, sin, query_norm, key_norm, output, parts, maxima, sums,
+        cos, sin, query_norm, key_norm, output, parts, maxima, sums, sinks,
         scaling, softcap, prologue.epsilon if prologue else 0.0, sliding_window, block_table_RP.stride(0),
         query_1HRD.stride(2), query_1HRD.stride(1), key_1KRD.stride(2), key_1KRD.stride(1),
         value_1KRD.stride(2), value_1KRD.stride(1), cos.stride(1),
@@ -372,7 +381,7 @@ def run_paged_decode(
     )  # fmt: skip
     if has_items:
         _merge_parts_kernel[(num_heads, num_requests)](
-            parts_2R2[int(sliding_window > 0)], parts, maxima, sums, output,
+            parts_2R2[int(sliding_window > 0)], parts, maxima, sums, sinks, output,
             SIZE=size, SIZE_PAD=size_pad, PARTS=1024 // size_pad, num_warps=1, **options,
         )  # fmt: skip
     return output
@@ -384,7 +393,7 @@ def choose_kernel_config(kind: Kind, size: int, dtype: torch.dtype, *, programs_
     Where many programs run on a multiprocessor, they hide each other's latency, and one warp with few tiles in flight
     suffices. Where few run, each needs larger tiles or more of them in flight.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or size > 256:
         return KernelConfig(16, 4, 2)
     max_registers = 128 if 64 < size <= 128 else None
     if kind is not Kind.WHOLE:

@@ -5,6 +5,7 @@ Axes: T tokens of the row (a multiple of the tile), H query heads, K key-value h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +59,12 @@ def _build_launch(query: Tensor, key: Tensor, steps: int) -> _Launch:
 
 @torch.library.custom_op("tunesmith::tree_attention", mutates_args=())
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, steps: int, window: int, scaling: float, softcap: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, steps: int, window: int, scaling: float, softcap: float,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Take query [1, H, T, D], key and value [1, K, T, D]; return the output [1, T, H, D] and its log-sums [H, T].
 
-    `table` is `tile_schedule.build_table` for the tile `TILES[steps]`; `window` and `softcap` 0 mean none.
+    `table` is `tile_schedule.build_table` for the tile `TILES[steps]`; `window` and `softcap` 0 mean none; `sinks` [H].
     """
     query, key, value = (_align(x) for x in (query, key, value))
     launch = _build_launch(query, key, steps)
@@ -70,10 +72,11 @@ def tree_attention(
     output = query.new_empty((1, num_tokens, num_heads, launch.size))
     log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=query.device)
     attention_forward[(num_tokens // tile.rows, num_heads)](
-        query, key, value, output, log_sums, table, scaling, softcap, window, num_tokens,
+        query, key, value, output, log_sums, log_sums if sinks is None else sinks, table, scaling, softcap, window,
+        num_tokens,
         query.stride(2), query.stride(1), key.stride(2), key.stride(1), value.stride(2), value.stride(1),
-        HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_stages,
-        **launch.get_options(scaling, softcap, window),
+        HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, HAS_SINKS=sinks is not None,
+        num_stages=tile.num_stages, **launch.get_options(scaling, softcap, window),
     )  # fmt: skip
     return output, log_sums
 
@@ -136,15 +139,21 @@ def make_grad(x: Tensor) -> Tensor:
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, table, *options = inputs
-    ctx.save_for_backward(query, key, value, *output, table)
+    query, key, value, table, *options, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, table, sinks)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _run_backward(ctx: Any, grad: Tensor, grad_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = tree_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    grads = tree_attention_backward(grad, *saved, *ctx.options)
+    if sinks is not None:  # a key of value 0: the gradient of its score is its weight times minus the mean slope
+        output, log_sums_HT = saved[3:5]
+        slopes_HT = (grad[0].float() * output[0].float()).sum(dim=-1).t()
+        weights_HT = torch.exp2(sinks[:, None].float() / math.log(2) - log_sums_HT)
+        sinks = -(weights_HT * slopes_HT).sum(dim=1).to(sinks.dtype)
+    return *grads, None, None, None, None, None, sinks
 
 
 tree_attention.register_autograd(_run_backward, setup_context=_keep_inputs)

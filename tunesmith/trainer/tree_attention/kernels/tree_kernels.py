@@ -115,10 +115,10 @@ def _accumulate_output(
 
 @triton.jit
 def attention_forward(
-    query, key, value, output, log_sums, table, scaling, softcap, window, num_tokens,
+    query, key, value, output, log_sums, sinks, table, scaling, softcap, window, num_tokens,
     query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
@@ -145,6 +145,8 @@ def attention_forward(
         queries, depths, sizes, is_size, scaling, softcap, window, num_tokens, key_stride_t, value_stride_t,
         TILE_N, False, HAS_SOFTCAP, HAS_WINDOW, SIZE != SIZE_PAD, PRECISION,
     )  # fmt: skip
+    if HAS_SINKS:  # the backward needs no more than their part of output and log-sum
+        total_M += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - maximum_M)
     mixed_MD = mixed_MD / total_M[:, None]  # never 0: a token attends to itself
     _store_tile(output + head * SIZE, queries, sizes, HEADS * SIZE, is_size, mixed_MD, SIZE != SIZE_PAD)
     tl.store(log_sums + head * num_tokens + queries, maximum_M + tl.log2(total_M))
