@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def test_a_missing_name_is_found() -> None:
     assert {"SHAPES", "count_parameters"} <= list_names(ROOT / "benchmarks" / "shared" / "shapes.py")
 
 
+@functools.cache
 def find_source(module: str) -> Path | None:
     """The file of a module of this repository; None for those of libraries."""
     if module.split(".")[0] not in ("benchmarks", "tunesmith"):
@@ -38,6 +40,7 @@ def find_source(module: str) -> Path | None:
     return Path(spec.origin)
 
 
+@functools.cache
 def list_names(path: Path) -> set[str]:
     """Names that a module defines, imports or lists in `__all__`, and its submodules."""
     names = {each.stem for each in path.parent.iterdir()} if path.name == "__init__.py" else set()

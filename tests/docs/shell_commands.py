@@ -7,6 +7,7 @@ after two spaces.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -110,9 +111,14 @@ def split_words(line: str) -> list[str]:
     return kept
 
 
+@functools.cache
+def read_commands() -> Any:
+    return typer.main.get_command(app)
+
+
 def check_tunesmith(words: list[str], *, is_partial: bool = False) -> str | None:
     """Parse the arguments as the command does; a partial line may lack required ones."""
-    command: Any = typer.main.get_command(app)
+    command: Any = read_commands()
     name = "tunesmith"
     while hasattr(command, "commands"):
         if words and words[0] == "--help":

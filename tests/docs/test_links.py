@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -75,13 +76,20 @@ def exists(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name not in FOREIGN_KEYS], ids=name_page)
-def test_knobs_in_the_text_exist(page: Path) -> None:
+@functools.cache
+def list_knobs() -> set[str]:
+    """The keys of all commands, and of the sections that they are in."""
     known: set[str] = set()
     for stage in list_config_classes().values():
         for option in describe_options(stage):
             parts = option.key.split(".")
             known |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    return known
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name not in FOREIGN_KEYS], ids=name_page)
+def test_knobs_in_the_text_exist(page: Path) -> None:
+    known = list_knobs()
     unknown = [
         f"{name_page(page)}:{line}: {code}"
         for line, code in iter_inline_code(page)

@@ -49,14 +49,16 @@ def _build_prototype(name: str, is_tied: bool, dtype: torch.dtype, seed: int, nu
     return train_all_weights(model.to(dtype).eval())
 
 
-def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0) -> PreTrainedModel:
-    """A bfloat16 model of 16 layers with small residual updates; equal weights for both residual types."""
+def build_deep(
+    name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0, num_layers: int = 16
+) -> PreTrainedModel:
+    """A bfloat16 model of many layers with small residual updates; equal weights for both residual types."""
     config = CONFIGS[name]
-    config.num_hidden_layers, config.hidden_size, config.initializer_range = 16, 64, 0.03
+    config.num_hidden_layers, config.hidden_size, config.initializer_range = num_layers, 64, 0.03
     if hasattr(config, "head_dim"):
         config.head_dim = 16
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * 16)[:16]
+        config.layer_types = (config.layer_types * num_layers)[:num_layers]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

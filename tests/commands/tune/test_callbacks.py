@@ -21,18 +21,33 @@ from tunesmith.errors import CallbackError, ConfigError
 from tunesmith.experience.store import load_rollouts
 
 
-@pytest.fixture
-def run(tmp_path, pocket_folder):
-    data = write_splits(tmp_path / "data", list_apples(4))
+def build_run(folder, pocket_folder):
+    data = write_splits(folder / "data", list_apples(4))
     algorithm = AlgorithmConfig(
         group_size=3, batch_size=2, learning_rate=1e-3, save_interval_steps=3, eval_interval_steps=2
     )
     held_out = {"held_out": DatasetConfig(path=data, split="test")}
-    return build_small_run(tmp_path, pocket_folder, data, steps=4, eval_dataset=held_out, algorithm=algorithm)
+    return build_small_run(folder, pocket_folder, data, steps=4, eval_dataset=held_out, algorithm=algorithm)
+
+
+@pytest.fixture
+def run(tmp_path, pocket_folder):
+    return build_run(tmp_path, pocket_folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, pocket_folder):
+    """The metrics of an uninterrupted run without callbacks."""
+    result = build_run(tmp_path_factory.mktemp("whole"), pocket_folder)()
+    return drop_times(read_rows(result.folder))
 
 
 def read_rows(folder):
     return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+
+
+def drop_times(rows):
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
 def test_callbacks_receive_what_is_on_disk(run):
@@ -111,7 +126,7 @@ async def fail_late(record):
 
 @pytest.mark.parametrize("function", [fail, fail_late])
 @pytest.mark.parametrize(("name", "step"), [("on_step_end", 1), ("on_evaluation", 2), ("on_checkpoint", 3)])
-def test_an_error_in_a_callback_ends_the_run_after_the_step_is_saved(run, tmp_path, function, name, step):
+def test_an_error_in_a_callback_ends_the_run_after_the_step_is_saved(run, whole, tmp_path, function, name, step):
     expected = rf"callback {name} \(test_callbacks:{function.__name__}\) at step {step} raised KeyError: 'token' "
     with pytest.raises(CallbackError, match=rf"{expected}\(.*test_callbacks.py:\d+ in {function.__name__}\)"):
         run(**{name: function})
@@ -119,12 +134,7 @@ def test_an_error_in_a_callback_ends_the_run_after_the_step_is_saved(run, tmp_pa
     assert (folder / f"global_step_{step}/DONE.json").exists()
     assert [row["step"] for row in read_rows(folder) if row["kind"] == "train"] == list(range(1, step + 1))
     resumed = run(continue_from_checkpoint=True, **{name: lambda record: None})
-    whole = run(experiment_name="whole")
-    ours, theirs = (
-        [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in read_rows(each.folder)]
-        for each in (resumed, whole)
-    )
-    assert ours == theirs
+    assert drop_times(read_rows(resumed.folder)) == whole
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_one_graph_serves_all_layers_and_lengths(compile_function):
 
 def test_models_with_and_without_float32_residuals_are_compiled_separately(compile_function):
     for has_fp32_residual, num_graphs in ((True, 2), (False, 4), (True, 4)):
-        model = build_deep("qwen3", has_fp32_residual=has_fp32_residual)
+        model = build_deep("qwen3", has_fp32_residual=has_fp32_residual, num_layers=3)
         expected = run_layers(model, 12)
         with compiling.compiled_layers(model):
             ours = run_layers(model, 12)
@@ -71,7 +71,7 @@ def test_models_with_and_without_float32_residuals_are_compiled_separately(compi
 
 
 def test_layers_compile_without_graph_breaks_during_an_update(compile_function):
-    model = build_deep("qwen3", has_fp32_residual=False)
+    model = build_deep("qwen3", has_fp32_residual=False, num_layers=3)
     optimizer = MasterAdamW(model, TrainerSection())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     gradients = []

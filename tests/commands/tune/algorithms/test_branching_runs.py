@@ -104,15 +104,15 @@ def test_a_run_stores_trees_and_computes_no_prompt_twice(run):
 @pytest.mark.parametrize("overrides", [(), ("rollout.branching.dynamic_budget_slope=0.5",)])
 def test_a_resumed_run_equals_an_uninterrupted_one(run, overrides):
     overrides = (*overrides, "rollout.branching.base_probability=0.6", "rollout.branching.consecutive_penalty=0.3")
-    whole = run(*overrides, name="whole", steps=3)
+    whole = run(*overrides, name="whole", steps=2)
     run(*overrides, name="parts", steps=1)
-    parts = run(*overrides, "continue_from_checkpoint=true", name="parts", steps=3)
+    parts = run(*overrides, "continue_from_checkpoint=true", name="parts", steps=2)
     assert read_steps(parts) == read_steps(whole)
-    last = "global_step_3/model.safetensors"
+    last = "global_step_2/model.safetensors"
     expected, found = (load_file(result.folder / last) for result in (whole, parts))
     assert all((expected[name] == found[name]).all() for name in expected)
-    assert [run.parent for group in load_trees(whole, 3) for run in group.trajectories] == [
-        run.parent for group in load_trees(parts, 3) for run in group.trajectories
+    assert [run.parent for group in load_trees(whole, 2) for run in group.trajectories] == [
+        run.parent for group in load_trees(parts, 2) for run in group.trajectories
     ]
 
 
