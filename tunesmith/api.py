@@ -115,42 +115,23 @@ def tune(
     values: dict[str, Any] = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
     if environment is not None:
         values["environment"] = environment
-    settings = load_tune_config(config, objects, config_path, changes, values=values)
-    return run_tune(settings, workflow_func, judge_func, custom)
-
-
-def load_tune_config(
-    config: RunConfig | PathLike | None,
-    objects: dict[str, Any],
-    config_path: PathLike | None,
-    overrides: Sequence[str],
-    *,
-    values: Mapping[str, Any],
-) -> RunConfig:
-    """The run config of either form of `tune`, with nested `values` and then the overrides applied."""
     if config is not None:
-        refuse_both_forms(objects | {"config_path": config_path})
-    elif objects["model"] is None and config_path is None and not any(o.startswith("model.path=") for o in overrides):
+        names = [name for name, value in (objects | {"config_path": config_path}).items() if value is not None]
+        if names:
+            raise ConfigError(
+                f"tune() got config and {', '.join(names)}: config holds every setting, so put these into it, or "
+                "change single keys with overrides=['key=value']"
+            )
+    elif model is None and config_path is None and not any(each.startswith("model.path=") for each in changes):
         raise ConfigError(
             "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
         )
     values = {**translate_tune_arguments(**objects), **values}
-    settings: RunConfig = load_settings(
-        find_command("tune"), config_path if config is None else config, overrides, values=values
-    )
+    file = config_path if config is None else config
+    settings: RunConfig = load_settings(find_command("tune"), file, changes, values=values)
     if config is None and "project" not in settings.model_fields_set:
-        return settings.model_copy(update={"project": AGENTSCOPE_PROJECT})
-    return settings
-
-
-def refuse_both_forms(objects: Mapping[str, Any]) -> None:
-    """Raise ConfigError if arguments of AgentScope's form are given beside `config`."""
-    names = [name for name, value in objects.items() if value is not None]
-    if names:
-        raise ConfigError(
-            f"tune() got config and {', '.join(names)}: config holds every setting, so put these into it, or change "
-            "single keys with overrides=['key=value']"
-        )
+        settings = settings.model_copy(update={"project": AGENTSCOPE_PROJECT})
+    return run_tune(settings, workflow_func, judge_func, custom)
 
 
 def run_tune(

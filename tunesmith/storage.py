@@ -29,13 +29,24 @@ DONE = "DONE.json"
 GIB = 2**30
 CHECKSUM_CHUNK_BYTES = 2**24
 
+DENIED = "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)"
 REASONS = {
     errno.ENOSPC: "no space is left on the disk; free some, or choose another folder (checkpoint_root_dir of a run)",
     errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder (checkpoint_root_dir of a run)",
-    errno.EACCES: "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)",
-    errno.EPERM: "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)",
+    errno.EACCES: DENIED,
+    errno.EPERM: DENIED,
     errno.EROFS: "the file system is read-only; choose another folder (checkpoint_root_dir of a run)",
 }
+
+
+class Place:
+    """A file or folder that has one name in every run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths, owner: type[RunPaths]) -> Path:
+        return paths.root / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +54,25 @@ class RunPaths:
     """Paths of the files in a run folder."""
 
     root: Path
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "run.lock"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def error(self) -> Path:
-        """File with the error that stopped the run; removed when the run is resumed."""
-        return self.root / "error.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer of the policy, from before the first step on."""
-        return self.root / "tokenizer"
-
-    @property
-    def notes(self) -> Path:
-        """What a user wrote about the run."""
-        return self.root / "notes.json"
-
-    @property
-    def monitor(self) -> Path:
-        return self.root / "monitor"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.monitor / "tensorboard"
+    config = Place("config.yaml")
+    lock = Place("run.lock")
+    metrics = Place("metrics.jsonl")
+    error = Place("error.json")
+    """The error that stopped the run; removed when the run is resumed."""
+    tokenizer = Place("tokenizer")
+    """The tokenizer of the policy, from before the first step on."""
+    notes = Place("notes.json")
+    """What a user wrote about the run."""
+    monitor = Place("monitor")
+    tensorboard = Place("monitor/tensorboard")
+    last_commit = Place("last_commit.json")
+    """The newest step that had a checkpoint."""
+    best = Place("best")
+    """Link to the checkpoint with the best evaluation."""
+    best_record = Place("best.json")
+    """Step and value of the best evaluation."""
+    stopped = Place("stopped.json")
+    """Why a run ended before its last step."""
 
     def tracker_id(self, tracker: str) -> Path:
         return self.monitor / f"{tracker}.id"
@@ -93,26 +88,6 @@ class RunPaths:
 
     def checkpoint(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
-
-    @property
-    def last_commit(self) -> Path:
-        """File that records the newest step that had a checkpoint."""
-        return self.root / "last_commit.json"
-
-    @property
-    def best(self) -> Path:
-        """Link to the checkpoint with the best evaluation."""
-        return self.root / "best"
-
-    @property
-    def best_record(self) -> Path:
-        """File that records the step and the value of the best evaluation."""
-        return self.root / "best.json"
-
-    @property
-    def stopped(self) -> Path:
-        """File that records why a run ended before its last step."""
-        return self.root / "stopped.json"
 
 
 def parse_checkpoint_step(folder: Path) -> int:

@@ -4,8 +4,9 @@ For each weight of a shape, row 0 of the product is compared between batches of 
 rows are random. cuBLAS chooses its kernel by the number of rows; a kernel that splits the sum over K adds in another
 order. `plain` is torch as it starts. `fixed` sets what vLLM sets for batch invariance on Hopper: small workspaces, the
 cuBLASLt library, and no reductions in bfloat16 or over split sums. Both run in processes of their own, since cuBLAS
-reads the variables once. The sampler multiplies by merged weights (q, k, v; gate, up), the trainer by their parts: the
-last figures are rows of a part whose bits differ from the same rows of the merged product.
+reads the variables once. `added` is a product that adds to the residual stream in its last step. Weights that share
+their input (q, k, v; gate, up) are multiplied merged: the last figures are rows of a part whose bits differ from the
+same rows of the merged product.
 
     python -m benchmarks.engine.batch_invariance --shapes qwen3-0.6b qwen2.5-7b --out FILE
 """
@@ -49,15 +50,21 @@ def list_weights(shape: str) -> dict[str, tuple[int, int]]:
         "gate, up merged": (2 * inner, hidden),
         "down": (hidden, inner),
         "head": (config.vocab_size, hidden),
+        "o, added": (hidden, query),
+        "down, added": (hidden, inner),
     }
 
 
-def time_product(rows: Tensor, weight: Tensor) -> float:
+def multiply(rows: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+    return torch.mm(rows, weight.T) if total is None else torch.addmm(total, rows, weight.T)
+
+
+def time_product(rows: Tensor, weight: Tensor, total: Tensor | None) -> float:
     """Microseconds, as a CUDA graph replays it."""
     graph = torch.cuda.CUDAGraph()
-    torch.mm(rows, weight.T)
+    multiply(rows, weight, total)
     with torch.cuda.graph(graph):
-        torch.mm(rows, weight.T)
+        multiply(rows, weight, total)
     times = []
     for _ in range(REPLAYS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -78,12 +85,16 @@ def sweep(shape: str) -> list[dict[str, Any]]:
     results = []
     for name, (num_rows, num_columns) in list_weights(shape).items():
         weight, row = draw(num_rows, num_columns) * num_columns**-0.5, draw(1, num_columns)
+        first = draw(1, num_rows)
         outputs, times = {}, {}
         for count in ROWS:
             batch = torch.cat([row, draw(count - 1, num_columns)])
-            outputs[count] = torch.mm(batch, weight.T)[0].clone()
+            total = first.expand(count, -1).contiguous() if name.endswith("added") else None
+            outputs[count] = multiply(batch, weight, total)[0].clone()
+            if total is not None:  # in place, as the sampler adds
+                assert torch.equal(total.addmm_(batch, weight.T)[0], outputs[count])
             if count in TIMED:
-                times[count] = time_product(batch, weight)
+                times[count] = time_product(batch, weight, total)
         reference = outputs[ROWS[-1]]
         unequal = {count: int((each != reference).sum()) for count, each in outputs.items()}
         results.append({"weight": name, "size": [num_rows, num_columns], "unequal": unequal, "us": times})

@@ -63,7 +63,7 @@ class Batch:
 
     def __init__(self, heads: Heads, lengths: NDArray[np.int64], *, group: int, num_shared: int) -> None:
         """Each `group` requests share their first `num_shared` tokens."""
-        from tunesmith.engine.cuda.custom_ops import Prologue  # needs Triton, which only CUDA machines have
+        from tunesmith.model.kernels.prologue import Prologue  # needs Triton, which only CUDA machines have
 
         self.heads, self.lengths = heads, lengths
         num_rows, num_columns = len(lengths), int(lengths.max()) // BLOCK_SIZE + 2

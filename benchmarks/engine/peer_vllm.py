@@ -35,6 +35,13 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
 LOGPROBS = {"dict": {"logprobs": 0}, "flat": {"logprobs": 0, "flat_logprobs": True}, "none": {}}
 MAX_PLACES = 256
 """Requests that run at once with `--requests`, as in `long_contexts.CASES`."""
@@ -57,6 +64,17 @@ def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: i
     return [prompts[index // group] for index in range(num_sequences)]
 
 
+def register_qwen3_5() -> None:
+    """The text decoder of Qwen3.5 as a model of its own; vLLM lists it with a vision tower only."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import interfaces, qwen3_5
+
+    whole = vars(qwen3_5.Qwen3_5ForConditionalGeneration)
+    state = {name: each for name, each in whole.items() if name.startswith("get_mamba_state")}
+    decoder = type("Qwen3_5ForCausalLM", (qwen3_5.Qwen3_5ForCausalLM, interfaces.IsHybrid), state)
+    ModelRegistry.register_model("Qwen3_5ForCausalLM", decoder)
+
+
 def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: int, memory: float) -> tuple[Any, int]:
     """vLLM's engine with random weights, and the size of the vocabulary."""
     import torch
@@ -65,11 +83,13 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: 
     from benchmarks.shared.shapes import SHAPES
 
     config = copy.deepcopy(SHAPES[shape])
-    config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[
-        config.model_type
-    ]]  # fmt: skip
+    config.architectures = [ARCHITECTURES[config.model_type]]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
+    state = {}
+    if config.model_type == "qwen3_5_text":
+        register_qwen3_5()
+        state = {"mamba_ssm_cache_dtype": "float32"}
     engine = LLM(
         model=str(folder),
         load_format="dummy",
@@ -81,6 +101,7 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: 
         gpu_memory_utilization=memory,
         compilation_config={"cudagraph_capture_sizes": [size for size in CAPTURE_SIZES if size <= max_num_seqs]},
         seed=0,
+        **state,
     )
     return engine, config.vocab_size
 

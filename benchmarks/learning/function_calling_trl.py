@@ -1,11 +1,12 @@
-"""GRPOTrainer of TRL with vLLM on the tasks of `recipes/function_calling` that ask for a call: same reward and reader.
+"""GRPOTrainer of TRL with vLLM on the tasks of `recipes/function_calling`: same tasks, reward and reader of calls.
 
 Prompts are rendered here by the model's own template with the tools of each row; a reply is paid by the reader of calls
-and the checker that Tunesmith uses. The loss is TRL's `dapo` (a mean over the tokens of the batch) with advantages
-scaled by the group, as in the recipe; rate, warm-up, clip, batch and group are equal too. A step's seconds include
-sampling, rewards and the update. Checkpoints are saved outside of the clock and are evaluated by `tunesmith eval`.
+and the checker that Tunesmith uses, and questions that no function answers as there. The loss is TRL's `dapo` (a mean
+over the tokens of the batch) with advantages scaled by the group, as in the recipe; rate, warm-up, clip, batch and
+group are equal too. A step's seconds include sampling, rewards and the update. Checkpoints are saved outside of the
+clock and are evaluated by `tunesmith eval`.
 
-    python -m benchmarks.learning.function_calling_trl --model PATH --data BFCL --steps 40 --save 10 --folder FOLDER
+    python -m benchmarks.learning.function_calling_trl --model PATH --data BFCL --steps 8 --save 4 --folder FOLDER
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.function_calling import read_calls
+from benchmarks.learning.function_calling import judge
 from benchmarks.shared.peer_trl import PLAIN, prepare_vllm
-from tunesmith.environments.sets.bfcl import Row, find_data, load_rows
-from tunesmith.environments.sets.bfcl_calls import find_mistake
+from recipes.function_calling.conversations import load_tasks
+from tunesmith.environments.sets.bfcl import Row, find_data
 
 
 def load_prompts(data: str | None, tokenizer: Any, *, max_prompt: int, seed: int) -> tuple[dict[str, Row], Any]:
     """The rows by id, and a shuffled data set of the training rows whose prompt is at most `max_prompt` tokens."""
     from datasets import Dataset
 
-    rows = load_rows(find_data(data), "")
+    rows = load_tasks(find_data(data))
     names = sorted(name for name, row in rows.items() if not row.is_held_out)
     random.Random(seed).shuffle(names)
     prompts = [
@@ -42,11 +43,6 @@ def load_prompts(data: str | None, tokenizer: Any, *, max_prompt: int, seed: int
     ]
     print(f"{len(kept)} of {len(names)} prompts have at most {max_prompt} tokens")
     return rows, Dataset.from_dict({"prompt": [text for _, text in kept], "name": [name for name, _ in kept]})
-
-
-def score(text: str, row: Row) -> float:
-    calls, is_parallel = read_calls(text, row), "parallel" in row.line["id"]
-    return float(not find_mistake(row.line["function"], calls, row.line["accepted"], is_parallel=is_parallel))
 
 
 def build_saver(folder: Path, steps: int, seconds: list[float]) -> Any:
@@ -80,13 +76,13 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of the model and its tokenizer")
     parser.add_argument("--data", help="folder of bfcl-eval's data; the installed package's without it")
     parser.add_argument("--folder", type=Path, required=True, help="folder of checkpoints and the log")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--save", type=int, default=10, help="save the weights every so many steps")
-    parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save", type=int, default=25, help="save the weights every so many steps")
+    parser.add_argument("--tasks", type=int, default=96)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--micro-batch", type=int, default=32, help="rollouts of a forward and backward")
+    parser.add_argument("--micro-batch", type=int, default=8, help="rollouts of a forward and backward")
     parser.add_argument("--max-prompt", type=int, default=3072, help="longer prompts are left out")
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="share of vLLM; 0 samples with generate")
     parser.add_argument("--seed", type=int, default=42)
@@ -124,7 +120,7 @@ def main() -> None:
         model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32"),  # bf16 autocast on a GPU
         processing_class=tokenizer,
         reward_funcs=lambda completions, name, **_: [
-            score(text, rows[each]) for text, each in zip(completions, name, strict=True)
+            float(judge(text, 0, 0.0, rows[each]).is_right) for text, each in zip(completions, name, strict=True)
         ],
         args=config,
         train_dataset=dataset,

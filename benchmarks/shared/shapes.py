@@ -15,6 +15,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tunesmith.model.forward.recurrence import is_recurrent
@@ -44,6 +45,11 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
         num_key_value_heads=8, max_position_embeddings=32768,
     ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, max_position_embeddings=32768,
+    ),
     "qwen3.5-0.8b": Qwen3_5TextConfig(
         vocab_size=248320, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
         num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
@@ -68,7 +74,8 @@ def count_parameters(shape: str, num_layers: int | None = None) -> int:
 def count_multiplied(shape: str, num_layers: int | None = None) -> int:
     """Parameters that each token is multiplied with: those of the layers and of the head."""
     config = SHAPES[shape]
-    assert not is_recurrent(config), f"{shape} has layers of two kinds"
+    has_experts = "num_experts" in config.to_dict()
+    assert not is_recurrent(config) and not has_experts, f"{shape} has experts, or layers of two kinds"
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = config.hidden_size * head * 2 * (config.num_attention_heads + config.num_key_value_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size

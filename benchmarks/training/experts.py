@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 import json
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.engine.peer_vllm import run_vllm
 from benchmarks.shared.report import describe_environment, describe_settings, save_record
+from benchmarks.shared.shapes import SHAPES
 from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -32,20 +35,7 @@ from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, 
 
 GROUP = 8
 LEARNING_RATE = 1e-5
-SHAPE = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 32768,
-}
+SHAPE = "qwen3-30b-a3b"
 NARROW = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -61,7 +51,8 @@ TARGETS = {
 
 
 def build_model(arguments: argparse.Namespace) -> PreTrainedModel:
-    config = Qwen3MoeConfig(**SHAPE | (NARROW if arguments.narrow else {}), bos_token_id=None, eos_token_id=None)
+    config = copy.deepcopy(SHAPES[SHAPE])
+    config.update((NARROW if arguments.narrow else {}) | {"bos_token_id": None, "eos_token_id": None})
     config.num_hidden_layers = arguments.layers
     torch.manual_seed(0)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
@@ -77,8 +68,7 @@ def list_prompts(arguments: argparse.Namespace, *, seed: int) -> list[list[int]]
     """Random prompts, each for a group of requests."""
     generator = torch.Generator().manual_seed(seed)
     shape = (arguments.rows // GROUP, arguments.prompt)
-    size = NARROW["vocab_size"] if arguments.narrow else SHAPE["vocab_size"]
-    assert isinstance(size, int)
+    size = NARROW["vocab_size"] if arguments.narrow else SHAPES[SHAPE].vocab_size
     return [row for row in torch.randint(0, size, shape, generator=generator).tolist() for _ in range(GROUP)]
 
 
@@ -116,15 +106,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="concurrent requests, a multiple of eight")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--num-new", type=int, default=128, help="sampled tokens of a request")
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--layers", type=int, default=SHAPES[SHAPE].num_hidden_layers)
     parser.add_argument("--trains", choices=sorted(TARGETS), help="also make GRPO steps, with an adapter of these")
     parser.add_argument("--row-tokens", type=int, default=8192, help="as trainer.max_tokens_per_row")
     parser.add_argument("--kv-cache-gib", type=float, default=16.0)
     parser.add_argument("--decode", default="compiled", choices=["compiled", "graphs", "eager"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--narrow", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--vllm", action="store_true", help="first measure vLLM's sampling of the same prompts")
     parser.add_argument("--out")
     arguments = parser.parse_args()
+    peer = None
+    if arguments.vllm:
+        sizes = ["--sequences", arguments.rows, "--prompt-tokens", arguments.prompt, "--new-tokens", arguments.num_new]
+        peer = run_vllm(SHAPE, *map(str, [*sizes, "--group", GROUP, "--repeats", 2, "--gpu-memory", 0.8]))
     is_cuda = arguments.device == "cuda"
     started = time.perf_counter()
     model = build_model(arguments)
@@ -142,6 +137,7 @@ def main() -> None:
     record = {
         "parameters": sum(each.numel() for each in model.parameters()),
         "trained": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        "vllm": peer,
         "setup_s": time.perf_counter() - started,
         "rounds": [],
     }

@@ -54,16 +54,6 @@ def test_defaults_of_the_replaced_loss_do_not_reach_the_own_one():
         resolve(loss=loss, loss_args={"clip_hi": 0.5})
 
 
-class WrongBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
 def detached(scores):
     return TokenLosses(losses_N=-scores.advantages_N * scores.logprobs_N.detach())
 
@@ -114,7 +104,6 @@ def reads_sequence_ratios(scores):
         (in_place, "changes its inputs in place"),
         (random, "returns other losses for the same scores"),
         (reads_sequence_ratios, r"with algorithm_type='grpo' these scores are None: sequence_log_ratios_N.*as gspo"),
-        (lambda scores: TokenLosses(losses_N=WrongBackward.apply(scores.logprobs_N)), "its finite difference is"),
         (
             lambda scores: TokenLosses(losses_N=-scores.logprobs_N, metrics={"kl": scores.old_logprobs_N}),
             "the metric 'kl' is reported by the trainer",

@@ -16,12 +16,14 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.config import BranchingSection, EnvironmentSection
 from tunesmith.environments import Environment, TaskEnvironment, play, tool_agent
 from tunesmith.environments.built_in import build_python_tool
+from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.open_sessions import count_open_sessions
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.signature import check_workflow_branches
 from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.tools.tool import Tool
 from tunesmith.types import Sampling, Task
@@ -167,6 +169,60 @@ async def test_a_branch_goes_on_with_a_copy_of_its_parents_environment():
     for run in branches:
         parent = group.trajectories[run.parent]
         assert run.turns[run.num_shared_turns - 1] is parent.turns[run.num_shared_turns - 1]
+
+
+class Dice:
+    """Its tool gives another result each time, so that a repeated call would be a failure."""
+
+    numbers = itertools.count(100)
+
+    def __init__(self, thrown=()):
+        self.thrown, self.tools = list(thrown), [Tool.from_function(self.search)]
+
+    async def reset(self, task):
+        return "Throw."
+
+    async def search(self, query: str) -> str:
+        """Throw."""
+        self.thrown.append(next(self.numbers))
+        return f"All about {self.thrown}."
+
+    async def step(self, action):
+        return "", float(len(self.thrown)), True
+
+    def copy(self):
+        return Dice(self.thrown)
+
+    async def close(self):
+        pass
+
+
+async def test_calls_of_an_environments_own_tools_are_not_repeated_where_it_can_copy_itself():
+    before = count_open_sessions()
+    workflow = partial(play, environment=TaskEnvironment(name="dice", create=Dice))
+    words = ("Paris", "Paris")  # the same call again, after the branch point too
+    group, _, stats = await run_group([], write=write_native, mark="All about", words=words, workflow=workflow)
+    num_shared = sum(run.num_shared_turns for run in group.trajectories)
+    assert [(run.failure, run.reward) for run in group.trajectories] == [(None, float(NUM_CALLS))] * 8
+    assert stats["rollout/num_inherited_tool_calls"] == num_shared > 3
+    assert stats["rollout/num_repeated_tool_calls"] == 0 and count_open_sessions() == before
+
+
+class Lake(Counting):
+    is_deterministic = True
+
+
+def test_an_environment_with_state_that_can_neither_be_copied_nor_repeated_is_refused():
+    def check(kind, **more):
+        check_workflow_branches(partial(play, environment=TaskEnvironment(name="lake", create=partial(kind), **more)))
+
+    check(Walk)
+    check(Lake)
+    sentence = "the workflow play cannot branch: environment lake has no method `copy`, nor does it declare `is_deter"
+    with pytest.raises(ConfigError, match=sentence):
+        check(Counting)
+    with pytest.raises(ConfigError, match=sentence):
+        check(Lake, run=play)
 
 
 def build_counter(results) -> Tool:

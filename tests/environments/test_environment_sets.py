@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from dataclasses import replace
@@ -440,6 +441,22 @@ async def test_a_process_that_is_lost_ends_its_rollout_and_another_takes_its_pla
         async with environment.open(environment.find_task(0)):
             pass
     assert started[-1].process.poll() is not None  # it may still compute, so no other episode gets it
+
+
+@scienceworld
+def test_the_process_of_scienceworld_writes_into_a_folder_of_its_own(tmp_path, monkeypatch):
+    from tunesmith.environments.sets.scienceworld import Simulator
+
+    (current := tmp_path / "current").mkdir()
+    monkeypatch.chdir(current)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    simulator = Simulator()
+    with simulator.calls() as java:
+        java.load("find-plant", 0, "", False)
+    (folder,) = tmp_path.glob("tunesmith-scienceworld-*")
+    assert list(folder.iterdir()) and not list(current.iterdir())
+    simulator.end()
+    assert list(tmp_path.iterdir()) == [current]
 
 
 @scienceworld

@@ -213,6 +213,13 @@ def test_what_is_wrong_is_said_before_the_model_loads(values, changes, sentence)
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
+def test_branches_of_a_class_that_cannot_be_copied_are_refused_before_the_model_loads(values):
+    values["model"]["path"] = "./no_such_model"
+    config = build_section(RunConfig, values | {"rollout": {"branching": {"initial_rollouts": 1}}})
+    with pytest.raises(ConfigError, match="play cannot branch: environment games.py:Letters has no method `copy`"):
+        tune(config)
+
+
 def test_a_missing_file_is_found_without_running_code(values):
     config = build_section(RunConfig, values | {"environment": "none.py:Game"})
     with pytest.raises(ConfigError, match="environment: no file 'none.py'"):
@@ -290,7 +297,7 @@ def test_environments_are_listed_and_shown():
         list_environments("gym")
     with pytest.raises(ConfigError, match=r"needs args.wrapper.*FrozenLake-v1"):
         show_environment("gymnasium:CartPole-v1")
-    with pytest.raises(ConfigError, match="environment gymnasium:Taxi-v4: TypeError.*nonsense"):
+    with pytest.raises(ConfigError, match="environment.args of gymnasium:Taxi-v4: TypeError.*nonsense"):
         show_environment("gymnasium:Taxi-v4", args={"nonsense": 1})
 
 

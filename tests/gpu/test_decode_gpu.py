@@ -14,10 +14,10 @@ from torch.nn import functional
 from tiny_models import build_tiny
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.sampler import sample_tokens
-from tunesmith.engine.cuda.custom_ops import Prologue
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import EngineError
 from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.kernels.prologue import Prologue
 from tunesmith.types import Distribution, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_attention_kernels_equal_a_dense_softmax(
     from tunesmith.engine.cuda.attention_plans import build_prefill_plan
     from tunesmith.engine.cuda.decode_work import DecodeWork, Divider
     from tunesmith.engine.cuda.kernels.paged_decode import list_items, run_paged_decode
-    from tunesmith.engine.cuda.kernels.paged_prefill import run_paged_prefill
+    from tunesmith.model.kernels.paged_prefill import run_paged_prefill
     from tunesmith.model.kernels.span_attention import get_tile_tokens
 
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def test_attention_kernels_equal_a_dense_softmax(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_rowwise_kernels_equal_their_formulas(dtype, tolerance):
-    from tunesmith.engine.cuda.kernels.rowwise import rms_norm, silu_and_mul
+    from tunesmith.model.kernels.layer_ops import rms_norm, silu_and_mul
 
     torch.manual_seed(0)
     inputs, weight = torch.randn(3, 70, 1536, device="cuda").to(dtype), torch.randn(1536, device="cuda").to(dtype)

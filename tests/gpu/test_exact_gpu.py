@@ -9,12 +9,19 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from killed_runs import read_metrics
+from tunesmith.experience.store import load_rollouts
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 
 pytestmark = pytest.mark.gpu
 NUM_PROMPTS, GROUP = 6, 4
@@ -28,6 +35,90 @@ def test_sampler_and_trainer_compute_equal_bits(name):
     assert found["fast"]["max_log_ratio"] > 1e-3
     assert found["exact"]["turns"] == found["exact"]["alone"]
     assert found["exact"]["grad_norm"] == pytest.approx(found["fast"]["grad_norm"], rel=0.05)
+
+
+NUM_STEPS, JUDGED_A_STEP = 4, 8
+AGENT = textwrap.dedent(
+    """
+    import os
+    import signal
+    from tunesmith import JudgeOutput, WorkflowOutput
+
+    judged = []
+
+    async def workflow(task, model):
+        messages = [{"role": "user", "content": task["question"]}]
+        for _ in range(2):
+            text = (await model(messages)).choices[0].message.content
+            result = {"role": "user", "content": f"There are {len(text)} letters."}
+            messages += [{"role": "assistant", "content": text}, result]
+        return WorkflowOutput(response=text)
+
+    async def judge(task, response):
+        judged.append(response)
+        if len(judged) == int(os.environ["KILLED_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return JudgeOutput(reward=float(len(response) % 5))
+    """
+)
+SETTINGS = {
+    "workflow": "agent.py:workflow",
+    "judge": "agent.py:judge",
+    "checkpoint_root_dir": "runs",
+    "total_steps": NUM_STEPS,
+    "save_interval_steps": 2,
+    "model": {
+        "path": "pocket", "dtype": "bfloat16", "numerics": "exact",
+        "max_model_len": 256, "max_tokens": 24, "device": "cuda",
+    },
+    "train_dataset": {"path": "data"},
+    "algorithm": {"batch_size": 2, "group_size": JUDGED_A_STEP // 2},
+    "engine": {"kv_cache_tokens": 8192},
+    "rollout": {"chat_model": "openai"},
+    "trainer": {"learning_rate": 1e-3},
+}  # fmt: skip
+
+
+def tune(folder: Path, name: str, *, killed_at: int = 0) -> None:
+    environment = os.environ | {
+        "KILLED_AT": str(killed_at),
+        "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tunesmith", "tune", "run.yaml", "--resume", "--set", f"name={name}"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr[-3000:]
+
+
+def test_a_killed_run_and_a_second_run_give_the_same_bits(tmp_path):
+    """Weights, rollouts with their logprobs, and all metrics but times."""
+    tokenizer = build_pocket_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "pocket")
+    build_pocket_model(tokenizer, num_layers=2).save_pretrained(tmp_path / "pocket")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "data").mkdir()
+    questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+    (tmp_path / "run.yaml").write_text(json.dumps(SETTINGS))
+    tune(tmp_path, "whole")
+    tune(tmp_path, "again")
+    tune(tmp_path, "killed", killed_at=2 * JUDGED_A_STEP + 3)
+    tune(tmp_path, "killed")
+    whole, *others = (tmp_path / "runs/tunesmith" / name for name in ("whole", "again", "killed"))
+    metrics, weights = read_metrics(whole), load_file(whole / f"global_step_{NUM_STEPS}/model.safetensors")
+    first = load_file(whole / "global_step_2/model.safetensors")
+    assert all(row["mismatch/max_log_ratio"] == 0 for row in metrics if "mismatch/max_log_ratio" in row)
+    assert any((first[name] != weights[name]).any() for name in weights)
+    for other in others:
+        assert read_metrics(other) == metrics
+        found = load_file(other / f"global_step_{NUM_STEPS}/model.safetensors")
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        for step in range(1, NUM_STEPS + 1):
+            one, same = (load_rollouts(each / f"rollouts/step_{step:06d}.parquet") for each in (whole, other))
+            assert [[each.turns for each in group.trajectories] for group in one] == [
+                [each.turns for each in group.trajectories] for group in same
+            ]
 
 
 def run_child(name: str, numerics: str) -> dict[str, float]:

@@ -45,7 +45,7 @@ def measure_error(exact, samples: list[Sample]) -> float:
 
 @pytest.mark.parametrize("size", [576, 1024, 3584])
 def test_rms_norm_of_float32_inputs_returns_the_weights_dtype(size):
-    from tunesmith.engine.cuda.kernels.rowwise import rms_norm
+    from tunesmith.model.kernels.layer_ops import rms_norm
 
     torch.manual_seed(0)
     inputs = torch.randn(3, 70, size, device="cuda") * 5

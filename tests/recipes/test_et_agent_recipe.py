@@ -25,7 +25,7 @@ SMALL = (
     "stages.demonstrations.args.num_conversations=60",
     "stages.prompted.max_steps=10",
     "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
-    "stages.questions.args.num_train=24", "stages.questions.args.num_test=4",
+    "stages.questions.args.num_train=16", "stages.questions.args.num_test=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
     "stages.rft.max_steps=2", "stages.rft_rollouts.max_steps=2", "stages.curriculum.stages.rl.total_steps=1",

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from padded import UPDATES
 from test_adapter_training import build_adapted
 from test_gradients import DISTRIBUTIONS, NORM_LENGTH, assert_same, build_samples, take_gradient
 
 from trainable_models import build_frozen, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.trainer.batch import index_events
 from tunesmith.trainer.loss_pass import run_loss_pass
@@ -68,17 +68,18 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", UPDATES)
 def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
+    """Each algorithm in one of the packings, whose product with options of the loss is in the test below."""
     model = build_trainable()
     samples = build_near_samples(model)
     section = AlgorithmSection(algorithm_type=name)
     expected, prepared = run(model, samples, section)
     assert expected[1].norm() > 0
-    for packing in PACKINGS:
-        found, again = run(model, samples, section, packing=packing, chunk_tokens=3)
-        assert_same(found, expected, tolerance=1e-9)
-        assert again.inputs.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
+    packing = PACKINGS[UPDATES.index(name) % 2]
+    found, again = run(model, samples, section, packing=packing, chunk_tokens=3)
+    assert_same(found, expected, tolerance=1e-9)
+    assert again.inputs.metrics == pytest.approx(prepared.inputs.metrics, rel=1e-9)
 
 
 @pytest.mark.parametrize(

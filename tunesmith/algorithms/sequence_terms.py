@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from tunesmith.algorithms.scores import TokenInputs, mean_sequences, sum_sequences
-from tunesmith.config import CorrectionSection, MaskSection
+from tunesmith.config import CorrectionSection
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Mean
 
@@ -64,7 +64,8 @@ def compute_correction_weights(
                 metrics["correction/raised_frac"] = average(ratio_E < section.floor)
     is_kept_E = np.ones(len(log_ratio_E), dtype=bool)
     if section.mask is not None:
-        is_kept_E &= _find_within_bounds(log_ratio_E, tokens, section.mask)
+        ratio_E = compute_ratios(log_ratio_E, tokens, level=section.mask.level)
+        is_kept_E &= (ratio_E >= section.mask.low) & (ratio_E <= section.mask.high)
     if section.negative_sequence_delta is not None:
         is_kept_E &= ~find_off_policy_tokens(tokens, delta=section.negative_sequence_delta)
     if num_sampled and (section.mask is not None or section.negative_sequence_delta is not None):
@@ -95,11 +96,6 @@ def find_off_policy_tokens(tokens: TokenInputs, *, delta: float) -> np.ndarray:
     return ((mean_sequences(tokens.advantages_E, tokens) < 0) & (distance_Q > delta))[tokens.sequence_E]
 
 
-def _find_within_bounds(log_ratio_E: np.ndarray, tokens: TokenInputs, mask: MaskSection) -> np.ndarray:
-    ratio_E = compute_ratios(log_ratio_E, tokens, level=mask.level)
-    return (ratio_E >= mask.low) & (ratio_E <= mask.high)
-
-
 def compute_sequence_ratio_terms(tokens: TokenInputs) -> TokenInputs:
     """The mean of d over each sequence, if the scoring pass has scored the policy."""
     if tokens.logprobs_E is None:
@@ -119,9 +115,7 @@ def compute_gmpo_terms(
     assert tokens.logprobs_E is not None
     log_ratio_E = tokens.logprobs_E - tokens.old_logprobs_E
     clipped_E = np.where(
-        tokens.advantages_E > 0,
-        np.minimum(log_ratio_E, clip_range_high),
-        np.maximum(log_ratio_E, -clip_range_low),
+        tokens.advantages_E > 0, np.minimum(log_ratio_E, clip_range_high), np.maximum(log_ratio_E, -clip_range_low)
     )
     return replace(
         tokens,

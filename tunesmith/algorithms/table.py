@@ -212,9 +212,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         needs=frozenset({"entropies"}),
     ),
     "mix": AlgorithmEntry(
-        compute_terms=policy.compute_mix_terms,
-        compute_losses=policy.compute_mix_losses,
-        needs=frozenset({"experts"}),
+        compute_terms=policy.compute_mix_terms, compute_losses=policy.compute_mix_losses, needs=frozenset({"experts"})
     ),
     "mix_chord": AlgorithmEntry(
         compute_terms=policy.compute_chord_terms,

@@ -149,12 +149,7 @@ class RunLimits:
 
 
 async def run_agent(
-    tasks: Sequence[Task],
-    *,
-    agent: Agent,
-    model: ModelProvider,
-    engine: Engine | None,
-    limits: RunLimits,
+    tasks: Sequence[Task], *, agent: Agent, model: ModelProvider, engine: Engine | None, limits: RunLimits
 ) -> list[Trajectory]:
     """One trajectory per task, in their order; a task has the same seed in every call. `engine`: the model's, if it is
     in this process."""

@@ -64,22 +64,17 @@ def load_settings(
     kinds = tuple(import_named(each) for each in command.takes or (command.config,))
     if isinstance(config, kinds):
         return change_section(config, overrides, values=values)
-    path = check_path(config, kinds[-1])
+    if config is not None and not isinstance(config, str | Path):
+        name = kinds[-1].__name__
+        raise ConfigError(f"config must be of type {name} or the path of a YAML file, got {type(config).__name__}")
     if command.load is not None:
-        return import_named(command.load)(path, overrides)
-    return load_file(kinds[-1], path, overrides, values=values)
+        return import_named(command.load)(config, overrides)
+    return load_file(kinds[-1], config, overrides, values=values)
 
 
 def read_variable() -> list[str]:
     """The overrides in TUNESMITH_SET, separated by spaces: a program or file as it is, with other numbers."""
     return shlex.split(os.environ.get(OVERRIDES_VARIABLE, ""))
-
-
-def check_path(config: object, kind: type[Section]) -> PathLike | None:
-    """The path in place of a config; raises ConfigError for any other object."""
-    if config is None or isinstance(config, str | Path):
-        return config
-    raise ConfigError(f"config must be of type {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
 
 
 def load_run_file(
@@ -228,10 +223,7 @@ def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
 
 def read_task(text: str) -> int | dict[str, Any]:
     """The value of `tunesmith check --task`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
+    value = read_json(text)
     if isinstance(value, dict) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise ConfigError(f"--task={text!r} must be the number of a row, or the task as a JSON object")
@@ -239,13 +231,17 @@ def read_task(text: str) -> int | dict[str, Any]:
 
 def read_arguments(text: str) -> dict[str, Any]:
     """The value of `tunesmith environments show --args`."""
+    if isinstance(value := read_json(text), dict):
+        return value
+    raise ConfigError(f"--args={text!r} must be a JSON object")
+
+
+def read_json(text: str) -> Any:
+    """The value of an option in JSON; None for other text."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--args={text!r} must be a JSON object")
-    return value
+        return None
 
 
 def check_paths(config: Section, *, has_models: bool = True) -> None:

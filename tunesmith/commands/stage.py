@@ -19,7 +19,6 @@ from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import EnvironmentSection, ModelSection, RunConfig
 from tunesmith.model.load import resolve_device
 from tunesmith.model.memory import MemorySettings
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import has_environment_tasks, load_functions
 from tunesmith.runs.memory import describe_memory
 from tunesmith.runs.policy import BuildModel, check_policy
@@ -98,10 +97,7 @@ def explain_device(device: torch.device, requested: str) -> str:
 def check_run(config: RunConfig, *, models: Iterable[str]) -> None:
     """Raise if functions, models or data sets of a run cannot be used."""
     environment = drop_pending_tools(config.environment)
-    workflow, judge = load_functions(config.model_copy(update={"environment": environment}))
-    check_workflow_function(workflow, allows_sync=True)
-    if judge is not None:
-        check_judge_function(judge)
+    load_functions(config.model_copy(update={"environment": environment}))
     check_models(config.model, models)
     for dataset in (*config.training_sets.values(), *config.eval_datasets.values()):
         if has_environment_tasks(config, dataset):

@@ -146,9 +146,33 @@ FORMATS = (
     "et_pool, et_evolve, et_rft, et_rollouts, et_pareto, et_rl, et_test (files of ET-Agent's code), tasks, "
     "transcripts or conversations (JSON lines of Tunesmith)."
 )
+ENVIRONMENT_TASK = (
+    argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
+    Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
+    Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
+)
 LOADING = "{config} is valid, loading libraries"
 SEARCH_KNOB = replace(OVERRIDES, help="Another knob of docs/retrieval.md, e.g. --set key=3. Repeatable.")
 
+SFT = Command(
+    name="sft",
+    help="Fine-tune a model on conversations: all weights, or a LoRA or QLoRA adapter.",
+    options=(
+        replace(RUN_FILE, help="Fine-tuning file (YAML). Keys: config --options --stage sft."),
+        RESUMABLE_OUT,
+        OVERRIDES,
+    ),
+    run="tunesmith.api:sft",
+    config="tunesmith.config:SftConfig",
+    first_line=LOADING,
+    kind="sft",
+    stage_config="tunesmith.config:SftStage",
+    stage="tunesmith.commands.sft.train:run_stage",
+    check="tunesmith.commands.sft.train:check_stage",
+    has_model=True,
+    output="model",
+    mutable_keys="tunesmith.commands.sft.train:MUTABLE_KEYS",
+)
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="tune",
@@ -199,26 +223,9 @@ COMMANDS: tuple[Command, ...] = (
         first_line=LOADING,
         has_ranks=True,
     ),
-    Command(
-        name="sft",
-        help="Fine-tune a model on conversations: all weights, or a LoRA or QLoRA adapter.",
-        options=(
-            replace(RUN_FILE, help="Fine-tuning file (YAML). Keys: config --options --stage sft."),
-            RESUMABLE_OUT,
-            OVERRIDES,
-        ),
-        run="tunesmith.api:sft",
-        config="tunesmith.config:SftConfig",
-        first_line=LOADING,
-        kind="sft",
-        stage_config="tunesmith.config:SftStage",
-        stage="tunesmith.commands.sft.train:run_stage",
-        check="tunesmith.commands.sft.train:check_stage",
-        has_model=True,
-        output="model",
-        mutable_keys="tunesmith.commands.sft.train:MUTABLE_KEYS",
-    ),
-    Command(
+    SFT,
+    replace(
+        SFT,
         name="prefer",
         help="Train a model on preferences: pairs of completions (DPO, ORPO, SimPO), or completions with a label "
         "(KTO).",
@@ -229,14 +236,8 @@ COMMANDS: tuple[Command, ...] = (
         ),
         run="tunesmith.api:prefer",
         config="tunesmith.config:PreferenceConfig",
-        first_line=LOADING,
         kind="prefer",
         stage_config="tunesmith.config:PreferStage",
-        stage="tunesmith.commands.sft.train:run_stage",
-        check="tunesmith.commands.sft.train:check_stage",
-        has_model=True,
-        output="model",
-        mutable_keys="tunesmith.commands.sft.train:MUTABLE_KEYS",
     ),
     Command(
         name="prepare",
@@ -550,20 +551,14 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="environments show",
         help="Show an environment: its arguments, its prompts, and the first message of a task.",
-        options=(
-            argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
-            Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
-            Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
-        ),
+        options=ENVIRONMENT_TASK,
         run="tunesmith.commands.environments:show_environment",
     ),
     Command(
         name="environments play",
         help="Play an episode with a model, whose tokens and reward are shown, or without one by replies of your own.",
         options=(
-            argument("name", "Environment, such as reasoning_gym:countdown or file.py:Class."),
-            Option("seed", "Seed of the task.", type=int, default=0, minimum=0),
-            Option("args", "Arguments as a JSON object.", read="tunesmith.commands.settings:read_arguments"),
+            *ENVIRONMENT_TASK,
             Option("model", "Model: folder or hub id. Without one, each line that you type is a reply."),
             replace(OVERRIDES, help="Override a key of the run of --model, e.g. model.max_tokens=256. Repeatable."),
         ),

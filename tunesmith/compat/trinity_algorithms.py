@@ -74,14 +74,8 @@ TERMS_ARGS: dict[str, Mapping[str, str]] = {
 }
 """Arguments of Trinity-RFT's advantage function or policy loss that are `terms_args` of our algorithm."""
 MIXTURE_SIZES = frozenset(
-    {
-        "use_dynamic_bsz",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ngpus_trainer",
-        "train_batch_size_usual",
-        "train_batch_size_expert",
-    }
+    {"use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"}
+    | {"train_batch_size_usual", "train_batch_size_expert"}
 )
 """Batch sizes that Trinity-RFT's mixture losses need; not used, because each kind of data is averaged separately."""
 ADVANTAGE_ARGS = {"opmd_baseline": "baseline"}
@@ -444,7 +438,8 @@ def _note_defaults(draft: Draft) -> None:
         for key, (ours, theirs) in DIFFERENT_DEFAULTS.items()
         if ours != theirs and draft.find(key) is None and draft.find(key.partition(".")[0]) is not None
     ]
-    if draft.find("algorithm") is not None and _lacks_kl(draft):
+    names_kl = any(draft.find(f"algorithm.{key}") is not None for key in ("kl_loss_fn", "kl_loss_fn_args"))
+    if draft.find("algorithm") is not None and not names_kl and find_algorithm(draft) not in WITHOUT_KL:
         differing.append(
             f"algorithm.kl_loss_fn is none (Trinity-RFT: k2 with kl_coef {DEFAULT_KL_COEF}, and a reference model)"
         )
@@ -456,11 +451,6 @@ def _note_defaults(draft: Draft) -> None:
             "a second run of this name is refused, so that the first is not overwritten (Trinity-RFT "
             f"{theirs}): resume with --resume or continue_from_checkpoint: true"
         )
-
-
-def _lacks_kl(draft: Draft) -> bool:
-    is_given = any(draft.find(f"algorithm.{key}") is not None for key in ("kl_loss_fn", "kl_loss_fn_args"))
-    return not is_given and find_algorithm(draft) not in WITHOUT_KL
 
 
 def _note_selectors(draft: Draft) -> None:

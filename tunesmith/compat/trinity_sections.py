@@ -370,12 +370,7 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
     return {kept[name]: value for name, value in given.items() if name in kept and value is not None}
 
 
-CLUSTER_KEYS = (
-    "ray_namespace",
-    "cluster.node_num",
-    "cluster.gpu_per_node",
-    "cluster.ray_address",
-)
+CLUSTER_KEYS = ("ray_namespace", "cluster.node_num", "cluster.gpu_per_node", "cluster.ray_address")
 """Keys of the file that `resolve_cluster` reads, besides those of the rollout model."""
 ENGINES = "explorer.rollout_model.engine_num"
 TENSOR_PARALLEL_SIZE = "explorer.rollout_model.tensor_parallel_size"

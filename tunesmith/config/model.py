@@ -66,8 +66,8 @@ class ServedModelSection(Section):
     """Data type of the residual stream. float32 reduces the mismatch between sampler and trainer of a bfloat16 model,
     at some cost in time and memory."""
     numerics: Literal["fast", "exact"] = "fast"
-    """exact makes the logprobs of sampler and trainer equal to the bit in 16 bits on a GPU, at a cost in time: no fused
-    or compiled layers, and one order of sums in attention. Needs temperature 1 and no top_p, top_k or min_p."""
+    """exact makes the logprobs of sampler and trainer equal to the bit in 16 bits on a GPU, and two runs equal, at a cost
+    in time: one order of sums in attention and products. Needs temperature 1 and no top_p, top_k or min_p."""
     device: str = "auto"
     """Device of the model: cpu, cuda, cuda:1; auto uses a GPU if available."""
     temperature: Temperature = 1.0

@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
@@ -402,9 +396,10 @@ def list_exact_conflicts(config: RunConfig) -> Iterator[str]:
         "model.top_p, top_k or min_p": model.top_p < 1 or model.top_k > 0 or model.min_p > 0,
         "model.lora.quantization": model.lora is not None and model.lora.quantization != "none",
         "engine.kind=vllm": engine.kind == "vllm",
-        "engine.cuda_decode=eager": engine.cuda_decode == "eager",
+        f"engine.cuda_decode={engine.cuda_decode}": engine.cuda_decode != "compiled",
         f"engine.weight_format={engine.weight_format}": engine.weight_format != "model",
-        "trainer.has_row_graphs": bool(config.trainer.has_row_graphs),
+        "engine.max_num_seqs=1": engine.max_num_seqs == 1,  # products of a single row have other bits
+        "trainer.has_compiled_layers=false": not config.trainer.has_compiled_layers,
         "cluster.has_sharded_weights": config.cluster.has_sharded_weights,
     }
     for setting, is_so in others.items():

@@ -13,8 +13,9 @@ or the message of a `ToolInputError` that it raises. Every other exception, and 
 `step_timeout_s`, is a failure of the environment: the rollout has no reward. `close` is called exactly once for every
 environment that was created, also after errors, time limits and cancellation; a session is open until it has returned.
 
-A branch of a rollout repeats the steps of its parent in an environment of its own. If the environment has `copy`, the
-branch goes on with a copy of its parent's after each of these steps instead.
+A branch of a rollout goes on with a copy of its parent's environment, from `copy`. If the class is declared
+`is_deterministic`, a branch repeats the steps of its parent in an environment of its own instead. Other environments
+cannot branch.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class TextEnvironment(Protocol):
     """One episode of an environment. Methods are `async def`, or plain functions, which run in a thread.
 
     Optional attributes: `tools`, a sequence of `Tool` or of schemas as in chat requests, read before each reply;
-    `player`, the number of the player who reads the observation; `metrics`, read at the end.
+    `player`, the number of the player who reads the observation; `metrics`, read at the end; `is_deterministic` of the
+    class, True if the same replies to a task always lead to the same state.
 
     Optional methods: `finish`, which returns the reward of an episode that `max_turns` or a full context ended; `copy`,
     which returns at once an environment in the same state that holds nothing to be closed until it is stepped.
@@ -262,6 +264,17 @@ class TaskEnvironment:
         seat = {"player": 0} if self.num_players > 1 else {}
         return {"environment": self.name, "seed": seed, **(self.describe(seed) if self.describe else {}), **seat}
 
+    @property
+    def cannot_branch(self) -> str | None:
+        """Why a branch of a rollout cannot go on from the state of its parent's environment."""
+        kind = self.create.func if isinstance(self.create, partial) else self.create
+        if self.run is None and (hasattr(kind, "copy") or getattr(kind, "is_deterministic", False)):
+            return None
+        return (
+            f"environment {self.name} has no method `copy`, nor does it declare `is_deterministic = True`, which "
+            "lets a branch repeat the steps of its parent"
+        )
+
     @asynccontextmanager
     async def open(self, task: Mapping[str, Any]) -> AsyncIterator[Session]:
         """A session in which the episode of the task has begun; closes it at the end."""
@@ -290,12 +303,15 @@ class TaskEnvironment:
         own_tools = {each.name: each for each in session.tools if isinstance(each, Tool)}
         if reply.calls and own_tools:
             session.toolbox.tools = own_tools
-            results = await session.toolbox.run(reply.calls)
+            run = partial(session.toolbox.run, reply.calls)
+            has_sessions = any(each.is_stateful for each in own_tools.values())
+            results = await (run() if has_sessions else self._move(session, reply, run))
             session.num_invalid += is_own * sum(not each.ok for each in results)
             session.observation = [write_result(each.call_id, each.text) for each in results]
             return
         try:
-            returned = await self._move(session, reply)
+            call = partial(self._call, session.environment.step, "step", reply)
+            returned = await self._move(session, reply, call)
         except ToolInputError as error:
             session.num_invalid += is_own
             returned = f"Error: {error}", (0.0,) * self.num_players if session.has_players else 0.0, False
@@ -315,14 +331,19 @@ class TaskEnvironment:
         if (finish := getattr(session.environment, "finish", None)) is not None and not session.is_done:
             session.pay(await self._call(finish, "finish"))
 
-    async def _move(self, session: Session, reply: Reply) -> Any:
-        """What `step` returns. With `copy`, a branch gets it from its parent, with the environment after that step."""
+    async def _move(self, session: Session, reply: Reply, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of a call that changes the environment. With `copy`, a branch gets it from its parent, with the
+        environment after that call."""
         environment = session.environment
         if CURRENT_LOG.get() is None or not hasattr(environment, "copy"):
-            return await self._call(environment.step, "step", reply)
+            return await call()
 
         async def make() -> _Moved:
-            return _Moved(await self._call(environment.step, "step", reply), environment)
+            outer = CURRENT_LOG.set(None)  # the branch gets this call as a whole
+            try:
+                return _Moved(await call(), environment)
+            finally:
+                CURRENT_LOG.reset(outer)
 
         calls = [(each.tool, each.arguments) for each in reply.calls]
         moved = await record_call("step", {"reply": reply, "calls": calls}, make)

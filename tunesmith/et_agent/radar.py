@@ -7,19 +7,16 @@ of a pipeline can merge those of several stages. Charts need matplotlib, an opti
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.comparison import Comparison, format_table
+from tunesmith.commands.eval.comparison import Comparison, can_plot, format_table, save_figure
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.stage import RADAR
 from tunesmith.config import BehaviorSection, EvalConfig
-from tunesmith.storage import open_atomic
 
 PLOT_FILE = "radar.png"
 PANEL_INCHES = (5.2, 4.6)
@@ -104,10 +101,6 @@ def format_cell(numbers: Sequence[float] | None) -> str:
     return f"{mean:.4g} ({low:.4g} - {high:.4g})"
 
 
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def save_radar_plot(path: Path, radar: Radar) -> bool:
     """Draw one chart per task set with a polygon for each model; False if no set has three axes.
 
@@ -140,10 +133,7 @@ def save_radar_plot(path: Path, radar: Radar) -> bool:
         panel.set_theta_offset(math.pi / 2)
         panel.set_title(name, fontsize=10)
         panel.legend(loc="lower left", bbox_to_anchor=(-0.25, -0.15), fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    with open_atomic(path) as file:
-        file.write(image.getvalue())
+    save_figure(path, figure)
     return True
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,13 @@ def compute_staleness(
     groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]], *, policy_version: int
 ) -> dict[str, float]:
     """Mean and maximum staleness of the trained tokens in policy versions, and the turns of several versions."""
-    turns = list(_iter_trained_versions(groups, advantages))
+    turns = [
+        turn.policy_versions
+        for group, row in zip(groups, advantages, strict=True)
+        for run, advantage in zip(group.trajectories, row, strict=True)
+        for turn in run.turns
+        if advantage is not None and turn.is_trained
+    ]
     metrics = {"staleness/num_mixed_turns": float(sum(len(set(versions)) > 1 for versions in turns))}
     counts: Counter[int] = Counter()
     for versions in turns:
@@ -44,16 +50,6 @@ def compute_staleness(
         metrics["staleness/max"] = float(max(lags))
         metrics["staleness/stale_frac"] = 1 - lags.get(0, 0) / num_tokens
     return metrics
-
-
-def _iter_trained_versions(
-    groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
-) -> Iterator[tuple[int, ...]]:
-    """The policy versions of each turn that is trained."""
-    for group, row in zip(groups, advantages, strict=True):
-        for run, advantage in zip(group.trajectories, row, strict=True):
-            if advantage is not None:
-                yield from (turn.policy_versions for turn in run.turns if turn.is_trained)
 
 
 LoadGroups = Callable[[int], list[Group]]
@@ -99,15 +95,10 @@ class ReplayBuffer:
         """
         if not self._settings.num_groups:
             return
-        self._entries += [
-            Entry(
-                step=step,
-                position=position,
-                policy_version=_find_version(group, policy_version) if has_older_tokens else policy_version,
-                group=group,
-            )
-            for group, position in zip(groups, positions, strict=True)
-        ]
+        for group, position in zip(groups, positions, strict=True):
+            oldest = find_oldest_version(group.trajectories) if has_older_tokens else None
+            version = policy_version if oldest is None else min(oldest, policy_version)
+            self._entries.append(Entry(step=step, position=position, policy_version=version, group=group))
         self._sort()
         del self._entries[self._settings.capacity :]
 
@@ -141,12 +132,6 @@ class ReplayBuffer:
             return priority
         rng = np.random.default_rng((self._seed, entry.step, entry.position, entry.num_uses))
         return priority + self._settings.sigma * float(rng.standard_normal())
-
-
-def _find_version(group: Group, policy_version: int) -> int:
-    """The version of the group's oldest token, at most that of the step which trained it."""
-    oldest = find_oldest_version(group.trajectories)
-    return policy_version if oldest is None else min(oldest, policy_version)
 
 
 def describe_entry(entry: Entry) -> dict[str, Any]:

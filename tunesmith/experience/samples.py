@@ -205,7 +205,8 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
     with the one inserted before it.
     """
     times = {index: np.flatnonzero(read_array(samples[index].is_sampled, bool)) for index in indices}
-    paths = {index: _select_path(samples[index], times[index]) for index in indices}
+    # the tokens needed to predict a sample's events: all before its last sampled token
+    paths = {index: samples[index].token_ids[: time_N[-1] if len(time_N) else 0] for index, time_N in times.items()}
     nodes_of_sample: dict[int, np.ndarray] = {}
     token_parts, depth_parts, closings = [], [], []
     num_nodes = 0
@@ -261,11 +262,6 @@ def read_array(values: Sequence[float | None] | np.ndarray, dtype: type) -> np.n
         return np.frombuffer(struct.pack(f"{len(values)}{STRUCT_CODES[dtype]}", *values), dtype=dtype)
     except struct.error:  # a None
         return np.fromiter(values, dtype=dtype, count=len(values))
-
-
-def _select_path(sample: Sample, time_N: np.ndarray) -> tuple[int, ...]:
-    """The tokens needed to predict the sample's events: all before its last sampled token."""
-    return sample.token_ids[: time_N[-1]] if len(time_N) else ()
 
 
 def count_shared(a: np.ndarray, b: np.ndarray) -> int:

@@ -105,7 +105,8 @@ def save_rollouts(
             if isinstance(advantage, tuple):
                 row |= {"advantage": fmean(advantage or (0.0,)), "turn_advantages": advantage}
             rows.append(row | build_row(trajectory))
-    table = set_step(pa.Table.from_pylist(rows, schema=SCHEMA), parse_step(path))
+    match = SINGLE.fullmatch(path.name)
+    table = set_step(pa.Table.from_pylist(rows, schema=SCHEMA), None if match is None else int(match[1]))
     with open_atomic(path) as file:
         pq.write_table(table, file, **WRITING)
 
@@ -134,7 +135,10 @@ def load_table(path: Path) -> pa.Table:
         try:
             with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                 check_format(stored_path, parquet.schema_arrow)
-                return parquet.read() if step is None else read_step(parquet, step)
+                if step is None:
+                    return parquet.read()
+                indices = range(parquet.num_row_groups)
+                return parquet.read_row_groups([index for index in indices if find_step(parquet, index) == step])
         except pa.ArrowInvalid as error:
             raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
 
@@ -143,12 +147,6 @@ def check_format(path: Path, schema: pa.Schema) -> None:
     found = (schema.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
     if found != FORMAT:
         raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
-
-
-def read_step(parquet: pq.ParquetFile, step: int) -> pa.Table:
-    """The row groups of one step."""
-    found = [index for index in range(parquet.num_row_groups) if find_step(parquet, index) == step]
-    return parquet.read_row_groups(found)
 
 
 def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
@@ -197,12 +195,6 @@ def read_column(table: pa.Table, field: pa.Field) -> pa.Array | pa.ChunkedArray:
         return pa.nulls(len(table), type=field.type)
     column = table.column(field.name)
     return column if column.type == field.type else pa.array(column.to_pylist(), type=field.type)
-
-
-def parse_step(path: Path) -> int | None:
-    """The step in a file's name."""
-    match = SINGLE.fullmatch(path.name)
-    return None if match is None else int(match[1])
 
 
 def build_row(trajectory: Trajectory) -> dict[str, Any]:

@@ -81,12 +81,7 @@ def build_operators(
 
 
 def bind_operator(
-    operator: Callable[..., Any],
-    args: Mapping[str, Any],
-    *,
-    name: str,
-    chain: Sequence[BoundOperator],
-    is_own: bool,
+    operator: Callable[..., Any], args: Mapping[str, Any], *, name: str, chain: Sequence[BoundOperator], is_own: bool
 ) -> BoundOperator:
     """The operator with checked arguments; those that the run sets are left open, unless a custom one sets them."""
     required = {key for key, each in find_keywords(operator).items() if each.default is each.empty}

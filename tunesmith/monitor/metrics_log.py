@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,12 +100,9 @@ class MetricsLog:
     def _clear(self) -> None:
         self.size = 0
         """Bytes read so far; it changes when the file does."""
-        self._columns: dict[Kind, dict[str, MetricColumn]] = {kind: {} for kind in KINDS}
+        self._columns: dict[Kind, defaultdict[str, MetricColumn]] = {kind: defaultdict(MetricColumn) for kind in KINDS}
         self._steps: dict[Kind, array[int]] = {kind: array("q") for kind in KINDS}
         """The step of every record."""
-        self._layout: tuple[str, ...] = ()
-        """Kind and names of the last record: most records have those of the one before."""
-        self._layout_columns: list[MetricColumn | None] = []
 
     @property
     def last_step(self) -> int:
@@ -172,14 +170,8 @@ class MetricsLog:
     def _add(self, record: Mapping[str, Any]) -> None:
         step, kind = record["step"], record["kind"]
         self._steps[kind].append(step)
-        layout = (kind, *record)
-        if layout != self._layout:
-            self._layout, self._layout_columns = layout, [self._columns[kind].get(name) for name in record]
-        for index, (name, value) in enumerate(record.items()):
-            if isinstance(value, str) or name in ("step", "kind"):
-                continue
-            column = self._layout_columns[index]
-            if column is None:
-                column = self._layout_columns[index] = self._columns[kind].setdefault(name, MetricColumn())
-            column.steps.append(step)
-            column.values.append(math.nan if value is None else value)
+        for name, value in record.items():
+            if not isinstance(value, str) and name not in ("step", "kind"):
+                column = self._columns[kind][name]
+                column.steps.append(step)
+                column.values.append(math.nan if value is None else value)

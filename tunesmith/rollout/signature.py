@@ -63,10 +63,12 @@ def check_selection_judge_function(func: Callable[..., Any]) -> None:
 def check_workflow_branches(func: Callable[..., Any]) -> None:
     """Raise a ConfigError if rollouts of a checked workflow cannot branch.
 
-    A workflow says why it cannot be run again with the same results in its attribute `cannot_branch`.
+    A workflow says why it cannot be run again with the same results in its attribute `cannot_branch`, and so does the
+    environment that it is bound to.
     """
-    inner = _find_innermost(func)
-    reason = getattr(func, "cannot_branch", None) or getattr(inner, "cannot_branch", None)
+    bound = getattr(func, "keywords", {}).get(ENVIRONMENT)
+    parts = (func, _find_innermost(func), bound)
+    reason = next(filter(None, (getattr(each, "cannot_branch", None) for each in parts)), None)
     if reason is None and AUXILIARY_MODELS in list_parameters(func):
         reason = "it takes auxiliary_models, whose replies a branch cannot receive from its parent"
     if reason is not None:

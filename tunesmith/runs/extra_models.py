@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from tunesmith.algorithms.advantages.group import NEEDED_REWARDS
 from tunesmith.algorithms.algorithm import Algorithm
@@ -80,7 +80,9 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
     try:
         config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
         check_residual_dtype(model, config)
-        other = load_other_tokenizer(path, model).get_vocab()
+        # the chat template of the other model is not used
+        tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+        other = tokenizer.get_vocab()
     except ModelError as error:
         raise ModelError(f"{knob}: {error}") from error
     differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
@@ -94,11 +96,6 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
         raise ConfigError(
             f"{knob}={path!r} has {num_embeddings} embeddings, but the tokenizer has ids up to {max(own.values())}"
         )
-
-
-def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of another model; its chat template is not used."""
-    return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
 
 def load_extra_models(

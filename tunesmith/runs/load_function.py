@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config import DatasetSection, EnvironmentSection, PythonToolSection, RunConfig, ToolSection
 from tunesmith.config.environment import ENVIRONMENT_TASKS
 from tunesmith.errors import ConfigError
-from tunesmith.rollout.signature import AUXILIARY_MODELS, ENVIRONMENT, list_parameters
+from tunesmith.rollout.signature import (
+    AUXILIARY_MODELS,
+    ENVIRONMENT,
+    check_judge_function,
+    check_workflow_function,
+    list_parameters,
+)
 from tunesmith.runs.load_config import build_section
 from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
@@ -84,7 +90,7 @@ def load_functions(
     config: RunConfig, workflow: WorkflowType | None = None, judge: JudgeType | None = None
 ) -> tuple[WorkflowType, JudgeType | None]:
     """The given workflow and judge; those that are None are imported as the config names them. A workflow with a
-    parameter `environment` is bound to the environment of the config."""
+    parameter `environment` is bound to the environment of the config. Signatures are checked."""
     if workflow is None and config.workflow is None:
         raise ConfigError(
             "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file), or pass "
@@ -131,6 +137,9 @@ def load_functions(
             f"auxiliary_models.{next(iter(config.auxiliary_models))} has no effect: neither the workflow nor the judge "
             "has a parameter `auxiliary_models`; add it, or remove the section"
         )
+    check_workflow_function(workflow, allows_sync=True)
+    if judge is not None:
+        check_judge_function(judge)
     return workflow, judge
 
 
@@ -179,9 +188,7 @@ def load_task_environment(config: RunConfig) -> TaskEnvironment:
         except TypeError as error:
             raise ConfigError(f"environment.args of {section.name}: {error}") from error
         environment = TaskEnvironment(
-            name=section.name,
-            create=functools.partial(own, **args),
-            num_players=getattr(own, "num_players", 1),
+            name=section.name, create=functools.partial(own, **args), num_players=getattr(own, "num_players", 1)
         )
     return replace(
         environment,

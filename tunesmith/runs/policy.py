@@ -279,6 +279,16 @@ def load_auxiliary(
     return LoadedModel(provider=ExternalModel(build_model(endpoint, options)))
 
 
+def load_auxiliaries(config: RunConfig, *, build_model: BuildModel) -> tuple[dict[str, ModelProvider], list[Engine]]:
+    """The auxiliary models of a run by name, and the engines of those in this process."""
+    loaded = {
+        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
+        for name, section in config.auxiliary_models.items()
+    }
+    engines = [each.engine for each in loaded.values() if each.engine is not None]
+    return {name: each.provider for name, each in loaded.items()}, engines
+
+
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
     return ModelSection(**section.model_dump(exclude={"base_url", "api_key_env"}))
 
@@ -306,11 +316,7 @@ def load_actors(
         sharded_over=ranks if is_sharded else None,
         has_trainer=has_trainer,
     )
-    auxiliaries = {
-        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
-        for name, section in (config.auxiliary_models if has_rollouts else {}).items()
-    }
-    sources: dict[str, ModelProvider] = {name: auxiliary.provider for name, auxiliary in auxiliaries.items()}
+    sources, engines = load_auxiliaries(config, build_model=build_model) if has_rollouts else ({}, [])
     bound = workflow.keywords.get(ENVIRONMENT) if isinstance(workflow, partial) else None
     if getattr(bound, "num_players", 1) > 1:
         sources.setdefault(OPPONENT, UnrecordedModel(policy.service))
@@ -319,7 +325,7 @@ def load_actors(
         model=policy.service,
         service=policy.service,
         auxiliary_models=sources,
-        auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
+        auxiliary_engines=engines,
         agent=Agent(
             workflow=workflow,
             judge=judge,

@@ -40,31 +40,12 @@ from tunesmith.storage import (
 )
 
 MUTABLE_KEYS = (
-    "project",
-    "name",
-    "checkpoint_root_dir",
-    "continue_from_checkpoint",
-    "resume_from_step",
-    "total_epochs",
-    "total_steps",
-    "save_interval_steps",
-    "save_interval_s",
-    "keep_checkpoints",
-    "keep_best",
-    "early_stopping",
-    "callbacks",
-    "steps_per_file",
-    "evaluation.interval_steps",
-    "evaluation.at_start",
-    "monitor",
-    "cluster",
-    "rollout.assignment",
-    "rollout.timeout_s",
-    "rollout.thread_patience_s",
-    "rollout.max_failure_rate",
-    "trainer.mismatch_warn",
-    "trainer.mismatch_stop",
-)
+    "project", "name", "checkpoint_root_dir", "continue_from_checkpoint", "resume_from_step", "total_epochs",
+    "total_steps", "save_interval_steps", "save_interval_s", "keep_checkpoints", "keep_best", "early_stopping",
+    "callbacks", "steps_per_file", "evaluation.interval_steps", "evaluation.at_start", "monitor", "cluster",
+    "rollout.assignment", "rollout.timeout_s", "rollout.thread_patience_s", "rollout.max_failure_rate",
+    "trainer.mismatch_warn", "trainer.mismatch_stop",
+)  # fmt: skip
 """Keys that may change when a run is resumed: paths, length, saving, evaluation, callbacks, reporting and failure
 limits, and the number of ranks."""
 
@@ -193,14 +174,8 @@ def is_used(paths: RunPaths) -> bool:
     """Whether the folder holds a finished step, or files that are not of a run."""
     if not paths.config.is_file():
         return any(entry != paths.lock for entry in paths.root.iterdir())
-    return has_steps(paths)
-
-
-def has_steps(paths: RunPaths) -> bool:
-    """Whether the run in this folder finished a training step."""
-    has_checkpoint = any(CHECKPOINT.fullmatch(entry.name) for entry in paths.root.iterdir())
     return (
-        has_checkpoint
+        any(CHECKPOINT.fullmatch(entry.name) for entry in paths.root.iterdir())
         or paths.last_commit.exists()
         or any(each["kind"] == "train" for each in load_metrics(paths.metrics))
     )

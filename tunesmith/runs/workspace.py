@@ -208,18 +208,14 @@ def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:
 
 
 def compute_digest(value: Any) -> str:
-    """SHA-256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=describe_value).encode()).hexdigest()
+    """SHA-256 of a value as JSON; of one that JSON does not have, such as an image, without its address."""
+    text = json.dumps(value, sort_keys=True, default=lambda each: ADDRESS.sub("", str(each)))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_rows(tasks: Sequence[Task]) -> list[list[Any]]:
     """What scores depend on in the rows of tasks; the code of workflow and judge is no part of it, only their names."""
     return [[task.task_id, dict(task.row)] for task in tasks]
-
-
-def describe_value(value: Any) -> str:
-    """A value that JSON does not have, such as a date or an image, without its address in this process."""
-    return ADDRESS.sub("", str(value))
 
 
 def name_aside(path: Path, *, now: datetime | None = None) -> Path:

@@ -28,15 +28,6 @@ HELD_OUT_RATIO = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """A text with placeholders for the numbers a, b, c, d, and the expression of its answer."""
-
-    text: str
-    expression: str
-    ranges: Mapping[str, tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One row of the data set."""
 
@@ -46,65 +37,24 @@ class Problem:
     num_operations: int
 
 
-LARGE, MEDIUM, SMALL = (100, 999), (10, 99), (2, 9)
-
+RANGES = {"L": (100, 999), "M": (10, 99), "S": (2, 9)}
 TEMPLATES = (
-    Template(
-        text="{name} has {a} {thing}, wins {b}. How many in the end?",
-        expression="{a} + {b}",
-        ranges={"a": MEDIUM, "b": SMALL},
-    ),
-    Template(
-        text="{name} had {a} {thing}, lost {b}. How many remain?",
-        expression="{a} - {b}",
-        ranges={"a": MEDIUM, "b": SMALL},
-    ),
-    Template(
-        text="{name} fills {a} shelves, each with {b} {thing}. How many in all?",
-        expression="{a} * {b}",
-        ranges={"a": SMALL, "b": MEDIUM},
-    ),
-    Template(
-        text="{name} packs {a} {thing} in bags of {b}. How many bags?",
-        expression="{a} / {b}",
-        ranges={"a": MEDIUM, "b": SMALL},
-    ),
-    Template(
-        text="{name} has {a} {thing} and buys {b} bags of {c}. How many in the end?",
-        expression="{a} + {b} * {c}",
-        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL},
-    ),
-    Template(
-        text="{name} had {a} {thing}, lost {b} and sold {c}. How many remain?",
-        expression="{a} - {b} - {c}",
-        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL},
-    ),
-    Template(
-        text="{name} packs {a} red and {b} blue {thing} in bags of {c}. How many bags?",
-        expression="({a} + {b}) / {c}",
-        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL},
-    ),
-    Template(
-        text="{name} fills {a} shelves, each with {b} red and {c} blue {thing}. How many in all?",
-        expression="{a} * ({b} + {c})",
-        ranges={"a": SMALL, "b": MEDIUM, "c": SMALL},
-    ),
-    Template(
-        text="{name} sells {a} {thing} for {b} dollars each and {c} at {d} dollars. How much money?",
-        expression="{a} * {b} + {c} * {d}",
-        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL, "d": SMALL},
-    ),
-    Template(
-        text="{name} has {a} {thing}, wins {b}, loses {c} and finds {d}. How many in the end?",
-        expression="{a} + {b} - {c} + {d}",
-        ranges={"a": LARGE, "b": SMALL, "c": SMALL, "d": SMALL},
-    ),
-    Template(
-        text="{name} buys {a} bags of {b} {thing}, uses {c} and shares the rest among {d}. How many each?",
-        expression="({a} * {b} - {c}) / {d}",
-        ranges={"a": SMALL, "b": MEDIUM, "c": SMALL, "d": SMALL},
-    ),
-)
+    ("MS", "{a} + {b}", "{name} has {a} {thing}, wins {b}. How many in the end?"),
+    ("MS", "{a} - {b}", "{name} had {a} {thing}, lost {b}. How many remain?"),
+    ("SM", "{a} * {b}", "{name} fills {a} shelves, each with {b} {thing}. How many in all?"),
+    ("MS", "{a} / {b}", "{name} packs {a} {thing} in bags of {b}. How many bags?"),
+    ("MSS", "{a} + {b} * {c}", "{name} has {a} {thing} and buys {b} bags of {c}. How many in the end?"),
+    ("LMS", "{a} - {b} - {c}", "{name} had {a} {thing}, lost {b} and sold {c}. How many remain?"),
+    ("MSS", "({a} + {b}) / {c}", "{name} packs {a} red and {b} blue {thing} in bags of {c}. How many bags?"),
+    ("SMS", "{a} * ({b} + {c})", "{name} fills {a} shelves, each with {b} red and {c} blue {thing}. How many in all?"),
+    ("MSSS", "{a} * {b} + {c} * {d}",
+     "{name} sells {a} {thing} for {b} dollars each and {c} at {d} dollars. How much money?"),
+    ("LSSS", "{a} + {b} - {c} + {d}",
+     "{name} has {a} {thing}, wins {b}, loses {c} and finds {d}. How many in the end?"),
+    ("SMSS", "({a} * {b} - {c}) / {d}",
+     "{name} buys {a} bags of {b} {thing}, uses {c} and shares the rest among {d}. How many each?"),
+)  # fmt: skip
+"""Sizes of the numbers a, b, c and d, the expression of the answer, and the text."""
 
 OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -159,16 +109,16 @@ def _compute_node(node: ast.expr) -> Fraction | None:
 
 
 def _draw_problem(rng: random.Random) -> Problem:
-    template = rng.choice(TEMPLATES)
+    sizes, template, text = rng.choice(TEMPLATES)
     words = {"name": rng.choice(NAMES), "thing": rng.choice(THINGS)}
     while True:
-        numbers = {key: rng.randint(low, high) for key, (low, high) in template.ranges.items()}
-        expression = template.expression.format(**numbers)
+        numbers = {key: rng.randint(*RANGES[size]) for key, size in zip("abcd", sizes, strict=False)}
+        expression = template.format(**numbers)
         answer = compute_answer(expression)
         if answer is not None:
             break
     return Problem(
-        question=template.text.format(**words, **numbers),
+        question=text.format(**words, **numbers),
         answer=str(answer),
         expression=expression,
         num_operations=len(numbers) - 1,

@@ -149,7 +149,8 @@ class BotsSelector:
         index_J, rate_J = average_repeated(indices, pass_rates)
         estimate = self._references.estimate_capability(index_J, float(rate_J.mean()))
         if estimate is not None:
-            self.capability = estimate if self.capability is None else _update_average(self.capability, estimate)
+            decay = 0.0 if self.capability is None else CAPABILITY_EMA_DECAY
+            self.capability = decay * (self.capability or 0.0) + (1.0 - decay) * estimate
         metrics = {"selector/feedback_mean": float(rate_J.mean()), "selector/num_feedback": float(len(index_J))}
         evidence_N = None if self.capability is None else self._references.predict(self.capability)
         if evidence_N is not None:
@@ -302,7 +303,3 @@ def find_largest(values: Floats, size: int, rng: np.random.Generator) -> Indices
     above = above[np.argsort(-values[above], kind="stable")]
     equal = np.flatnonzero(values == threshold)
     return np.concatenate([above, rng.choice(equal, size - len(above), replace=False)])
-
-
-def _update_average(old: float, new: float) -> float:
-    return CAPABILITY_EMA_DECAY * old + (1.0 - CAPABILITY_EMA_DECAY) * new

@@ -88,10 +88,7 @@ def score_difficulty(
 
 
 def order_by_priority(
-    tasks: Sequence[Task],
-    *,
-    weights: Weights,
-    top_k: PositiveInt | None = None,
+    tasks: Sequence[Task], *, weights: Weights, top_k: PositiveInt | None = None
 ) -> tuple[list[Task], dict[str, float]]:
     """Sort by a weighted sum of numeric fields, highest first, stable; keep the first `top_k`."""
 
@@ -228,10 +225,9 @@ def paraphrase(
         journal.append([key, reply])
 
     if missing:
-        send = partial(_send_request, model=model, temperature=temperature, max_tokens=max_tokens)
-        asyncio.run(
-            _send_all(missing, send, save_reply, base_url=base_url, api_key=api_key, max_concurrency=max_concurrency)
-        )
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2)
+        send = partial(_send_request, client, model=model, temperature=temperature, max_tokens=max_tokens)
+        asyncio.run(_send_all(missing, send, save_reply, client, max_concurrency))
     kept: list[Task] = []
     counts: Counter[Rejection] = Counter()
     source_of = {normalize(text): text for text in texts}
@@ -293,18 +289,16 @@ async def _send_all(
     requests: Mapping[str, tuple[str, int]],
     send: Callable[..., Awaitable[str]],
     save_reply: Callable[[str, str], None],
-    *,
-    base_url: str,
-    api_key: str,
+    client: openai.AsyncOpenAI,
     max_concurrency: int,
 ) -> None:
     """Send at most `max_concurrency` requests at once and save each reply on arrival; the first failure cancels all."""
     semaphore = asyncio.Semaphore(max_concurrency)
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2) as client:
+    async with client:
 
         async def run(key: str, text: str, number: int) -> None:
             async with semaphore:
-                save_reply(key, await send(client, text, seed=number))
+                save_reply(key, await send(text, seed=number))
 
         running = [asyncio.create_task(run(key, *request)) for key, request in requests.items()]
         try:

@@ -25,12 +25,13 @@ from tunesmith.algorithms.kl import adapt_kl_coef
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
-from tunesmith.errors import TrainingError
+from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.experience.samples import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention, fix_rotary_frequencies
+from tunesmith.model.forward.exact import deterministic_algorithms, is_exact
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
@@ -117,6 +118,8 @@ class Trainer:
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
         compiled = find_compilable(*models) if settings.has_compiled_layers else ()
+        if is_exact() and not compiled:
+            raise ConfigError("model.numerics=exact: the layers of a model cannot be fused; leave it at fast")
         self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
         has_graphs = uses_row_graphs(model, settings, is_compiled=bool(compiled), has_dropout=bool(self._dropouts))
         self._setup = PassSetup(
@@ -158,7 +161,7 @@ class Trainer:
         while the device computes the gradient of the first update.
         """
         try:
-            with default_modes(num_threads=self._num_cpu_threads):
+            with default_modes(num_threads=self._num_cpu_threads), deterministic_algorithms():
                 return self._step(samples, policy_version, host_work)
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):

@@ -68,6 +68,17 @@ def test_ranges_that_are_too_short_or_not_yet_full_are_not_shared() -> None:
     assert list_ranges(find(tables, [MIN * BLOCK, MIN * BLOCK])) == {0: [], 1: []}
 
 
+def test_a_prefix_that_is_in_the_cache_twice() -> None:
+    """Two requests computed the same first block at once; a third found the first one's, and the second one's rest."""
+    rest = (100, 2 * MIN)
+    tables = [build_table((0, 1), (200, 2 * MIN)), build_table((1, 1), rest), build_table((0, 1), rest)]
+    shared = find(tables, [2 * MIN * BLOCK + 5] * 3)
+    assert list_ranges(shared) == {0: [], 1: [], 2: []}
+    assert list_ranges(find([*tables, build_table((0, 1), rest)], [2 * MIN * BLOCK + 5] * 4)) == {
+        0: [], 1: [], 2: [(0, 2 * MIN * BLOCK)], 3: [(0, 2 * MIN * BLOCK)],
+    }  # fmt: skip
+
+
 def test_large_groups_are_listed_in_parts_of_similar_size() -> None:
     tables = [build_table((0, MIN), (100 + row, 1)) for row in range(9)]
     shared = find(tables, [MIN * BLOCK + 1] * 9, max_members=8)

@@ -17,20 +17,21 @@ from tiny_models import build_tiny
 from trainable_models import build_deep
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
+from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.attention_plans import build_decode_plan, build_prefill_plan
-from tunesmith.engine.cuda.custom_ops import Prologue
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind
-from tunesmith.engine.cuda.fx_passes import FusedOps, QuantizedOps, fuse_layer
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
-from tunesmith.engine.cuda.merged_weights import (
+from tunesmith.engine.worker.model_runner import probe_layers
+from tunesmith.errors import ModelError
+from tunesmith.model.forward.attention import run_body, use_plan_attention
+from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps, fuse_layer
+from tunesmith.model.kernels.prologue import Prologue
+from tunesmith.model.merged_weights import (
     find_merged_groups,
     find_merged_tensors,
     get_merged_view,
     merge_weights,
 )
-from tunesmith.engine.worker.model_runner import probe_layers
-from tunesmith.errors import ModelError
-from tunesmith.model.forward.attention import run_body, use_plan_attention
 
 CPU = torch.device("cpu")
 
@@ -121,8 +122,10 @@ def build_ops(calls: Counter[str]) -> FusedOps:
         merged_linear=merged_linear,
         swiglu=count("swiglu", swiglu),
         add_linear=count("add linear", add_linear),
-        paged_decode=count("paged decode", paged_decode),
-        paged_prefill=count("paged prefill", paged_prefill),
+        attention={
+            ops.paged_decode: count("paged decode", paged_decode),
+            ops.paged_prefill: count("paged prefill", paged_prefill),
+        },
     )
 
 
@@ -136,7 +139,7 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
 ) -> None:
     """In float32, or in bfloat16 with a float32 residual stream, whose last norm is left to the compiler."""
     # torch's compiler would compile C++ for many seconds
-    monkeypatch.setattr("tunesmith.engine.cuda.layer_fusion.compile_fx", lambda module, inputs: module.forward)
+    monkeypatch.setattr("tunesmith.model.forward.fx_passes.compile_fx", lambda module, inputs: module.forward)
     model = build_deep(name, has_fp32_residual=True) if has_fp32_residual else copy.deepcopy(build_tiny(name))
     use_plan_attention(model)
     calls: Counter[str] = Counter()

@@ -41,7 +41,9 @@ def test_a_plain_model_on_a_gpu_is_accepted_and_changes_nothing_here():
         ({"model": {"top_p": 0.9}}, "model.top_p, top_k or min_p"),
         ({"engine": {"cuda_decode": "eager"}}, "engine.cuda_decode=eager"),
         ({"engine": {"weight_format": "fp8"}}, "engine.weight_format=fp8"),
-        ({"trainer": {"has_row_graphs": True}}, "trainer.has_row_graphs"),
+        ({"engine": {"max_num_seqs": 1}}, "engine.max_num_seqs=1"),
+        ({"engine": {"cuda_decode": "graphs"}}, "engine.cuda_decode=graphs"),
+        ({"trainer": {"has_compiled_layers": False}}, "trainer.has_compiled_layers=false"),
     ],
 )
 def test_settings_without_an_exact_route_are_refused(settings, message):

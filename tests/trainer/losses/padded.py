@@ -14,6 +14,7 @@ import torch
 from test_algorithm_gradients import build_batch, score_plainly
 from torch import Tensor
 
+from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.trainer.update import StepScores
 from tunesmith.types import Sample
 
@@ -298,3 +299,19 @@ TERMS_ARGS = {
     "kl_cov": {"fraction": 0.2},
 }
 """By name of the algorithm: arguments of the function over all tokens."""
+
+
+def list_updates() -> list[str]:
+    """Algorithms that compute different things from given advantages: one of those that differ in advantages alone."""
+    found: list[tuple[AlgorithmEntry, bool, str]] = []
+    for name, entry in ALGORITHMS.items():
+        update = replace(
+            entry, compute_advantages=None, is_group_relative=True, drops_equal_rewards=True, reads_tokens=False
+        )
+        is_supervised = entry.compute_advantages is None
+        if (update, is_supervised) not in [each[:2] for each in found]:
+            found.append((update, is_supervised, name))
+    return [name for *_, name in found]
+
+
+UPDATES = list_updates()

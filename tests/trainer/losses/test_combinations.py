@@ -13,6 +13,7 @@ import torch
 from padded import (
     LOSSES,
     TERMS_ARGS,
+    UPDATES,
     aggregate,
     build_off_policy,
     compute_ppo_losses,
@@ -103,12 +104,19 @@ def choose_proximal(proximal: StepScores, correction: dict) -> StepScores:
     return replace(proximal, is_weighted=is_weighted) if is_weighted or "mask" in correction else StepScores()
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for (row, name), (column, kind) in itertools.product(enumerate(LOSSES), enumerate(CORRECTIONS))
+        if (row + column) % 2 == 0
+    ],
+)
 def test_corrections_of_every_loss_equal_the_formula(name, kind):
     """Masked tokens stay in the denominator of the aggregation; without weights the ratio is against the sampler.
 
-    Every loss and every correction is computed in both ways of `COMPUTATIONS`, each pair of them in one.
+    Each loss meets every second correction, and each correction every second loss, in both ways of `COMPUTATIONS`: a
+    correction changes what a loss is multiplied with or which logprobs it reads, not how it is computed.
     """
     (model, _, tokens), correction = load_tokens(), CORRECTIONS[kind]
     samples, proximal = load_off_policy()
@@ -118,7 +126,7 @@ def test_corrections_of_every_loss_equal_the_formula(name, kind):
     )  # fmt: skip
     expected, is_kept = compute_expected(model, tokens, section, correction)
     assert is_kept.all() == (kind in ("none", "wide mask") or kind.startswith("weights of") or "bound" in kind)
-    options = COMPUTATIONS[(list(LOSSES).index(name) + list(CORRECTIONS).index(kind)) % 2]
+    options = COMPUTATIONS[(list(LOSSES).index(name) + list(CORRECTIONS).index(kind)) // 2 % 2]
     found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
     assert_same(found, expected)
     if "mask" in correction or "negative_sequence_delta" in correction:
@@ -166,7 +174,7 @@ def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models
     return trainer.step(samples), read_parameters(model)
 
 
-UNSUPERVISED = sorted(name for name, entry in ALGORITHMS.items() if entry.compute_advantages is not None)
+UNSUPERVISED = sorted(name for name in UPDATES if ALGORITHMS[name].compute_advantages is not None)
 
 
 @pytest.mark.parametrize("name", UNSUPERVISED)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import torch
-from padded import build_off_policy
+from padded import UPDATES, build_off_policy
 from test_combinations import build_extra_models
 from test_trainer import LOOSE
 from torch import multiprocessing
@@ -29,7 +29,7 @@ GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
 SETTINGS = LOOSE | {"learning_rate": 1e-2, "weight_decay": 0.1, "max_tokens_per_row": 25}
 ALONE = Ranks()
 IS_COMPLETE = os.environ.get("TUNESMITH_ALL_RANKS") == "1"
-"""Whether every case runs on every number of ranks, instead of each algorithm once and a few cases on three ranks."""
+"""Whether every case runs on every number of ranks, instead of each update once and a few cases on three ranks."""
 ON_THREE_RANKS = (
     "grpo", "reinforceplusplus", "kl_cov", "grpo, one rank has all samples", "mix, minibatches",
     "ppo, more minibatches than groups of a rank", "ppo, sharded gradients", "grpo, adapter",
@@ -42,7 +42,7 @@ SHARDED_WEIGHTS = tuple(
 )
 SPLIT = (("grpo", 2), ("grpo, minibatches", 1), ("ppo, sharded gradients", 1))
 """Cases that some of three ranks train, and how many others only take weights."""
-ON_TWO_RANKS = (*ALGORITHMS, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches", *SHARDED_WEIGHTS)
+ON_TWO_RANKS = (*UPDATES, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches", *SHARDED_WEIGHTS)
 
 
 def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
@@ -92,7 +92,7 @@ def load_samples(experts: tuple[int, ...], num_layers: int = 3) -> list:
 
 def count_layers(name: str) -> int:
     """Layers of the policy of a case: ranks meet for each weight, and only where layers are sharded depth matters."""
-    return 3 if "sharded weights" in name else 1
+    return 2 if "sharded weights" in name else 1
 
 
 def build_policy(name: str) -> torch.nn.Module:

@@ -12,13 +12,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat
 
-from tunesmith.algorithms.advantages.group import (
-    Advantages,
-    RunOutcome,
-    map_groups,
-    standardize,
-    subtract_mean,
-)
+from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_groups, standardize, subtract_mean
 from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage, are_equal, is_above
 
@@ -75,10 +69,7 @@ def compute_opo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages
 
 
 def compute_opmd_advantages(
-    groups: Sequence[Sequence[RunOutcome]],
-    *,
-    baseline: Literal["mean", "logavgexp"] = "mean",
-    tau: PositiveFloat = 1.0,
+    groups: Sequence[Sequence[RunOutcome]], *, baseline: Literal["mean", "logavgexp"] = "mean", tau: PositiveFloat = 1.0
 ) -> Advantages:
     """Online policy mirror descent: R - b, with b the group's mean or tau log mean exp(R / tau).
 

@@ -288,7 +288,10 @@ def _compute_advantages(
     std_cal_level: str,
     std_threshold: float,
 ) -> list[list[float | None]]:
-    observed = [_select_observed(group, row) for group, row in zip(groups, weights, strict=True)]
+    observed = [
+        [(r.reward, w) for r, w in zip(group, row, strict=True) if r.reward is not None and w > 0]
+        for group, row in zip(groups, weights, strict=True)
+    ]
     is_batch = std_cal_level == "batch"
     batch_std = _compute_mean_and_std([pair for pairs in observed for pair in pairs])[1] if is_batch else 0.0
     advantages: list[list[float | None]] = []
@@ -300,11 +303,6 @@ def _compute_advantages(
             scale = (batch_std if is_batch else std) + epsilon
             advantages.append([None if run.reward is None else (run.reward - mean) / scale for run in group])
     return advantages
-
-
-def _select_observed(group: Sequence[RunOutcome], weights: Sequence[int]) -> list[tuple[float, int]]:
-    """Reward and weight of the scored rollouts with positive weight."""
-    return [(r.reward, w) for r, w in zip(group, weights, strict=True) if r.reward is not None and w > 0]
 
 
 def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, float]:
@@ -319,10 +317,7 @@ def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, fl
 
 
 def compute_gdpo_advantages(
-    groups: Sequence[Sequence[RunOutcome]],
-    *,
-    rewards: dict[str, float] | None = None,
-    epsilon: PositiveFloat = 1e-6,
+    groups: Sequence[Sequence[RunOutcome]], *, rewards: dict[str, float] | None = None, epsilon: PositiveFloat = 1e-6
 ) -> Advantages:
     """Each reward normalized within the group, then their weighted sum over the batch (Liu et al., 2026, GDPO).
 
@@ -333,11 +328,12 @@ def compute_gdpo_advantages(
     computes that of the batch over tokens. A group in which no reward differs is dropped. Rollouts without a reward are
     excluded; one with a reward but without a named metric is an error.
     """
-    _check_weights(rewards)
     if rewards is None:
         if not groups:
             return []
         raise ConfigError(f"algorithm_type='gdpo' needs {NEEDED_REWARDS}")
+    if not rewards or not all(math.isfinite(weight) and weight != 0 for weight in rewards.values()):
+        raise ConfigError(f"rewards={rewards} of 'gdpo' must name metrics with finite weights other than 0")
     rows: list[list[float | None]] = [[0.0 if run.reward is not None else None for run in group] for group in groups]
     for name, weight in rewards.items():
         parts = [[_read_part(run, name) for run in group] for group in groups]
@@ -355,11 +351,6 @@ NEEDED_REWARDS = (
     "algorithm.advantage_args.rewards: the metrics of the judge that are rewards, with their weights, such as "
     "{accuracy: 1.0, format: 0.5}"
 )
-
-
-def _check_weights(rewards: Mapping[str, float] | None) -> None:
-    if rewards is not None and (not rewards or not all(math.isfinite(w) and w != 0 for w in rewards.values())):
-        raise ConfigError(f"rewards={rewards} of 'gdpo' must name metrics with finite weights other than 0")
 
 
 def _read_part(run: RunOutcome, name: str) -> RunOutcome:

@@ -19,7 +19,6 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_config import change_section
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy, load_actors
@@ -115,9 +114,6 @@ def check(
     """
     settings, workflow = load_target(target, model=model, judge=judge, data=data, overrides=overrides)
     workflow, judge_func = load_functions(settings, workflow, judge if callable(judge) else None)
-    check_workflow_function(workflow, allows_sync=True)
-    if judge_func is not None:
-        check_judge_function(judge_func)
     build_model = choose_chat_model(settings.rollout.chat_model)
     if isinstance(task, int):
         row = load_task(settings, task)

@@ -29,7 +29,14 @@ from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelProvider
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.policy import BuildModel, check_auxiliary, check_policy, load_auxiliary, load_policy
+from tunesmith.runs.policy import (
+    BuildModel,
+    check_auxiliary,
+    check_policy,
+    load_auxiliaries,
+    load_auxiliary,
+    load_policy,
+)
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
 from tunesmith.storage import load_json_lines
@@ -129,15 +136,12 @@ def load_models(
         loaded = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=keep_endpoint)
         source, engine = loaded.provider, loaded.engine
     model = RecordingModel(source, build_model=build_model)
-    auxiliaries = {
-        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
-        for name, section in config.auxiliary_models.items()
-    }
+    auxiliary_models, auxiliary_engines = load_auxiliaries(config, build_model=build_model)
     actors = Actors(
         engine=engine,
         model=model,
-        auxiliary_models={name: each.provider for name, each in auxiliaries.items()},
-        auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
+        auxiliary_models=auxiliary_models,
+        auxiliary_engines=auxiliary_engines,
         agent=Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s),
         max_concurrency=config.rollout.max_concurrency,
     )

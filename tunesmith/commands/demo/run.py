@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from tunesmith.commands.eval.compare import run_comparison
-from tunesmith.commands.eval.comparison import Estimate
+from tunesmith.commands.eval.compare import run_eval
+from tunesmith.commands.eval.comparison import Estimate, format_estimate
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.settings import OVERRIDES_VARIABLE, read_variable
 from tunesmith.commands.sft.train import run_offline
@@ -193,13 +193,13 @@ def evaluate(
 ) -> dict[str, dict[str, Estimate]]:
     """Accuracy of each model in each mode."""
     comparisons = {
-        mode: run_comparison(
+        mode: run_eval(
             config.model_copy(update={"evaluation": EvaluationSection(temperature=temperature)}),
             models={name: str(path) for name, path in models.items()},
             workflow=agent.solve_problem,
             judge=agent.judge_answer,
             build_model=build_model,
-        )[TEST_SET]
+        ).sets[TEST_SET]
         for mode, temperature in MODES.items()
     }
     return {name: {mode: comparisons[mode].results[name].estimates[REWARD] for mode in MODES} for name in models}
@@ -212,13 +212,8 @@ def print_table(results: Mapping[str, Mapping[str, Estimate]]) -> None:
     for mode, temperature in MODES.items():
         table.add_column(f"{mode} (temperature {temperature:g})", justify="right")
     for name, row in results.items():
-        table.add_row(name, *(format_accuracy(row[mode]) for mode in MODES))
+        table.add_row(name, *(format_estimate(row[mode], is_share=True) for mode in MODES))
     Console().print(table)
-
-
-def format_accuracy(accuracy: Estimate) -> str:
-    low, high = accuracy.interval
-    return f"{accuracy.mean:.1%} ({low:.1%} - {high:.1%})"
 
 
 def run_command(*, seed: int, out: str) -> str:

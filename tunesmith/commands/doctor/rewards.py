@@ -218,7 +218,7 @@ def find_reward_trend(run: RlRun) -> Outcome:
     """Rewards that fall, or stay where they were for many steps."""
     rewards, low, high = (run.need(f"rollout/reward_{name}") for name in ("mean", "min", "max"))
     first, last = need_ends(rewards)
-    if not chooses_steadily(run):
+    if any(each.task_selector.selector_type not in STEADY_SELECTORS for each in run.config.training_sets.values()):
         return None
     best = find_best_window(rewards, len(last))
     range_ = float(high.values.max() - low.values.min())
@@ -253,12 +253,6 @@ def is_solved(run: RlRun) -> bool:
         return False
     lowest, highest = float(low.values.min()), float(high.values.max())
     return lowest < highest and mean.recent.mean >= lowest + SOLVED_REWARD * (highest - lowest)
-
-
-def chooses_steadily(run: RlRun) -> bool:
-    """Whether tasks are chosen independently of their difficulty."""
-    sets = run.config.training_sets.values()
-    return all(each.task_selector.selector_type in STEADY_SELECTORS for each in sets)
 
 
 MAX_BRANCH_SHARE = 0.1

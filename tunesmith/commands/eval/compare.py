@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.tasks import load_run_tasks
@@ -57,83 +55,6 @@ JSON_FILE, TABLE_FILE, PLOT_FILE = "comparison.json", "comparison.md", "comparis
 PARTS = "parts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetScores:
-    """One model's scores on one task set."""
-
-    tasks: Sequence[TaskScores]
-    seconds: float
-    """Time of the rollouts, without loading the model."""
-
-
-def run_comparison(
-    config: RunConfig,
-    *,
-    models: Mapping[str, str],
-    workflow: WorkflowType,
-    judge: JudgeType | None,
-    build_model: BuildModel,
-    out: Path | None = None,
-    has_plot: bool = False,
-    suite: str | None = None,
-) -> Comparison:
-    """Evaluate each model of `models` (label -> path) on each set in `eval_datasets`; write the results to `out`.
-
-    Raises before any model loads when a function, a task set or a model is invalid or another process writes to `out`,
-    and afterwards when more rollouts of a set fail than `rollout.max_failure_rate` allows.
-    """
-    models = {label: find_model(path) for label, path in models.items()}
-    sets = check_comparison(config, models=models, workflow=workflow, judge=judge, suite=suite)
-    if has_plot:
-        check_plot()
-        if out is None:
-            raise ConfigError("a plot is written to the output folder: set --out")
-    check_output_folder(out, models)
-    results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
-    load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
-    progress = ConsoleProgress(
-        first_step=0,
-        total_steps=len(models) * len(sets),
-        has_progress=config.monitor.has_progress,
-        log_interval_steps=1,
-    )
-    with nullcontext() if out is None else Workspace(out), closing(progress):
-        for number, (label, path) in enumerate(models.items()):
-            model_config = with_model_path(config, path)
-            partial_files = {name: find_partial_file(out, model_config, name, tasks) for name, tasks in sets.items()}
-            scores = evaluate_model(
-                model_config,
-                sets,
-                partial_files,
-                load,
-                label=label,
-                progress=progress,
-                num_done=number * len(sets),
-            )
-            release_memory()
-            for name, set_scores in scores.items():
-                results[name][label] = compute_result(
-                    label,
-                    path,
-                    set_scores.tasks,
-                    seed=config.seed,
-                    seconds=set_scores.seconds,
-                    outcome_key=config.experience.outcome_key,
-                )
-        comparison = {
-            name: compare_results(
-                name,
-                by_label,
-                seed=config.seed,
-                scorer="" if suite is None else describe_scorers(task.row for task in sets[name]),
-            )
-            for name, by_label in results.items()
-        }
-        if out is not None:
-            save_comparison(out, comparison, has_plot=has_plot)
-    return comparison
-
-
 def run_eval(
     config: RunConfig | EvalConfig,
     *,
@@ -145,7 +66,12 @@ def run_eval(
     has_plot: bool = False,
     suite: str | None = None,
 ) -> EvalResult:
-    """Run an evaluation as a run file, an evaluation file or an `eval` stage describes it; arguments override it."""
+    """Evaluate each model of `models` (label -> path) on each set in `eval_datasets`; write the results to `out`.
+
+    A run file, an evaluation file or an `eval` stage describes the evaluation; arguments override it. Raises before any
+    model loads when a function, a task set or a model is invalid or another process writes to `out`, and afterwards
+    when more rollouts of a set fail than `rollout.max_failure_rate` allows.
+    """
     if isinstance(config, EvalConfig):
         run, compared = config.to_run_config(), config.models
         has_plot, suite = has_plot or config.has_plot, suite or config.suite
@@ -155,45 +81,52 @@ def run_eval(
         raise ConfigError(f"suite={suite!r} has a judge of its own: leave out judge_func")
     run = apply_suite(run, suite)
     workflow, judge = load_functions(run, workflow, judge)
-    comparison = run_comparison(
-        run,
-        models=models or compared,
-        workflow=workflow,
-        judge=judge,
-        build_model=build_model,
-        out=out,
-        has_plot=has_plot,
-        suite=suite,
-    )
-    return EvalResult(folder=out, sets=comparison)
-
-
-def check_comparison(
-    config: RunConfig,
-    *,
-    models: Mapping[str, str],
-    workflow: WorkflowType,
-    judge: JudgeType | None,
-    suite: str | None = None,
-) -> dict[str, list[Task]]:
-    """Validate everything that needs no weights; return the tasks of each set."""
-    check_workflow_function(workflow, allows_sync=True)
-    if judge is not None:
-        check_judge_function(judge)
-    if not config.eval_datasets:
+    models = {label: find_model(path) for label, path in (models or compared).items()}
+    if not run.eval_datasets:
         raise ConfigError("eval_datasets is empty: name at least one held-out set, as in eval_datasets.test.path=...")
     for label in models:
         if not LABEL.fullmatch(label):
             raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
-    load = partial(load_run_tasks, config) if suite is None else load_suite_tasks
+    load_set = partial(load_run_tasks, run) if suite is None else load_suite_tasks
     sets = {
-        name: load(dataset, name=name)[: config.evaluation.max_tasks] for name, dataset in config.eval_datasets.items()
+        name: load_set(dataset, name=name)[: run.evaluation.max_tasks] for name, dataset in run.eval_datasets.items()
     }
     for path in models.values():
-        check_policy(with_model_path(config, path).model)
-    for name, section in config.auxiliary_models.items():
+        check_policy(with_model_path(run, path).model)
+    for name, section in run.auxiliary_models.items():
         check_auxiliary(name, section)
-    return sets
+    if has_plot:
+        check_plot()
+        if out is None:
+            raise ConfigError("a plot is written to the output folder: set --out")
+    check_output_folder(out, models)
+    results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
+    load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
+    has_progress, total_steps = run.monitor.has_progress, len(models) * len(sets)
+    progress = ConsoleProgress(first_step=0, total_steps=total_steps, has_progress=has_progress, log_interval_steps=1)
+    with nullcontext() if out is None else Workspace(out), closing(progress):
+        for number, (label, path) in enumerate(models.items()):
+            evaluated = evaluate_model(
+                with_model_path(run, path), sets, load, out=out, label=label, progress=progress,
+                num_done=number * len(sets),
+            )  # fmt: skip
+            release_memory()
+            for name, (tasks, seconds) in evaluated.items():
+                results[name][label] = compute_result(
+                    label, path, tasks, seed=run.seed, seconds=seconds, outcome_key=run.experience.outcome_key
+                )
+        comparison = {
+            name: compare_results(
+                name,
+                by_label,
+                seed=run.seed,
+                scorer="" if suite is None else describe_scorers(task.row for task in sets[name]),
+            )
+            for name, by_label in results.items()
+        }
+        if out is not None:
+            save_comparison(out, comparison, has_plot=has_plot)
+    return EvalResult(folder=out, sets=comparison)
 
 
 def find_model(path: str) -> str:
@@ -213,33 +146,33 @@ def with_model_path(config: RunConfig, path: str) -> RunConfig:
 def evaluate_model(
     config: RunConfig,
     sets: Mapping[str, Sequence[Task]],
-    partial_files: Mapping[str, Path | None],
     load: Callable[[RunConfig], tuple[Policy, Actors]],
     *,
+    out: Path | None,
     label: str,
     progress: ConsoleProgress,
     num_done: int,
-) -> dict[str, SetScores]:
-    """Evaluate one model on every set; sets whose partial file exists are read from it.
+) -> dict[str, tuple[Sequence[TaskScores], float]]:
+    """Scores of one model on every set, and the seconds of its rollouts without loading; sets whose partial file exists
+    are read from it.
 
     The model loads at the first set without a partial file, and not at all if every set has one.
     """
-    scores: dict[str, SetScores] = {}
+    scores: dict[str, tuple[Sequence[TaskScores], float]] = {}
     loaded: tuple[Policy, Actors] | None = None
     for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
-        partial_file = partial_files[name]
+        partial_file = find_partial_file(out, config, name, tasks)
         if partial_file is not None and partial_file.exists():
             saved = load_json(partial_file)
-            scores[name] = SetScores(tasks=scores_from_json(saved["tasks"]), seconds=saved["seconds"])
+            scores[name] = scores_from_json(saved["tasks"]), saved["seconds"]
             progress.show_done(number, f"{label} on {name}: already evaluated")
             continue
         progress.show_status(f"{label} on {name}: loading")
         loaded = loaded or load(config)
-        found = evaluate_set(config, *loaded, name, tasks, progress)
-        scores[name] = found
+        found, seconds = scores[name] = evaluate_set(config, *loaded, name, tasks, progress)
         if partial_file is not None:
-            save_json(partial_file, {"seconds": found.seconds, "tasks": scores_to_json(found.tasks)})
-        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(found.seconds)}")
+            save_json(partial_file, {"seconds": seconds, "tasks": scores_to_json(found)})
+        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(seconds)}")
     if loaded is not None:
         loaded[0].close()
     return scores
@@ -247,30 +180,24 @@ def evaluate_model(
 
 def evaluate_set(
     config: RunConfig, policy: Policy, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
-) -> SetScores:
-    """Run the agent on one task set and score the rollouts."""
+) -> tuple[list[TaskScores], float]:
+    """Run the agent on one task set and score the rollouts; also the seconds of the rollouts."""
     started = time.perf_counter()
 
     async def run() -> list[Group]:
+        limit = config.rollout.max_failure_rate
         async with build_evaluator(actors) as dispatcher:
             return await run_held_out(
-                config,
-                dispatcher,
-                name,
-                tasks,
-                policy_version=0,
-                max_failure_rate=config.rollout.max_failure_rate,
-                status=progress,
+                config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, status=progress
             )
 
     groups = run_lockstep(run(), config.rollout)
     seconds = time.perf_counter() - started
+    section = config.model
     renderer = Renderer(
-        policy.tokenizer,
-        tool_call_parser=config.model.tool_call_parser,
-        reasoning_parser=config.model.reasoning_parser,
+        policy.tokenizer, tool_call_parser=section.tool_call_parser, reasoning_parser=section.reasoning_parser
     )
-    return SetScores(tasks=score_groups(groups, renderer), seconds=seconds)
+    return score_groups(groups, renderer), seconds
 
 
 def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:

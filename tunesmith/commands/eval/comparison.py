@@ -38,6 +38,7 @@ from tunesmith.runs.result import Result
 from tunesmith.storage import open_atomic
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 
@@ -197,7 +198,11 @@ SMALLEST_P_VALUE = 1e-4
 
 def format_comparison(comparison: Comparison) -> str:
     """For each task set a table of the models and a table of their differences."""
-    return "\n".join(format_set(each) for each in comparison.values())
+    parts = []
+    for each in comparison.values():
+        tables = [part for table in list_tables(each) for part in ("", format_table(table[0], table[1:]))]
+        parts += [f"### {describe_set(each)}", *tables, ""]
+    return "\n".join(parts)
 
 
 def format_html(comparison: Comparison) -> str:
@@ -209,12 +214,6 @@ def format_html(comparison: Comparison) -> str:
     return "".join(parts)
 
 
-def format_set(comparison: SetComparison) -> str:
-    """One row per quantity, then one row per pair of models and quantity in which at least one task differs."""
-    tables = [part for table in list_tables(comparison) for part in ("", format_table(table[0], table[1:]))]
-    return "\n".join([f"### {describe_set(comparison)}", *tables, ""])
-
-
 def describe_set(comparison: SetComparison) -> str:
     results = comparison.results.values()
     num_tasks = max(len(result.tasks) for result in results)
@@ -224,23 +223,22 @@ def describe_set(comparison: SetComparison) -> str:
 
 
 def list_tables(comparison: SetComparison) -> list[list[list[str]]]:
-    """The table of the models and, unless no task differs, the table of their differences, each with its header."""
+    """The table of the models and, unless no task differs, the table of their differences, each with its header.
+
+    A quantity is in percent if it is a proportion for each model.
+    """
     results = list(comparison.results.values())
-    names = {name: None for result in results for name in result.estimates}
     rows = [["mean (95 % interval)", *(result.label for result in results)]]
-    rows += [format_row(name, [result.estimates.get(name) for result in results]) for name in names]
+    for name in list_quantities(comparison):
+        found = [result.estimates.get(name) for result in results]
+        is_share = all(each is None or each.is_share for each in found)
+        rows.append([name.replace("_", " "), *(format_estimate(each, is_share=is_share) for each in found)])
     rows.append(["failed rollouts", *(f"{result.num_failures} of {result.num_runs}" for result in results)])
     contrasts = [each for each in comparison.contrasts if each.difference.num_better or each.difference.num_worse]
     if not contrasts:
         return [rows]
     header = ["difference", "of", "mean", "95 % interval", "better / worse / tasks", "p", "exact test"]
     return [rows, [header, *(format_contrast(each) for each in contrasts)]]
-
-
-def format_row(name: str, found: Sequence[Estimate | None]) -> list[str]:
-    """One quantity of all models, in percent if it is a proportion for each of them."""
-    is_share = all(each is None or each.is_share for each in found)
-    return [name.replace("_", " "), *(format_estimate(each, is_share=is_share) for each in found)]
 
 
 def format_estimate(found: Estimate | None, *, is_share: bool) -> str:
@@ -325,9 +323,13 @@ class EvalResult(Result):
 PANEL_INCHES = (3.2, 3.2)
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def check_plot() -> None:
-    """Raise when matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_plot():
         raise ConfigError("a plot needs matplotlib: pip install 'tunesmith[plot]', or run without the plot")
 
 
@@ -335,7 +337,7 @@ def save_plot(path: Path, comparison: Comparison) -> None:
     """Draw bars with 95 % intervals: one row per task set, one panel per quantity, one bar per model."""
     from matplotlib.figure import Figure
 
-    rows = [(each, list_panels(each)) for each in comparison.values()]
+    rows = [(each, list_quantities(each)) for each in comparison.values()]
     num_columns = max(len(names) for _, names in rows)
     figure = Figure(figsize=(PANEL_INCHES[0] * num_columns, PANEL_INCHES[1] * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), num_columns, squeeze=False)
@@ -352,6 +354,11 @@ def save_plot(path: Path, comparison: Comparison) -> None:
             panel.set_title(f"{each.name}: {name.replace('_', ' ')}", fontsize=9)
             if all(estimate.is_share for estimate in found.values()):
                 panel.set_ylim(0, 1)
+    save_figure(path, figure)
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a figure of matplotlib as PNG."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
     with open_atomic(path) as file:
@@ -364,6 +371,6 @@ def compute_error_bars(estimate: Estimate) -> tuple[float, float]:
     return max(0.0, estimate.mean - low), max(0.0, high - estimate.mean)
 
 
-def list_panels(comparison: SetComparison) -> list[str]:
+def list_quantities(comparison: SetComparison) -> list[str]:
     """Quantities that any model has, in the order of the table."""
     return list({name: None for result in comparison.results.values() for name in result.estimates})

@@ -185,11 +185,7 @@ async def evaluate_all(
     for name, tasks in eval_tasks.items():
         groups = await run_held_out(config, dispatcher, name, tasks, policy_version=policy_version, status=status)
         results[name] = compute_evaluation(
-            name,
-            groups,
-            policy_version=policy_version,
-            seed=config.seed,
-            outcome_key=config.experience.outcome_key,
+            name, groups, policy_version=policy_version, seed=config.seed, outcome_key=config.experience.outcome_key
         )
     return results
 

@@ -224,10 +224,7 @@ def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> Ro
 
 
 def check_contamination(
-    candidates: Sequence[RowCandidate],
-    evaluation: Sequence[str],
-    settings: ContaminationSection,
-    dropped: DroppedRows,
+    candidates: Sequence[RowCandidate], evaluation: Sequence[str], settings: ContaminationSection, dropped: DroppedRows
 ) -> tuple[list[RowCandidate], list[dict[str, Any]]]:
     """Find overlaps with the evaluation questions and apply `settings.action`; return candidates and overlaps."""
     questions = [candidate.question for candidate in candidates]

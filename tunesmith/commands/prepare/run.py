@@ -262,7 +262,24 @@ def prepare_folder(
     dropped, eval_dropped = DroppedRows(), DroppedRows()
     evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_dropped)
     candidates = read_training_rows(rows, settings, dropped)
-    candidates, report = filter_and_augment(candidates, evaluation, settings, reader=reader, work=work, dropped=dropped)
+    # one section of the report for each step, None for a step that is off; paraphrases are checked as their sources are
+    report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
+    questions, overlaps = [candidate.question for candidate in evaluation or ()], list[dict[str, Any]]()
+    if evaluation is not None:
+        candidates, overlaps = check_contamination(candidates, questions, settings.contamination, dropped)
+    if settings.paraphrase is not None:
+        paraphrases = str(work / PARAPHRASES)
+        added, report["paraphrase"] = add_paraphrases(candidates, settings.paraphrase, cache_path=paraphrases)
+        if evaluation is not None:
+            added, more = check_contamination(added, questions, settings.contamination, dropped)
+            overlaps += more
+        candidates = sorted([*candidates, *added], key=lambda each: (each.index, each.paraphrase is not None))
+    if evaluation is not None:
+        report["contamination"] = describe_overlaps(overlaps, settings)
+    if reader is not None and settings.tokens is not None:
+        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, dropped)
+    if settings.pass_rate is not None and candidates:
+        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, dropped=dropped)
     if not candidates:
         raise DataError(f"no row of {settings.data.path!r} remains; dropped: {dropped.counts}")
     train = [candidate.build_row(settings.style) for candidate in candidates]
@@ -282,41 +299,6 @@ def prepare_folder(
             shutil.copyfile(work / PARAPHRASES, temporary / PARAPHRASES)
         save_json(temporary / REPORT, content)
     workspace.remove(work)
-
-
-def filter_and_augment(
-    candidates: list[RowCandidate],
-    evaluation: Sequence[RowCandidate] | None,
-    settings: PrepareSection,
-    *,
-    reader: ConversationReader | None,
-    work: Path,
-    dropped: DroppedRows,
-) -> tuple[list[RowCandidate], dict[str, Any]]:
-    """Check contamination, paraphrase (paraphrases are checked too), measure lengths and pass rates.
-
-    Returns the remaining candidates and one report section per step; the section of a step that is off is None.
-    """
-    questions = None if evaluation is None else [candidate.question for candidate in evaluation]
-    report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
-    overlaps: list[dict[str, Any]] = []
-    if questions is not None:
-        candidates, overlaps = check_contamination(candidates, questions, settings.contamination, dropped)
-    if settings.paraphrase is not None:
-        added, report["paraphrase"] = add_paraphrases(
-            candidates, settings.paraphrase, cache_path=str(work / PARAPHRASES)
-        )
-        if questions is not None:
-            added, more = check_contamination(added, questions, settings.contamination, dropped)
-            overlaps += more
-        candidates = sorted([*candidates, *added], key=lambda each: (each.index, each.paraphrase is not None))
-    if questions is not None:
-        report["contamination"] = describe_overlaps(overlaps, settings)
-    if reader is not None and settings.tokens is not None:
-        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, dropped)
-    if settings.pass_rate is not None and candidates:
-        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, dropped=dropped)
-    return candidates, report
 
 
 def check_settings(settings: PrepareSection) -> ConversationReader | None:

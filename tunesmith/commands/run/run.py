@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -96,8 +97,29 @@ def run_stages(
             if folder.find_state(stage) == "done" and not selection.is_rerun:
                 screen.print(f"{title}: already done, skipped", markup=False)
                 continue
-            run_and_record(stage, folder, screen, title=title, choose_model=choose_model, is_rerun=selection.is_rerun)
+            screen.print(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}", markup=False)
+            settings = stage.resolve(partial(resolve_reference, folder=folder, stage_name=stage.name))
+            out_dir, started = folder.output_folder(stage.name), time.monotonic()
+            try:
+                result = run_stage(stage.kind, settings, out_dir=out_dir, choose_model=choose_model)
+            finally:
+                folder.end_attempt(stage.name, time.monotonic() - started)
+                release_memory()
+            folder.finish(stage, result)
+            screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
         return save_report(folder, stages)
+
+
+def begin_stage(stage: PlannedStage, folder: PipelineFolder, *, is_rerun: bool) -> str:
+    """Record a new attempt, which resumes an unfinished one unless `is_rerun`; what the console says of it."""
+    state, message = folder.find_state(stage), "started"
+    if state == "begun" and not is_rerun:
+        message = "resumed"
+    elif state != "new":
+        aside = folder.set_aside(stage.name)
+        message = "restarted" if aside is None else f"restarted; its previous output is in {aside.name}"
+    folder.begin(stage)
+    return message
 
 
 def check_pipeline(config: PipelineConfig, *, selection: StageSelection = StageSelection()) -> dict[str, str]:
@@ -147,36 +169,6 @@ def check_dependencies(selected: Sequence[PlannedStage], folder: PipelineFolder)
         for needed in stage.needs:
             if needed not in names and folder.load_done(needed) is None:
                 raise ConfigError(f"stage {stage.name!r} needs {needed!r}, which is not done: run it first")
-
-
-def run_and_record(
-    stage: PlannedStage,
-    folder: PipelineFolder,
-    screen: Console,
-    *,
-    title: str,
-    choose_model: ChooseModel,
-    is_rerun: bool,
-) -> None:
-    """Run one stage, resuming an unfinished attempt unless `is_rerun`, and record its result."""
-    state = folder.find_state(stage)
-    message = "started"
-    if state == "begun" and not is_rerun:
-        message = "resumed"
-    elif state != "new":
-        aside = folder.set_aside(stage.name)
-        message = "restarted" if aside is None else f"restarted; its previous output is in {aside.name}"
-    screen.print(f"{title}: {message}", markup=False)
-    folder.begin(stage)
-    settings = stage.resolve(lambda reference: resolve_reference(reference, folder, stage_name=stage.name))
-    started = time.monotonic()
-    try:
-        result = run_stage(stage.kind, settings, out_dir=folder.output_folder(stage.name), choose_model=choose_model)
-    finally:
-        folder.end_attempt(stage.name, time.monotonic() - started)
-        release_memory()
-    folder.finish(stage, result)
-    screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
 
 
 def check_stage(stage: PlannedStage) -> None:

@@ -48,8 +48,7 @@ from tunesmith.rollout.signature import (
 )
 from tunesmith.rollout.statistics import collect_reported
 from tunesmith.rollout.sync_code import ThreadCall
-from tunesmith.runs.policy import BuildModel
-from tunesmith.types import JudgeOutput, JudgeType, Task, Trajectory, WorkflowOutput, WorkflowType
+from tunesmith.types import JudgeOutput, JudgeType, Trajectory, WorkflowOutput, WorkflowType
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -171,15 +170,28 @@ async def select_model(
     candidates = build_candidates(candidate_models, knob="candidate_models")
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
     limits = RunLimits(max_concurrency=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
+    for candidate in candidates:
+        check_candidate(candidate)
+    workflow, judge = measure_workflow(workflow_func), rename_task(judge_func)
+    agent = Agent(workflow=workflow, judge=judge, timeout_s=timeout_s, logger=logger)
+    runs: dict[str, list[Trajectory]] = {}
     with agent_output(is_shown=False):
-        return await run_selection(
-            candidates,
-            tasks,
-            workflow=workflow_func,
-            judge=judge_func,
-            limits=limits,
-            build_model=build_model,
-        )
+        for candidate in candidates:
+            loaded = load_candidate(candidate, build_model=build_model)
+            shared = None if loaded.engine is not None else loaded.provider.open(seed=0, order=()).model
+            with counted_calls(shared):
+                model = MeasuredModel(loaded.provider)
+                trajectories = await run_agent(tasks, agent=agent, model=model, engine=loaded.engine, limits=limits)
+            del loaded, shared, model
+            release_memory()
+            runs[candidate.label] = trajectories
+            if num_failed := count_failures(trajectories):
+                causes = "\n  ".join(list_run_causes(trajectories))
+                logger.warning("%s: %d of %d runs failed:\n  %s", candidate.label, num_failed, len(tasks), causes)
+    selection = choose_best(candidates, runs, limits)
+    best = selection.candidates[find_best(selection.candidates)]
+    logger.info("Selected %s:\n%s", best.label, selection.format_table())
+    return selection
 
 
 def check_limits(*, max_threads: int, timeout_s: float, max_failure_rate: float, seed: int) -> None:
@@ -193,46 +205,6 @@ def check_limits(*, max_threads: int, timeout_s: float, max_failure_rate: float,
     for given, (is_allowed, expected) in allowed.items():
         if not is_allowed:
             raise ConfigError(f"{given} must be {expected}")
-
-
-async def run_selection(
-    candidates: Sequence[Candidate],
-    tasks: Sequence[Task],
-    *,
-    workflow: WorkflowType,
-    judge: JudgeType,
-    limits: RunLimits,
-    build_model: BuildModel,
-) -> ModelSelection:
-    """Evaluate the candidates on the tasks; raises RolloutError if none of them is eligible."""
-    for candidate in candidates:
-        check_candidate(candidate)
-    agent = Agent(
-        workflow=measure_workflow(workflow), judge=rename_task(judge), timeout_s=limits.timeout_s, logger=logger
-    )
-    runs: dict[str, list[Trajectory]] = {}
-    for candidate in candidates:
-        trajectories = await evaluate_candidate(candidate, tasks, agent=agent, limits=limits, build_model=build_model)
-        release_memory()
-        runs[candidate.label] = trajectories
-        if num_failures := count_failures(trajectories):
-            causes = "\n  ".join(list_run_causes(trajectories))
-            logger.warning("%s: %d of %d runs failed:\n  %s", candidate.label, num_failures, len(trajectories), causes)
-    selection = choose_best(candidates, runs, limits)
-    best = selection.candidates[find_best(selection.candidates)]
-    logger.info("Selected %s:\n%s", best.label, selection.format_table())
-    return selection
-
-
-async def evaluate_candidate(
-    candidate: Candidate, tasks: Sequence[Task], *, agent: Agent, limits: RunLimits, build_model: BuildModel
-) -> list[Trajectory]:
-    """Run the agent on every task with this model."""
-    loaded = load_candidate(candidate, build_model=build_model)
-    shared = None if loaded.engine is not None else loaded.provider.open(seed=0, order=()).model
-    with counted_calls(shared):
-        model = MeasuredModel(loaded.provider)
-        return await run_agent(tasks, agent=agent, model=model, engine=loaded.engine, limits=limits)
 
 
 class MeasuredResponse(dict[str, Any]):

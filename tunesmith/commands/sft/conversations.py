@@ -103,7 +103,8 @@ class ConversationReader:
             num_seen = 0
             for index, message in enumerate(messages):
                 if message.role == "assistant":
-                    check_reply(message, f"messages[{index}]")
+                    if not (message.content.strip() or message.tool_calls or message.reasoning):
+                        raise ValueError(f"messages[{index}] is an empty assistant message")
                     prompt_ids = self._build_prompt(messages[:index], tools, num_seen, turns)
                     parts = read_parts(row["messages"][index], f"messages[{index}]")
                     if parts is None:
@@ -164,12 +165,6 @@ class ConversationReader:
             )
         reply = whole[len(before) :].rpartition(end_of_turn)[0] + end_of_turn
         return self._renderer.encode(reply)
-
-
-def check_reply(message: Message, where: str) -> None:
-    """Raise for an assistant message without content, tool call or reasoning: it would train empty replies."""
-    if not (message.content.strip() or message.tool_calls or message.reasoning):
-        raise ValueError(f"{where} is an empty assistant message")
 
 
 def read_weight(fields: Mapping[str, Any], where: str) -> bool:

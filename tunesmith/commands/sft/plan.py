@@ -68,9 +68,7 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = C
     check_trained_model(config.model, config.trainer)
     tokenizer = load_section_tokenizer(config.model)
     reader = build_reader(
-        tokenizer,
-        enable_thinking=config.model.enable_thinking,
-        split_special_tokens=config.model.split_special_tokens,
+        tokenizer, enable_thinking=config.model.enable_thinking, split_special_tokens=config.model.split_special_tokens
     )
     samples, num_dropped = read_samples(reader, config.train_dataset, config)
     if config.eval_dataset is None:

@@ -28,13 +28,19 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnd:
-    """A finished training step."""
+class RunEvent:
+    """What a callback receives."""
 
     step: int
     total_steps: int
     folder: Path
     """The run folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd(RunEvent):
+    """A finished training step."""
+
     metrics: Mapping[str, float]
     groups: tuple[Group, ...]
     """Every group of the step, before the operators, as in the rollout files."""
@@ -43,13 +49,9 @@ class StepEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationEnd:
+class EvaluationEnd(RunEvent):
     """An evaluation after `step`; before the first step it is 0."""
 
-    step: int
-    total_steps: int
-    folder: Path
-    """The run folder."""
     metrics: Mapping[str, float]
     """As in metrics.jsonl: `eval/<set>/reward` and others."""
     results: Mapping[str, EvaluationResult]
@@ -57,13 +59,9 @@ class EvaluationEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEnd:
+class CheckpointEnd(RunEvent):
     """A complete checkpoint."""
 
-    step: int
-    total_steps: int
-    folder: Path
-    """The run folder."""
     path: Path
     """The folder of the checkpoint, which transformers can load. `keep_checkpoints` may remove it at a later one."""
     is_best: bool
@@ -108,9 +106,7 @@ def check_callback(function: Callable[..., Any], *, knob: str) -> None:
         return  # built-in functions have no signature
 
 
-async def call_callback(
-    function: Callable[[Any], Any], record: StepEnd | EvaluationEnd | CheckpointEnd, *, name: str
-) -> Stop | None:
+async def call_callback(function: Callable[[Any], Any], record: RunEvent, *, name: str) -> Stop | None:
     """Call a callback and await it if it is async; an exception or another result is a CallbackError."""
     where = f"callback {name} ({name_function(function)}) at step {record.step}"
     try:

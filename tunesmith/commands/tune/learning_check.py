@@ -134,7 +134,8 @@ def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> 
         cause = f"all rewards are {metrics['rollout/reward_min']:g}"
     else:
         cause = "the rewards within each group are equal"
-    if all(is_uniform(group) for group in groups):
+    sampled = [{tuple(turn.sampled_ids for turn in run.turns) for run in group.trajectories} for group in groups]
+    if all(len(different) <= 1 for different in sampled):
         return (
             f"{cause}: all rollouts of a group sampled the same tokens; if the reward is not the highest one, raise "
             "model.temperature, else take harder tasks"
@@ -151,8 +152,3 @@ def explain_no_token(metrics: Mapping[str, float]) -> str:
             "no token was sampled because prompts fill the context: raise model.max_model_len or engine.kv_cache_tokens"
         )
     return "no token was sampled: every model call ended before its first token"
-
-
-def is_uniform(group: Group) -> bool:
-    """Whether all rollouts of the group sampled the same tokens."""
-    return len({tuple(turn.sampled_ids for turn in run.turns) for run in group.trajectories}) <= 1

@@ -11,7 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from tunesmith.commands.eval.results import EvaluationResult
-from tunesmith.commands.tune.callbacks import Callbacks, CheckpointEnd, EvaluationEnd, StepEnd, Stop, call_callback
+from tunesmith.commands.tune.callbacks import (
+    Callbacks,
+    CheckpointEnd,
+    EvaluationEnd,
+    RunEvent,
+    StepEnd,
+    Stop,
+    call_callback,
+)
 from tunesmith.config import EarlyStoppingSection, KeepBestSection
 from tunesmith.errors import CallbackError, ConfigError, TunesmithError
 from tunesmith.loop import StepResult
@@ -79,9 +87,7 @@ class RunControl:
         if function is not None:
             advantages = result.batch.spread(result.advantages)
             record = StepEnd(
-                step=step,
-                total_steps=self._total_steps,
-                folder=self._paths.root,
+                **self._place(step),
                 metrics=MappingProxyType(result.metrics),
                 groups=tuple(result.batch.collected),
                 advantages=tuple(map(tuple, advantages)),
@@ -96,11 +102,7 @@ class RunControl:
         function = self._callbacks.on_evaluation
         if function is not None:
             record = EvaluationEnd(
-                step=step,
-                total_steps=self._total_steps,
-                folder=self._paths.root,
-                metrics=MappingProxyType(dict(metrics)),
-                results=MappingProxyType(dict(results)),
+                **self._place(step), metrics=MappingProxyType(dict(metrics)), results=MappingProxyType(dict(results))
             )
             await self._call(function, record, name="on_evaluation")
 
@@ -109,9 +111,7 @@ class RunControl:
         function = self._callbacks.on_checkpoint
         if function is not None:
             record = CheckpointEnd(
-                step=step,
-                total_steps=self._total_steps,
-                folder=self._paths.root,
+                **self._place(step),
                 path=self._paths.checkpoint(step),
                 is_best=self.best is not None and self.best.step == step,
                 is_last=self.is_last(step),
@@ -149,7 +149,10 @@ class RunControl:
         if self._error is not None:
             raise self._error
 
-    async def _call(self, function: Callable[[Any], Any], record: StepEnd | EvaluationEnd, *, name: str) -> None:
+    def _place(self, step: int) -> dict[str, Any]:
+        return {"step": step, "total_steps": self._total_steps, "folder": self._paths.root}
+
+    async def _call(self, function: Callable[[Any], Any], record: RunEvent, *, name: str) -> None:
         try:
             stop = await call_callback(function, record, name=name)
         except CallbackError as error:

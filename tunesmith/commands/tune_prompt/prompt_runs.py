@@ -17,13 +17,7 @@ from typing import Any, Self
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import create_chat_completion
-from tunesmith.commands.candidates import (
-    RunLimits,
-    count_failures,
-    find_problem,
-    list_run_causes,
-    run_agent,
-)
+from tunesmith.commands.candidates import RunLimits, count_failures, find_problem, list_run_causes, run_agent
 from tunesmith.commands.eval.sample_scores import Difference
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import shorten

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -22,13 +23,7 @@ from tunesmith.commands.candidates import (
 )
 from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.eval.sample_scores import compare_paired
-from tunesmith.commands.tune_prompt.prompt_runs import (
-    HeldOutScores,
-    PromptRuns,
-    PromptTuneResult,
-    Teacher,
-    summarize,
-)
+from tunesmith.commands.tune_prompt.prompt_runs import HeldOutScores, PromptRuns, PromptTuneResult, Teacher, summarize
 from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -168,11 +163,7 @@ async def run_prompt_tuning(
     finally:
         progress.close()
     result = PromptTuneResult.build(
-        prompt,
-        initial_prompt=initial_prompt,
-        candidates=runs.list_scores(),
-        num_runs=runs.num_runs,
-        held_out=scores,
+        prompt, initial_prompt=initial_prompt, candidates=runs.list_scores(), num_runs=runs.num_runs, held_out=scores
     )
     progress.show_line(result.describe())
     return result
@@ -260,41 +251,32 @@ class LoopSearch:
         """The best prompt that the optimizer finds."""
         from tunesmith.commands.tune_prompt.mipro import optimize_prompt  # DSPy is optional and takes seconds
 
-        found: asyncio.Future[str] = self._loop.create_future()
-
-        def deliver(prompt: str | None, error: BaseException | None) -> None:
-            if found.done():
-                return
-            if prompt is not None:
-                found.set_result(prompt)
-            else:
-                assert error is not None
-                found.set_exception(error)
+        found: Future[str] = Future()
 
         def work() -> None:
-            prompt: str | None = None
-            error: BaseException | None = None
-            try:
-                prompt = optimize_prompt(
-                    self,
-                    self._runs.tasks,
-                    config,
-                    initial_prompt=initial_prompt,
-                    has_proposer=self._teacher is not None,
-                )
-            except _StoppedError:
-                error = self._error
-            except Exception as raised:  # noqa: BLE001 - raised again on the event loop
-                error = RolloutError(f"DSPy found no prompt: {type(raised).__name__}: {raised}")
-                error.__cause__ = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed if it was interrupted
-                self._loop.call_soon_threadsafe(deliver, prompt, error)
+            with contextlib.suppress(InvalidStateError):  # the search was interrupted
+                try:
+                    prompt = optimize_prompt(
+                        self,
+                        self._runs.tasks,
+                        config,
+                        initial_prompt=initial_prompt,
+                        has_proposer=self._teacher is not None,
+                    )
+                except _StoppedError:
+                    found.set_exception(self._error)
+                except Exception as raised:  # noqa: BLE001 - raised again on the event loop
+                    error = RolloutError(f"DSPy found no prompt: {type(raised).__name__}: {raised}")
+                    error.__cause__ = raised
+                    found.set_exception(error)
+                else:
+                    found.set_result(prompt)
 
         thread = threading.Thread(target=work, name="tunesmith-prompts", daemon=True)
         try:
             with silence(thread):
                 thread.start()
-                return await found
+                return await asyncio.wrap_future(found)
         finally:
             self._is_stopped = True
 

@@ -68,10 +68,12 @@ class _Search:
 
     def _visit_all(self, members: NDArray[np.int64], num_blocks: int, start: int) -> None:
         """Order requests that share `num_blocks` blocks, of which those from token `start` on are not listed yet."""
-        # requests share a range that is worth it only if they also hold the same block at its end
+        # Requests share a range that is worth it only if they hold the same blocks at both of its ends. The last one is
+        # not enough: a prefix computed twice at once is in the cache twice, and what follows it perhaps once.
         column = min(num_blocks + MIN_SHARED_TOKENS // self.block_size, self.table_RP.shape[1]) - 1
         is_full = self.num_full_R[members] > column
-        blocks = np.where(is_full, self.table_RP[members, column], -1 - members)
+        ends = self.table_RP[members, num_blocks].astype(np.int64) << 32 | self.table_RP[members, column]
+        blocks = np.where(is_full, ends, -1 - members)
         _, groups, sizes = np.unique(blocks, return_inverse=True, return_counts=True)
         for group in np.flatnonzero(sizes > 1).tolist():
             self._visit(members[groups == group], num_blocks, start)

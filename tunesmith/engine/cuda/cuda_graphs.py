@@ -33,12 +33,12 @@ from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, log_trainer_logprobs, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
-from tunesmith.engine.cuda.merged_weights import merge_weights
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
 from tunesmith.model.kernels.span_attention import get_tile_tokens
+from tunesmith.model.merged_weights import merge_weights
 
 MAX_BURST_STEPS = 64
 """Most steps per launch; a request that finishes within a burst wastes the rest of it."""
@@ -365,10 +365,10 @@ def build_graphs(
     is_compiled: bool,
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given. Exact
-    numerics and recurrent layers have no fused layers."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given.
+    Recurrent layers are not fused."""
     fused = None
-    if is_compiled and not is_exact() and not cache.states:
+    if is_compiled and not cache.states:
         merge_weights(model)
         max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)

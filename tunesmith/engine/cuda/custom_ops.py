@@ -8,8 +8,6 @@ Axes: R requests, T tokens, I tiles, H query heads, K key-value heads, D head si
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -51,25 +49,3 @@ paged_prefill = torch.ops.tunesmith.paged_prefill.default
 for each request the row index of its first new token, that token's position, and the position after its last token.
 `tiles` [2, I] (int32) holds for each tile its request and the index of its first token among the request's new tokens.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prologue:
-    """What the attention kernels apply to query and key heads first: RMS norm (optional) and rotary embedding."""
-
-    cos_1TD: Tensor
-    sin_1TD: Tensor
-    query_norm_D: Tensor | None = None
-    """Weight of the RMS norm that precedes the rotary embedding; None without such a norm."""
-    key_norm_D: Tensor | None = None
-    epsilon: float = 0.0
-
-
-def get_prologue_tensors(prologue: Prologue | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cosine, sine and the two norm weights; `unused` is passed for those that the kernel does not read."""
-    if prologue is None:
-        return unused, unused, unused, unused
-    query_norm, key_norm = prologue.query_norm_D, prologue.key_norm_D
-    if query_norm is None or key_norm is None:
-        query_norm = key_norm = unused
-    return prologue.cos_1TD, prologue.sin_1TD, query_norm, key_norm

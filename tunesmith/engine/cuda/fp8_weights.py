@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.engine.cuda.fx_passes import FusedOps, QuantizedOps
 from tunesmith.engine.cuda.kernels import fp8_kernels
 from tunesmith.engine.cuda.kernels.fp8_kernels import QuantizedRows, quantize_rows
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
-from tunesmith.engine.cuda.merged_weights import find_merged_groups, find_merged_tensors, get_merged_view
 from tunesmith.errors import ModelError
+from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps
+from tunesmith.model.merged_weights import find_merged_groups, find_merged_tensors, get_merged_view
 
 SIZE_MULTIPLE = 16
 """Sizes of an FP8 product must be multiples of this."""
@@ -41,8 +41,7 @@ class Fp8Weights:
             merged_linear=self._run_merged_linear,
             swiglu=self._run_swiglu,
             add_linear=self._run_add_linear,
-            paged_decode=CUDA_OPS.paged_decode,
-            paged_prefill=CUDA_OPS.paged_prefill,
+            attention=CUDA_OPS.attention,
             quantized=QuantizedOps(rms_norm=_run_rms_norm, swiglu=self._run_quantized_swiglu),
         )
 

@@ -1,29 +1,29 @@
 """Layer fusion: the model's own decoder layers, traced by torch and run as fused graphs.
 
-While `installed`, each decoder layer runs its traced forward after the passes of `engine.cuda.fx_passes`; a graph that
-the passes cannot fuse completely goes to torch's compiler. All layers of one kind share one graph, so a model of 28
-layers takes as long to prepare as one of two. Modules and parameters do not change.
+While `installed`, each decoder layer runs its traced forward after the passes of `model.forward.fx_passes`. All layers
+of one kind share one graph, so a model of 28 layers takes as long to prepare as one of two. Modules and parameters do
+not change.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.compile_fx import compile_fx
 from transformers import PreTrainedModel
 
-from tunesmith.engine.cuda.fx_passes import FusedOps, fuse_layer
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import FIXED
+from tunesmith.model.forward.exact import is_exact
+from tunesmith.model.forward.fx_passes import FusedOps, compile_layer
 
 LOGGER = logging.getLogger(__name__)
 MAX_GRAPHS = 256
@@ -42,7 +42,7 @@ class FusedLayers:
         if not isinstance(layers, nn.ModuleList):
             name = type(decoder).__name__
             raise ModelError(f"{name} has no list of layers named layers; set engine.cuda_decode=graphs")
-        backend = partial(_compile_layer, ops=ops)
+        backend = partial(compile_layer, ops=ops)
         self._is_quantized = ops.quantized is not None
         # Sizes are dynamic: one graph serves every batch size. Only a layer traced without graph breaks can be fused.
         self._run: Callable[..., Any] = torch.compile(_run_layer, backend=backend, dynamic=True, fullgraph=True)
@@ -84,9 +84,10 @@ class FusedLayers:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:
             first_line = (str(error).splitlines() or [""])[0]
-            if self._is_quantized:
+            if self._is_quantized or is_exact():
+                knob = "engine.weight_format=fp8" if self._is_quantized else "model.numerics=exact"
                 raise ModelError(
-                    f"engine.weight_format=fp8 is not supported for {type(layer).__name__}: {first_line}; leave it out"
+                    f"{knob} is not supported for {type(layer).__name__}: {first_line}; leave it out"
                 ) from error
             LOGGER.warning("%s runs unfused because torch cannot trace it: %s", type(layer).__name__, first_line)
             self._run = _run_layer
@@ -95,23 +96,6 @@ class FusedLayers:
 
 def _run_layer(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
     return type(layer).forward(layer, *arguments, **options)
-
-
-def _compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOps) -> Callable[..., Any]:
-    """Backend of `torch.compile`: fuse a copy of the traced layer, or compile the layer if fusion is incomplete."""
-    fused = fx.GraphModule(module, fx.Graph())
-    fused.graph = _copy_graph(module.graph)
-    if fuse_layer(fused, ops):
-        return fused.forward
-    if ops.quantized is not None:
-        raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")
-    return cast(Callable[..., Any], compile_fx(module, list(inputs)))
-
-
-def _copy_graph(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied
 
 
 def _has_static_angles(rotary: nn.Module) -> bool:

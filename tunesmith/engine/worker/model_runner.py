@@ -170,7 +170,7 @@ class ModelRunner:
         is_decode = len(last_tokens) == len(ids) == len(chunks)
         if self._burst_decoder is not None and is_decode and has_own_states:
             return self._burst_decoder.compute_hidden(spans, ids)
-        if self._burst_decoder is not None and last_tokens:
+        if self._burst_decoder is not None:
             hidden_NC = self._burst_decoder.prefill(spans, np.frombuffer(ids, dtype=np.int64), last_tokens)
             if hidden_NC is not None:
                 return hidden_NC

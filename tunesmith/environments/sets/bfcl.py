@@ -18,7 +18,6 @@ import copy
 import decimal
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -26,14 +25,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment, write_result
+from tunesmith.environments.sets import Stateless, find_package_data
 from tunesmith.environments.sets.bfcl_calls import find_mistake
 from tunesmith.errors import ConfigError
 from tunesmith.tools.tool import ToolInputError
 
-PACKAGE = "bfcl_eval"
 TRAINED = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple")
 """Single-turn categories that are split; `bfcl` alone is all of them."""
 HELD_OUT = ("live_parallel", "live_parallel_multiple", "irrelevance", "live_irrelevance", "live_relevance")
@@ -59,20 +60,25 @@ def list_names() -> list[str]:
     return ["", *TRAINED, *HELD_OUT, *MULTI_TURN]
 
 
-def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
+def load(
+    member: str,
+    *,
+    path: str | None = None,
+    pay_turns: bool | None = None,
+    irrelevance: Annotated[int, Field(ge=0)] | None = None,
+) -> TaskEnvironment:
+    for argument, value, has_effect in (
+        ("pay_turns", pay_turns, member in MULTI_TURN), ("irrelevance", irrelevance, not member)
+    ):  # fmt: skip
+        if value is not None and not has_effect:
+            raise ConfigError(f"environment.args.{argument} has no effect with bfcl:{member}".rstrip(":"))
     if member in MULTI_TURN:
         for service in SERVICES:
             load_service(service)
-    allowed = ["path", *(["pay_turns"] if member in MULTI_TURN else ["irrelevance"] if not member else [])]
-    if unknown := next((each for each in args if each not in allowed), None):
-        names = ", ".join(allowed)
-        raise ConfigError(f"environment.args.{unknown} is no argument of bfcl:{member}; allowed are {names}")
-    folder, pays_turns, num_irrelevant = find_data(args.get("path")), args.get("pay_turns"), args.get("irrelevance")
+    folder = find_data(path)
     rows = load_rows(folder, member)
-    if num_irrelevant is not None:
-        if type(num_irrelevant) is not int or num_irrelevant < 0:
-            raise ConfigError(f"environment.args.irrelevance={num_irrelevant!r} is no number of training tasks")
-        rows = rows | split_irrelevance(folder, num_irrelevant)
+    if irrelevance is not None:
+        rows = rows | split_irrelevance(folder, irrelevance)
     splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
     for seed, identity in enumerate(sorted(rows, key=digest)):
         line = rows[identity].line
@@ -80,23 +86,16 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
         splits["test" if rows[identity].is_held_out else "train"].append(
             {"seed": seed, "id": identity, "question": line["question"][0][-1]["content"], **answer}
         )
-    create = partial(Conversation, rows, folder, bool(pays_turns)) if member in MULTI_TURN else partial(Question, rows)
+    create = partial(Conversation, rows, folder, bool(pay_turns)) if member in MULTI_TURN else partial(Question, rows)
     return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
 
 
 def find_data(path: str | None) -> Path:
     """The folder with the files of the benchmark."""
-    if path is None:
-        spec = importlib.util.find_spec(PACKAGE)
-        if spec is None or spec.origin is None:
-            raise ConfigError(
-                "environment bfcl needs the data of the package bfcl-eval: pip install --no-deps bfcl-eval, or set "
-                "environment.args.path to the folder with its files BFCL_v4_*.json"
-            )
-        path = str(Path(spec.origin).parent / "data")
-    if not (Path(path) / "BFCL_v4_simple_python.json").is_file():
+    folder = find_package_data("bfcl", path)
+    if not (folder / "BFCL_v4_simple_python.json").is_file():
         raise ConfigError(f"environment.args.path={path!r} has no file BFCL_v4_simple_python.json")
-    return Path(path)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def convert_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-class Question:
+class Question(Stateless):
     """A question and one reply, whose calls are compared with the accepted ones."""
 
     def __init__(self, rows: Mapping[str, Row]) -> None:
@@ -236,9 +235,6 @@ class Question:
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]
         )
         return "", float(is_right), True
-
-    async def close(self) -> None:
-        pass
 
 
 class Services:
@@ -309,14 +305,8 @@ def bound_numbers(method: Any, values: Sequence[Any]) -> Any:
 
 @lru_cache
 def load_service(name: str) -> Any:
-    try:
-        module = importlib.import_module(f"{PACKAGE}.eval_checker.multi_turn_eval.func_source_code.{SERVICES[name]}")
-    except ImportError as error:
-        raise ConfigError(
-            f"conversations of bfcl need the package bfcl-eval and mpmath ({error.name} is missing): pip install "
-            "--no-deps bfcl-eval, pip install mpmath"
-        ) from error
-    return getattr(module, name)
+    folder = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
+    return getattr(importlib.import_module(f"{folder}.{SERVICES[name]}"), name)
 
 
 @lru_cache
@@ -326,7 +316,7 @@ def read_descriptions(folder: Path, name: str) -> list[dict[str, Any]]:
     return [describe(each) for each in map(json.loads, lines)]
 
 
-class Conversation:
+class Conversation(Stateless):
     """A conversation about the state of services."""
 
     def __init__(self, rows: Mapping[str, Row], folder: Path, pays_turns: bool) -> None:
@@ -350,9 +340,6 @@ class Conversation:
         is_done = not is_right or self._turn == num_turns
         reward = is_right / num_turns if self._pays_turns else float(is_right and is_done)
         return "" if is_done else self._begin_turn(), reward, is_done
-
-    async def close(self) -> None:
-        pass
 
     @property
     def metrics(self) -> dict[str, float]:

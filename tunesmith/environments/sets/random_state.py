@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -28,21 +28,17 @@ class OwnRandomState:
     """The generators of one environment."""
 
     def __init__(self, seed: int) -> None:
-        with _restored():
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            self._state = random.getstate(), np.random.get_state()
+        self._state: Any = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """A block that draws from this state and prints nothing."""
-        with _restored(), contextlib.redirect_stdout(_WithoutThread(sys.stdout)):
-            random.setstate(self._state[0])
-            np.random.set_state(self._state[1])
+        with _lock, contextlib.redirect_stdout(_WithoutThread(sys.stdout)):
+            saved = swap_state(self._state)
             try:
                 yield
             finally:
-                self._state = random.getstate(), np.random.get_state()
+                self._state = swap_state(saved)
 
 
 class _WithoutThread(io.TextIOBase):
@@ -59,12 +55,9 @@ class _WithoutThread(io.TextIOBase):
         self._stream.flush()
 
 
-@contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    with _lock:
-        saved = random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(saved[0])
-            np.random.set_state(saved[1])
+def swap_state(state: Any) -> Any:
+    """Install a state of the process-wide generators; returns the former one."""
+    former = random.getstate(), np.random.get_state()
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    return former

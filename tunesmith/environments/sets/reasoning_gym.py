@@ -18,6 +18,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.environments.sets import Stateless, arguments_checked
 from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
 from tunesmith.errors import ConfigError
 
@@ -72,12 +73,9 @@ def build_dataset(name: str, args: Mapping[str, Any]) -> Any:
             f"{', '.join(sorted(fields))}"
         )
     build = partial(reasoning_gym.create_dataset, name, **args)
-    try:
-        with OwnRandomState(0).installed():
-            shared = build(size=1 if name in DEPENDS_ON_SIZE else NUM_ROWS, seed=0)
-        return partial(build, size=1) if name in DEPENDS_ON_SIZE else shared
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(f"environment.args of reasoning_gym:{name}: {' '.join(str(error).split())}") from error
+    with arguments_checked(f"reasoning_gym:{name}"), OwnRandomState(0).installed():
+        shared = build(size=1 if name in DEPENDS_ON_SIZE else NUM_ROWS, seed=0)
+    return partial(build, size=1) if name in DEPENDS_ON_SIZE else shared
 
 
 class Questions:
@@ -102,7 +100,7 @@ class Questions:
         return {"question": row["question"]} | ({} if answer is None else {"answer": str(answer)})
 
 
-class Question:
+class Question(Stateless):
     """An episode of one question and one reply."""
 
     def __init__(self, questions: Questions) -> None:
@@ -122,6 +120,3 @@ class Question:
         except Exception:  # noqa: BLE001 - scorers raise on answers that they cannot read
             score = 0.0
         return "", score, True
-
-    def close(self) -> None:
-        pass

@@ -16,11 +16,13 @@ import itertools
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from subprocess import PIPE, STDOUT, Popen
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
@@ -89,11 +91,13 @@ class Simulator:
         paths = os.pathsep.join((find_jar_path(), JAR_PATH))
         # it ends when its input is closed, as the end of this program does
         command = ["java", *JAVA_OPTIONS, "-classpath", paths, "py4j.GatewayServer", "--die-on-broken-pipe", "0"]
-        self.process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True)
-        self.end = weakref.finalize(self, end_process, self.process, os.getpid())
+        folder = tempfile.mkdtemp(prefix="tunesmith-scienceworld-")  # it writes files where it starts
+        self.process = Popen(command, cwd=folder, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True)
+        self.end = weakref.finalize(self, end_process, self.process, folder, os.getpid())
         assert self.process.stdout is not None
         port = int(self.process.stdout.readline())
-        threading.Thread(target=drop_output, args=(self.process.stdout,), daemon=True).start()
+        # what it prints is dropped, which else would fill the pipe and wait for ever
+        threading.Thread(target=deque, args=(self.process.stdout, 0), daemon=True).start()
         # with memory management, objects that are freed after the process has ended would log errors
         parameters = GatewayParameters(port=port, auto_field=True, enable_memory_management=False)
         self._gateway = JavaGateway(gateway_parameters=parameters)
@@ -114,19 +118,11 @@ class Simulator:
         self.is_busy = False
 
 
-def drop_output(stream: IO[bytes]) -> None:
-    """Read what the simulator prints, which else would fill the pipe and wait for ever."""
-    with stream:
-        while stream.read(1 << 16):
-            pass
-
-
-def end_process(process: Popen[bytes], owner: int) -> None:
+def end_process(process: Popen[bytes], folder: str, owner: int) -> None:
     if os.getpid() == owner:  # else in a forked copy of this program
-        process.kill()
-        process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+        with process:
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Pool:
@@ -158,6 +154,8 @@ class Pool:
 
 class Experiment:
     """One episode."""
+
+    is_deterministic = True
 
     def __init__(self, pool: Pool, task: str, simplification: str) -> None:
         self._pool, self._task, self._simplification = pool, task, simplification

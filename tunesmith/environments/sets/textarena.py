@@ -15,10 +15,10 @@ from textarena.envs.registration import ENV_REGISTRY
 from textarena.wrappers import ActionFormattingWrapper
 
 from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.environments.sets import Stateless, arguments_checked
 from tunesmith.environments.sets.random_state import ONE_THREAD, OwnRandomState
-from tunesmith.errors import ConfigError
 
-TEXTARENA = {
+GAMES = {
     1: """
     2048 Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake GuessTheNumber LightsOut
     LogicPuzzle MarketEntryGame Mastermind Minesweeper PegJump PublicGoodsGame QuantumTicTacToe RushHour Secretary
@@ -38,7 +38,7 @@ TEXTARENA = {
 """Families of games by their number of players, as far as they run without a network on Python 3.11. The other ones
 need another model, data of nltk, which they try to download, a later Python, or files that the release lacks."""
 RAW = "-raw"
-PLAYERS = {name: number for number, names in TEXTARENA.items() for name in names}
+PLAYERS = {name: number for number, names in GAMES.items() for name in names}
 
 
 def list_names() -> list[str]:
@@ -50,14 +50,12 @@ def list_names() -> list[str]:
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     num_players = PLAYERS[member.partition("-v")[0]]
     create = partial(Game, member, args, num_players)
-    try:
+    with arguments_checked(f"textarena:{member}"):
         create().reset({"seed": 0})
-    except Exception as error:  # the game's own checks of its arguments, of any type
-        raise ConfigError(f"environment.args of textarena:{member}: {type(error).__name__}: {error}") from error
     return TaskEnvironment(name=f"textarena:{member}", create=create, num_players=num_players, executor=ONE_THREAD)
 
 
-class Game:
+class Game(Stateless):
     """One game."""
 
     def __init__(self, name: str, args: Mapping[str, Any], num_players: int) -> None:
@@ -79,21 +77,17 @@ class Game:
             return self._read()
 
     def step(self, action: str) -> tuple[str, Any, bool]:
-        nothing = dict.fromkeys(range(self._num_players), 0.0)
         with self._random.installed():
             is_done, _ = self._game.step(action=str(action))
             if not is_done:
-                return self._read(), self._pay(nothing), False
+                return self._read(), self._pay({}), False
             rewards, information = self._game.close()
         own = information[self._seat]
         self.metrics = {"invalid_move": float(own["invalid_move"])}
         return str(own.get("reason", "")), self._pay(rewards), True
 
-    def close(self) -> None:
-        pass
-
     def _pay(self, rewards: Mapping[int, float]) -> float | list[float]:
-        values = [float(rewards[player]) for player in range(self._num_players)]
+        values = [float(rewards.get(player, 0.0)) for player in range(self._num_players)]
         return values if self._num_players > 1 else values[0]
 
     def _read(self) -> str:

@@ -10,25 +10,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tunesmith.environments.episode import TaskEnvironment
+from tunesmith.environments.sets import FAMILIES, Stateless, warn_of_version
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
 from tunesmith.json_rpc import RpcError, ServerProcess, SharedServer
 from tunesmith.types import WorkflowOutput
 
 WORKER = Path(__file__).parent / "verifiers_worker.py"
-TESTED = "0.4.0"
 START_TIMEOUT_S = 300.0
 """Seconds of a start, which imports the package for ten seconds or more, and of listing tasks."""
 BLOCK = 256
 """Tasks that are read at a time."""
-
-logger = logging.getLogger(__name__)
 
 
 def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
@@ -48,7 +45,7 @@ def load_environment(name: str, args: str, python: str) -> VerifiersEnvironment:
     return VerifiersEnvironment(name, json.loads(args), python=python)
 
 
-class Prompt:
+class Prompt(Stateless):
     """What the model reads first, for `tunesmith environments show`; episodes are played by `VerifiersEnvironment`."""
 
     async def reset(self, task: Mapping[str, Any]) -> str:
@@ -57,9 +54,6 @@ class Prompt:
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         raise NotImplementedError("the environment plays its episodes in its own process")
-
-    async def close(self) -> None:
-        pass
 
 
 class VerifiersEnvironment:
@@ -110,9 +104,8 @@ class VerifiersEnvironment:
             server.close()
             cause = str(error).removeprefix(f"{label} ") or f"it has not started within {START_TIMEOUT_S:g} s"
             raise ToolUnavailableError(
-                f"{label} cannot be loaded: {cause}. Install verifiers=={TESTED} and the environment there, or set "
-                "environment.python to the interpreter that has them"
+                f"{label} cannot be loaded: {cause}. Install verifiers=={FAMILIES['verifiers'].tested} and the "
+                "environment there, or set environment.python to the interpreter that has them"
             ) from error
-        if found["version"] != TESTED:
-            logger.warning("verifiers %s is installed; its environments were tested with %s", found["version"], TESTED)
+        warn_of_version("verifiers", found["version"])
         return server

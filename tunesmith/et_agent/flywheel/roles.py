@@ -62,20 +62,16 @@ def split_steps(transcript: Transcript) -> tuple[Step, ...]:
 
 
 def build_step(segments: Sequence[Segment], *, number: int, start: int) -> Step:
+    text = "".join(each.text for each in segments if each.kind in WRITTEN)
     return Step(
         number=number,
         start=start,
         end=start + len(segments),
-        thought=strip_tags("".join(each.text for each in segments if each.kind in WRITTEN)),
+        thought=text.replace(THINK_OPEN, " ").replace(THINK_CLOSE, " ").strip(),
         calls=tuple(each for each in segments if each.kind == "call"),
         results=tuple(each for each in segments if each.kind == "result"),
         answer=next((each for each in segments if each.kind == "answer"), None),
     )
-
-
-def strip_tags(text: str) -> str:
-    """A thought without its tags; letters keep their case."""
-    return text.replace(THINK_OPEN, " ").replace(THINK_CLOSE, " ").strip()
 
 
 def list_thoughts(transcript: Transcript) -> list[str] | None:

@@ -100,61 +100,49 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
         check_auxiliary(name, section)
     with Workspace(out_dir) as workspace:
         attempts = Attempts(workspace, describe_inputs(config, states))
-        return make_attempts(config, states, attempts, out_dir=out_dir, build_model=build_model)
+        run_config = config.to_run_config()
+        judge = load_function(config.judge, knob="judge")
+        environment = load_environment(config.environment)
+        workflow = partial(tool_agent, environment=environment)
+        policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
+        assert actors.agent.judge is not None
+        crew = Crew(
+            config=config,
+            environment=environment,
+            providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
+            functions=load_role_functions(config),
+            judge=actors.agent.judge,
+        )
+        records: list[Record] = []
+        progress = FlywheelProgress(config)
 
+        async def run() -> None:
+            for iteration in range(config.num_iterations + 1):
+                plans = [plan for state in states.values() for plan in plan_iteration(state, iteration, config)]
+                progress.begin(iteration, len(plans))
+                for start in range(0, len(plans), config.batch_size):
+                    batch = plans[start : start + config.batch_size]
+                    saved = attempts.take(batch)
+                    made = await sample_batch(batch, states, crew, actors) if saved is None else saved
+                    if saved is None:
+                        attempts.add(made)
+                    progress.count(len(batch), is_made=saved is None)
+                    records.extend(find_fresh_records(made, states))
 
-def make_attempts(
-    config: FlywheelConfig,
-    states: Mapping[str, QuestionState],
-    attempts: Attempts,
-    *,
-    out_dir: Path,
-    build_model: BuildModel,
-) -> FlywheelResult:
-    """Make the attempts that are not saved yet, and write the result of all."""
-    run_config = config.to_run_config()
-    judge = load_function(config.judge, knob="judge")
-    environment = load_environment(config.environment)
-    workflow = partial(tool_agent, environment=environment)
-    policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
-    assert actors.agent.judge is not None
-    crew = Crew(
-        config=config,
-        environment=environment,
-        providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
-        functions=load_role_functions(config),
-        judge=actors.agent.judge,
-    )
-    records: list[Record] = []
-    progress = FlywheelProgress(config)
-
-    async def run() -> None:
-        for iteration in range(config.num_iterations + 1):
-            plans = [plan for state in states.values() for plan in plan_iteration(state, iteration, config)]
-            progress.begin(iteration, len(plans))
-            for start in range(0, len(plans), config.batch_size):
-                batch = plans[start : start + config.batch_size]
-                saved = attempts.take(batch)
-                made = await sample_batch(batch, states, crew, actors) if saved is None else saved
-                if saved is None:
-                    attempts.add(made)
-                progress.count(len(batch), is_made=saved is None)
-                records.extend(find_fresh_records(made, states))
-
-    run_lockstep(run(), config.rollout)
-    policy.close()
-    path = out_dir / TRAJECTORIES_FILE
-    operators = count_outcomes(records, config)
-    num_trajectories = write_rows(path, iter_rows(states))
-    save_json(out_dir / REPORT_FILE, operators)
-    return FlywheelResult(
-        path=path,
-        num_questions=len(states),
-        num_trajectories=num_trajectories,
-        num_correct=sum(counts["right"] for counts in operators.values()),
-        num_tokens=sum(each.tokens for each in records),
-        operators=operators,
-    )
+        run_lockstep(run(), config.rollout)
+        policy.close()
+        path = out_dir / TRAJECTORIES_FILE
+        operators = count_outcomes(records, config)
+        num_trajectories = write_rows(path, iter_rows(states))
+        save_json(out_dir / REPORT_FILE, operators)
+        return FlywheelResult(
+            path=path,
+            num_questions=len(states),
+            num_trajectories=num_trajectories,
+            num_correct=sum(counts["right"] for counts in operators.values()),
+            num_tokens=sum(each.tokens for each in records),
+            operators=operators,
+        )
 
 
 async def sample_batch(
@@ -265,9 +253,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         TABLES: format_table(["operator", *columns], rows),
     }
     return StageResult(
-        tokens=result.num_tokens,
-        device=describe_device(config.model.device, config.num_cpu_threads),
-        figures=figures,
+        tokens=result.num_tokens, device=describe_device(config.model.device, config.num_cpu_threads), figures=figures
     )
 
 

@@ -43,6 +43,18 @@ MAX_QUANTIZATION_ERROR = 0.15
 """NF4's relative error on normally distributed weights is 0.09; kernels with misplaced scales are far above this."""
 
 
+@torch.library.custom_op("tunesmith::copy_contiguous", mutates_args=())
+def copy_contiguous(tensor: Tensor) -> Tensor:
+    """A contiguous copy. Compiled layers give the result of `Tensor.contiguous` the strides of its input, of which
+    grouped products refuse some.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+copy_contiguous.register_fake(lambda tensor: torch.empty_like(tensor, memory_format=torch.contiguous_format))
+copy_contiguous.register_autograd(lambda ctx, grad: grad)
+
+
 class _Factors(nn.Linear):
     """Low-rank factors of all experts, which `ExpertAdapter` reads. Not a plain linear layer: its forward never runs,
     so what replaces or records the forwards of linear layers must pass it over."""
@@ -66,7 +78,7 @@ class ExpertAdapter(ParamWrapper):
         up_ERO = up.view(-1, rank, self.num_experts).permute(2, 1, 0)
         if num_added := -rank % RANK_MULTIPLE:
             down_ERC, up_ERO = (functional.pad(each, (0, 0, 0, num_added)) for each in (down_ERC, up_ERO))
-        return down_ERC.transpose(1, 2), up_ERO.contiguous(), self.scaling[ADAPTER]
+        return down_ERC.transpose(1, 2), copy_contiguous(up_ERO), self.scaling[ADAPTER]
 
 
 def use_expert_adapters(model: PreTrainedModel) -> None:

@@ -7,24 +7,24 @@ of differences is closed:
 - Matrix products: cuBLAS splits the sum over K when there are few rows. With the smallest workspaces, cuBLASLt and the
   flags of `EXACT_PRODUCTS` it does not, and a row's result is the same for every number of rows.
 - Attention: sampler and trainer use one kernel with one order of additions (`model/kernels/span_attention.py`).
-- Means of the norms: torch divides a row among threads by the number of rows, so `aten::mean` over the last axis is
-  replaced by a kernel with one program a row.
-- Everything else is elementwise, as the modeling code of transformers writes it: neither the sampler's fused layers nor
-  the trainer's compiled ones are used, since each rounds at other places.
+- The layers of both run in the same operations, those of the sampler's fused layers: norms take one program a row. What
+  fusion leaves runs as the modeling code writes it, or is refused if it adds up a row. torch's compiler, which rounds
+  at other places, is used for gradients only.
 - The log-softmax: the sampler records the logprob that the trainer's kernel computes.
+
+Two runs also give the same bits: updates use deterministic algorithms, and nothing is chosen by its time.
 
 The mode belongs to the process, as cuBLAS' variables do: it is switched on before the first product and stays on.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from tunesmith.errors import ModelError
@@ -32,13 +32,25 @@ from tunesmith.model.forward.recurrence import is_recurrent
 
 EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Environment variables that cuBLAS and torch read once, at the first product."""
-_libraries: list[torch.library.Library] = []
-"""Replaced operators; an operator is replaced as long as its library lives."""
+_state = {"is_exact": False}
 
 
 def is_exact() -> bool:
     """Whether models of this process compute with exact numerics."""
-    return bool(_libraries)
+    return _state["is_exact"]
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """With exact numerics: within, torch adds gradients of rows that were read several times in a fixed order."""
+    if not is_exact():
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -67,25 +79,14 @@ def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dty
 
 def use_exact_numerics() -> None:
     """Switch the process to exact numerics; before the first matrix product on its GPU."""
-    if is_exact():
-        return
+    import torch._inductor.config  # takes a second
+
+    _state["is_exact"] = True
     os.environ.update(EXACT_PRODUCTS)
+    torch._inductor.config.deterministic = True  # kernels are not chosen by their time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only cost time
     torch.backends.cuda.preferred_blas_library("cublaslt")
     products = torch.backends.cuda.matmul
     # the second flag forbids sums over K that are split among programs
     products.allow_bf16_reduced_precision_reduction = (False, False)
     products.allow_fp16_reduced_precision_reduction = (False, False)
-    from tunesmith.model.kernels.row_mean import compute_row_means  # needs Triton, which is on CUDA machines only
-
-    def mean(x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-        if dim is not None and [each % x.dim() for each in dim] == [x.dim() - 1]:
-            means = compute_row_means(x if dtype is None else x.to(dtype))
-            return means.unsqueeze(-1) if keepdim else means
-        axes = dim or list(range(x.dim()))
-        return torch.sum(x, axes, keepdim, dtype=dtype) / math.prod(x.shape[each] for each in axes)
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that an operator is replaced
-        library.impl("mean.dim", mean, "CUDA")
-    _libraries.append(library)

@@ -174,13 +174,13 @@ class FusedLogprob(torch.autograd.Function):
             **ctx.scales,
         )
         grad_hidden_NC = grad_NV @ ctx.weight if needs_hidden else None
-        grad_weight_VC = _compute_weight_grad(ctx.weight, grad_NV, hidden_NC) if needs_weight else None
+        grad_weight_VC = compute_weight_grad(ctx.weight, grad_NV, hidden_NC) if needs_weight else None
         return grad_hidden_NC, grad_weight_VC, None, None, None
 
 
-def _compute_weight_grad(weight_VC: Tensor, grad_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
-    """The gradient of the head's weight, or None if it was accumulated into a float32 `weight.grad`."""
-    if not weight_VC.is_leaf or weight_VC.grad_dtype != torch.float32:
+def compute_weight_grad(weight_VC: Tensor, grad_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
+    """The gradient of a 16-bit weight, or None if it was accumulated into a float32 `weight.grad`."""
+    if not weight_VC.is_leaf or weight_VC.grad_dtype != torch.float32 or weight_VC.dtype == torch.float32:
         return grad_NV.t() @ hidden_NC
     if weight_VC.grad is None:
         weight_VC.grad = torch.mm(grad_NV.t(), hidden_NC, out_dtype=torch.float32)

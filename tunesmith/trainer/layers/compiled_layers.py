@@ -27,14 +27,13 @@ MAX_VARIANTS = 64
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """On a GPU with unquantized weights that are not sharded, without recurrent layers, unless numerics are exact.
+    """On a GPU with unquantized weights that are not sharded, without recurrent layers.
 
     torch.compile does not support the kernels of quantized layers, treats the shapes of sharded weights as dynamic, and
     would trace the turns of every row of recurrent layers.
     """
     is_plain = not getattr(model, "is_quantized", False) and find_sharding(model) is None
-    is_free = not is_recurrent(model.config) and not is_exact()
-    return model.device.type == "cuda" and is_plain and is_free
+    return model.device.type == "cuda" and is_plain and not is_recurrent(model.config)
 
 
 def find_compilable(*models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
@@ -73,7 +72,7 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
     torch.compile has a graph break at a parameter whose gradient has another dtype. A layer that is recompiled in the
     middle of an update, for rows of another size, would be compiled in pieces, which all later rows would use.
     """
-    compiled = compile_function(type(module).forward)
+    compiled = _fuse_function(type(module).forward) if is_exact() else compile_function(type(module).forward)
     parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
 
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -87,6 +86,14 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
                 parameter.grad = gradient
 
     return forward
+
+
+@lru_cache
+def _fuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the forward in the operations of the sampler's fused layers."""
+    from tunesmith.trainer.layers.exact_layers import run_exactly  # needs Triton, which is on CUDA machines only
+
+    return torch.compile(function, backend=run_exactly, dynamic=True, fullgraph=True)
 
 
 @lru_cache

@@ -176,7 +176,7 @@ class RowGraphs:
     def _build_key(self, row: PackedRow, device_inputs: DeviceInputs) -> Hashable:
         """The key of rows that share a graph."""
         chunks = tuple((chunk.distribution, len(chunk.target_S), len(chunk.site_E)) for chunk in row.chunks)
-        return row.input_ids_1T.shape, chunks, device_inputs.names
+        return row.input_ids_1T.shape, row.plan.sizes, chunks, device_inputs.names
 
     def _capture(
         self, key: Hashable, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor, run_row: RunRow

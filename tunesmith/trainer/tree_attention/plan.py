@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,31 +39,55 @@ from tunesmith.trainer.tree_attention.tile_schedule import (
     pad_trie,
 )
 
-if TYPE_CHECKING:
-    from tunesmith.trainer.tree_attention.kernels.exact_attention import Spans  # needs Triton
-
 MIN_PATH_TOKENS = 4096
 """Mean path length from which one cuDNN call per path is faster than the tree kernel."""
 MAX_PATH_HEAD = 128
 """Largest head size for which paths go to cuDNN."""
+
+torch.library.define(
+    "tunesmith::exact_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, Tensor table, int steps, "
+    "int window, float scaling, float softcap) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+exact_attention = torch.ops.tunesmith.exact_attention.default
+"""Stands for `attend_exactly` in traced layers, which fusion replaces."""
+
+
+@torch.library.register_fake("tunesmith::exact_attention")
+def _build_output(query_1HTD: Tensor, *_rest: object) -> Tensor:
+    _, num_heads, num_tokens, size = query_1HTD.shape
+    return query_1HTD.new_empty((1, num_tokens, num_heads, size))
 
 
 class TreePlan:
     """The `AttentionPlan` of one row. On a GPU the row may be padded beyond the trie, to a multiple of `PADDING`."""
 
     def __init__(
-        self, trie: Trie, device: torch.device, *, tile: Tile = NARROW, windows: Sequence[int | None] = ()
+        self,
+        trie: Trie,
+        device: torch.device,
+        *,
+        tile: Tile = NARROW,
+        windows: Sequence[int | None] = (),
+        num_groups: int | None = None,
     ) -> None:
-        """`tile` and `windows` are those of the model (`describe_attention`); other tables are built on demand."""
+        """`tile` and `windows` are those of the model (`describe_attention`); other tables are built on demand. Given
+        `num_groups`, the query heads of a key-value head, attention has the sampler's order of additions."""
         self._trie = trie
         self._device = device
         self._max_depth = int(trie.depth_T.max(initial=0))
         self._segments = SegmentAttention(trie) if device.type == "cpu" else None
         self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
         self._tables: dict[tuple[int | None, int], Tensor] = {}
-        self._spans: dict[int, Spans] = {}
+        self._num_groups = num_groups
+        self._spans: tuple[Tensor, ...] = ()
         if device.type != "cpu":
             self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
+        if num_groups is not None:
+            from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans  # needs Triton
+
+            self._spans = build_spans(pad_trie(trie), num_groups, device)
 
     @cached_property
     def segments(self) -> SegmentTable:
@@ -98,7 +122,7 @@ class TreePlan:
         scaling = options.get_scaling(query.shape[-1])
         window, softcap = options.sliding_window, options.softcap
         is_plain = window is None and softcap is None and query.dtype != torch.float32
-        if is_exact():
+        if self._spans:
             return self._attend_exactly(query, key, value, options)
         if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
             return path_attention(query, key, value, self._path_starts, scaling)[0]
@@ -106,15 +130,13 @@ class TreePlan:
         return tree_attention(query, key, value, table, steps, window or 0, scaling, softcap or 0.0)[0]
 
     def _attend_exactly(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        from tunesmith.trainer.tree_attention.kernels.exact_attention import ExactAttention, build_spans
+        from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
 
-        num_groups = query.shape[1] // key.shape[1]
-        if num_groups not in self._spans:
-            self._spans[num_groups] = build_spans(self._trie, num_groups, self._device)
+        assert query.shape[1] // key.shape[1] == self._num_groups, "tiles are those of another number of heads"
         window, scaling = options.sliding_window or 0, options.get_scaling(query.shape[-1])
         table, steps = self._find_table(query, options.sliding_window)
-        spans, softcap = self._spans[num_groups], options.softcap or 0.0
-        return ExactAttention.apply(query, key, value, spans, table, steps, window, scaling, softcap)
+        attend = exact_attention if torch.compiler.is_compiling() else attend_exactly
+        return attend(query, key, value, *self._spans, table, steps, window, scaling, options.softcap or 0.0)
 
     def _find_table(self, query: Tensor, window: int | None) -> tuple[Tensor, int]:
         tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
@@ -133,10 +155,17 @@ class TreePlan:
             reserved[: len(table)] = table
             self._tables[window, steps] = reserved
 
+    @property
+    def sizes(self) -> tuple[torch.Size, ...]:
+        """Of tensors that plans must share, beside their length, to share a CUDA graph."""
+        return tuple(each.shape for each in self._spans)
+
     def copy_tables(self, other: TreePlan) -> None:
-        """Copy the tables of a plan of the same length into the memory of this plan's tables."""
+        """Copy the tables of a plan of the same length and sizes into the memory of this plan's tables."""
         for table_key, table in other._tables.items():
             self._tables[table_key][: len(table)].copy_(table)
+        for own, new in zip(self._spans, other._spans, strict=True):
+            own.copy_(new)
 
     def _build_table(self, window: int | None, tile: Tile) -> Tensor:
         # built on the host while the device computes the row before
@@ -152,6 +181,12 @@ def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
         "tile": choose_tile(find_head_size(config), is_wide=is_wide),
         "windows": (None,) if window is None else (None, window),
     }
+
+
+def count_groups(model: PreTrainedModel) -> int | None:
+    """Query heads of a key-value head, with exact numerics."""
+    config = model.config.get_text_config()
+    return config.num_attention_heads // config.num_key_value_heads if is_exact() else None
 
 
 def find_long_paths(trie: Trie) -> Tensor | None:

@@ -50,7 +50,8 @@ def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str
                 messages.pop()  # the header of the reply
             messages.append(describe_reply(number, turn, advantage, text))
             known = turn.prompt_ids + turn.sampled_ids
-        conversations.append({"messages": [message for message in messages if not is_blank(message)]})
+        shown = [each for each in messages if each.get("sampled") or each["content"].strip() or each.get("tool_calls")]
+        conversations.append({"messages": shown})
     return conversations
 
 
@@ -112,10 +113,6 @@ def drop_controls(marked: str, reply_format: ReplyFormat) -> str:
     """The text without control tokens, except those that delimit reasoning and tool calls."""
     shown = reply_format.shown_controls
     return CONTROL.sub(lambda found: found[1] if found[1] in shown else "", marked)
-
-
-def is_blank(message: dict[str, Any]) -> bool:
-    return not message.get("sampled") and not message["content"].strip() and not message.get("tool_calls")
 
 
 def list_tool_names(replies: Sequence[str], reply_format: ReplyFormat) -> list[str]:

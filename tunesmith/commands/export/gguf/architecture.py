@@ -87,7 +87,9 @@ def check_variant(config: PretrainedConfig) -> None:
     """Raise ModelError for settings that llama.cpp does not implement for this architecture."""
     settings: dict[str, bool] = {
         f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
-        "sliding-window attention": has_sliding_window(config),
+        "sliding-window attention": any(
+            each != "full_attention" for each in getattr(config, "layer_types", None) or []
+        ),
         "attention_bias": config.model_type in {"qwen3", "smollm3"} and bool(config.attention_bias),
         "mlp_bias": config.model_type == "smollm3" and bool(config.mlp_bias),
         "layers without rotary embedding other than every fourth": has_other_rope_layers(config),
@@ -99,11 +101,6 @@ def check_variant(config: PretrainedConfig) -> None:
             f"this {config.model_type} model has {', '.join(refused)}, which cannot be written as GGUF; "
             "remove gguf from formats"
         )
-
-
-def has_sliding_window(config: PretrainedConfig) -> bool:
-    layer_types = getattr(config, "layer_types", None) or []
-    return any(layer_type != "full_attention" for layer_type in layer_types)
 
 
 def has_other_rope_layers(config: PretrainedConfig) -> bool:

@@ -108,18 +108,17 @@ def check_tokenizer(parts: Mapping[str, Any]) -> None:
         f"the normalizer {normalizer.get('type')}": normalizer.get("type") not in {None, "NFC"},
         f"the decoder {decoder.get('type')} (not ByteLevel)": decoder.get("type") != "ByteLevel",
     }
-    stripped = [token["content"] for token in parts["added_tokens"] if affects_neighbors(token)]
+    stripped = [
+        token["content"]
+        for token in parts["added_tokens"]
+        if token["lstrip"] or token["rstrip"] or token["single_word"]
+    ]
     refused[f"added tokens that strip adjacent spaces or match whole words only: {stripped[:3]}"] = bool(stripped)
     found = [name for name, is_refused in refused.items() if is_refused]
     if found:
         raise ModelError(
             f"the tokenizer has {'; '.join(found)}: GGUF cannot represent it. Leave gguf out of the formats"
         )
-
-
-def affects_neighbors(token: Mapping[str, Any]) -> bool:
-    """Whether matching the added token depends on the text around it."""
-    return bool(token["lstrip"] or token["rstrip"] or token["single_word"])
 
 
 def find_pre_tokenizer(parts: Mapping[str, Any]) -> str:

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.custom_ops import Prologue, get_prologue_tensors
 from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, Kind, get_num_sms
 from tunesmith.model.kernels.heads import apply_softcap, load_heads
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.prologue import Prologue, get_prologue_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,6 +346,5 @@ def log_trainer_logprobs(logits_RV: Tensor, rows: SamplingTensors) -> None:
     distribution at temperature 1: its sums have another order (`model/forward/exact.py`)."""
     logprobs_R, _, _ = compute_token_logprobs(logits_RV, rows.ids_R, scale_before=1.0, scale_after=1.0, softcap=0.0)
     is_plain_R = (rows.temperatures_R == 1) & (rows.top_ks_R == 0) & (rows.top_ps_R >= 1) & (rows.min_ps_R == 0)
-    places = rows.log_lines_R + rows.positions_R, torch.arange(len(rows.ids_R), device=logits_RV.device)
-    log_LR = rows.logprob_log_LR
-    log_LR[places] = torch.where(is_plain_R, logprobs_R, log_LR[places])
+    lines_1R, log_LR = (rows.log_lines_R + rows.positions_R)[None], rows.logprob_log_LR
+    log_LR.scatter_(0, lines_1R, torch.where(is_plain_R, logprobs_R, log_LR.gather(0, lines_1R)))

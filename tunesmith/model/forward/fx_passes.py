@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 
-from tunesmith.engine.cuda import custom_ops as ops
-from tunesmith.engine.cuda.custom_ops import Prologue
+from tunesmith.errors import ModelError
+from tunesmith.model.forward.exact import is_exact
+from tunesmith.model.kernels.prologue import Prologue
 
 MUL = {operator.mul, torch.mul, "mul"}
 ADD = {operator.add, torch.add, "add"}
 NEG = {operator.neg, torch.neg, "neg"}
 LINEAR = {functional.linear, torch._C._nn.linear}
+SUMS = {torch.mean, "mean", torch.sum, "sum", torch.var, "var", functional.layer_norm, functional.softmax, "softmax"}
 VIEWS = {operator.getitem, "view", "reshape", "transpose", "contiguous", "unsqueeze", "to", "size", getattr}
-ATTENTION = {ops.paged_decode, ops.paged_prefill}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +51,10 @@ class FusedOps:
     """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
     add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(total, input, weight) -> total += input @ weight.T in place; the total may be wider."""
-    paged_decode: Callable[..., Tensor]
-    """`ops.paged_decode` with a `Prologue` as its last argument."""
-    paged_prefill: Callable[..., Tensor]
-    """`ops.paged_prefill` with a `Prologue` as its last argument."""
+    attention: Mapping[Any, Callable[..., Tensor]]
+    """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
+    has_gradients: bool = False
+    """Set if all products accumulate gradients of weights: `merged_linear` then runs single linear layers too."""
     quantized: QuantizedOps | None = None
     """Set if products quantize their inputs: `merged_linear` then runs single linear layers too, and the output of a
     norm or SwiGLU that only products read is quantized at once."""
@@ -66,20 +68,34 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     _fuse_swiglu(graph, fused_ops)
     _merge_linears(graph, fused_ops)
     _fuse_residual_adds(graph, fused_ops)
-    if fused_ops.quantized is not None:
+    if fused_ops.quantized is not None or fused_ops.has_gradients:
         _merge_linears(graph, fused_ops, min_linears=1)
+    if fused_ops.quantized is not None:
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
-    known = {*VIEWS, *LINEAR, *MUL, *ADD, *ATTENTION, build_prologue}
-    known.update(getattr(fused_ops, name) for name in FusedOps.__slots__ if name != "quantized")
+    known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue}
+    known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.swiglu, fused_ops.add_linear}
     if fused_ops.quantized is not None:
         known -= LINEAR
         known |= {fused_ops.quantized.rms_norm, fused_ops.quantized.swiglu}
-    is_known = all(node.target in known for node in graph.nodes if node.op in ("call_function", "call_method"))
-    if is_known:
-        graph.lint()
-        module.recompile()
-    return is_known
+    graph.lint()
+    module.recompile()
+    return all(node.target in known for node in graph.nodes if node.op in ("call_function", "call_method"))
+
+
+def compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOps) -> Callable[..., Any]:
+    """Backend of `torch.compile`: fuse a copy of the traced layer, or compile the layer if fusion is incomplete. With
+    exact numerics operations that are not fused run as they are, since a compiler rounds where it likes."""
+    fused = fx.GraphModule(module, fx.Graph())
+    fused.graph.output(fused.graph.graph_copy(module.graph, {}))
+    is_whole = fuse_layer(fused, ops)
+    if is_exact() and any(_is_call(node, SUMS) for node in fused.graph.nodes):
+        raise ModelError("model.numerics=exact: a layer has sums that are not fused; leave it at fast")
+    if is_whole or is_exact():
+        return fused.forward
+    if ops.quantized is not None:
+        raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")
+    return cast(Callable[..., Any], compile_fx(module, list(inputs)))
 
 
 def build_prologue(
@@ -153,8 +169,9 @@ def _is_mean_square(node: Any, wide: Any) -> bool:
 
 def _fuse_rope_into_attention(graph: fx.Graph, fused_ops: FusedOps) -> None:
     for node in list(graph.nodes):
-        if not _is_call(node, ATTENTION):
+        if not _is_call(node, fused_ops.attention):
             continue
+        node.target = function = fused_ops.attention[node.target]
         query, key, *rest = node.args
         rotary_query, rotary_key = _match_rotary(query), _match_rotary(key)
         if rotary_query is None or rotary_key is None or rotary_query[1:] != rotary_key[1:]:
@@ -163,7 +180,6 @@ def _fuse_rope_into_attention(graph: fx.Graph, fused_ops: FusedOps) -> None:
         key = rotary_key[0]
         norms: tuple[Any, Any, float] = (None, None, 0.0)
         normed_query, normed_key = _match_normed_heads(query, fused_ops), _match_normed_heads(key, fused_ops)
-        function = fused_ops.paged_decode if node.target is ops.paged_decode else fused_ops.paged_prefill
         with graph.inserting_before(node):
             if normed_query and normed_key and normed_query[2] == normed_key[2]:
                 norms = (normed_query[1], normed_key[1], normed_query[2])

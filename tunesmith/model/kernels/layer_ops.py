@@ -1,16 +1,20 @@
-"""Row-wise kernels of a transformer layer: RMS norm (Zhang and Sennrich, 2019), and SiLU(gate) * value.
+"""Operations of a fused transformer layer: RMS norm (Zhang and Sennrich, 2019), SiLU(gate) * value, matrix products.
 
 Axes: T tokens, C hidden size, I intermediate size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.merged_weights import find_merged_groups, get_merged_view
 
 GATE_TILE = 1024
 
@@ -64,3 +68,40 @@ def silu_and_mul(gate_value_T2I: Tensor) -> Tensor:
         rows, output, size, TILE=GATE_TILE, num_warps=4, **get_launch_options()
     )
     return output
+
+
+def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """One matrix product per group of merged weights (and merged biases, if any); one per weight that is not merged."""
+    outputs: dict[int, Tensor] = {}
+    for group in find_merged_groups(weights, biases):
+        merged, bias = get_merged_view([weights[index] for index in group]), None
+        present = [bias for bias in (biases[index] for index in group) if bias is not None]
+        assert merged is not None
+        if present:
+            bias = get_merged_view(present)
+        sizes = [len(weights[index]) for index in group]
+        outputs.update(zip(group, functional.linear(inputs, merged, bias).split(sizes, dim=-1), strict=True))
+    return [outputs[index] for index in range(len(weights))]
+
+
+def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
+    """SiLU(inputs @ gate_weight.T) * (inputs @ value_weight.T) (Shazeer, 2020)."""
+    return silu_and_mul(compute_gate_value(inputs, gate_weight, value_weight))
+
+
+def compute_gate_value(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
+    """The products with both weights, side by side."""
+    merged = get_merged_view((gate_weight, value_weight))
+    if merged is not None:
+        return functional.linear(inputs, merged)
+    return torch.cat([functional.linear(inputs, weight) for weight in (gate_weight, value_weight)], dim=-1)
+
+
+def add_linear(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    """total += inputs @ weight.T in the GEMM's epilogue; a 16-bit product is not rounded before a float32 total."""
+    rows, factors = total.view(-1, total.shape[-1]), inputs.view(-1, inputs.shape[-1])
+    if total.dtype == weight.dtype:
+        rows.addmm_(factors, weight.t())
+    else:
+        torch.addmm(rows, factors, weight.t(), out_dtype=total.dtype, out=rows)
+    return total

@@ -9,14 +9,13 @@ Z block size.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.custom_ops import Prologue, get_prologue_tensors
 from tunesmith.model.kernels.heads import load_heads
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
+from tunesmith.model.kernels.prologue import Prologue, get_prologue_tensors
 from tunesmith.model.kernels.span_attention import attend_spans
 
 
@@ -59,8 +58,10 @@ def run_paged_prefill(
     sliding_window: int,
     softcap: float,
     prologue: Prologue | None = None,
+    log_sums_HT: Tensor | None = None,
 ) -> Tensor:
-    """Implement `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads."""
+    """As `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads; `log_sums_HT`
+    receives the base-2 log-sums of the attention weights."""
     num_tokens, size = query_1HTD.shape[2:]
     num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     size_pad = max(16, triton.next_power_of_2(size))
@@ -78,7 +79,5 @@ def run_paged_prefill(
         query_1HTD, keys_PKZD, values_PKZD, block_table_RP, spans_3R, tiles_2I,
         scaling=scaling, sliding_window=sliding_window, softcap=softcap,
         prologue=None if prologue is None else (cos, sin, query_norm), has_norm=has_norm, epsilon=epsilon,
+        log_sums_HT=log_sums_HT,
     )  # fmt: skip
-
-
-torch.library.impl("tunesmith::paged_prefill", "CUDA")(run_paged_prefill)
