@@ -1,12 +1,13 @@
-"""CPU time of a BM25 search in process: ours, with the sums of bm25s, with its ranking too, and FlashRAG's.
+"""CPU time of a BM25 search in process: ours, with numba's sums of bm25s, with its ranking too, and FlashRAG's.
 
 CPU time of the process, in rounds that take turns, so that other load on the machine hardly matters; without a server.
 
     python -m benchmarks.tools.search_cpu --sizes 1000 100000 1000000 --out results/tools/search_cpu.json
 
-The first three search the same index for the same words, bm25s with numba. The first two must find the same passages;
+The first three search the same index for the same words: ours with the sums of bm25s in NumPy, the others with numba,
+which has to be installed. The first two must find the same passages;
 bm25s ranks passages with equal scores in any order. FlashRAG has an index and a tokenizer of bm25s. `first_s` is the
-CPU time of the first search, which compiles. numba is needed.
+CPU time of the first search, which compiles.
 """
 
 from __future__ import annotations

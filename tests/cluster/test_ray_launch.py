@@ -10,7 +10,6 @@ import pytest
 
 from tunesmith.cluster import ray_launch
 from tunesmith.cluster.ray_launch import (
-    NodeReport,
     check_nodes,
     choose_gpus,
     choose_variables,
@@ -49,8 +48,8 @@ def test_a_cluster_that_is_too_small_is_one_sentence(resources, device, message)
         choose_gpus(build_cluster(**resources), 4, device=device)
 
 
-def report(**changes) -> NodeReport:
-    return NodeReport(**({"host": "two (10.0.0.2)", "versions": OWN, "missing_paths": []} | changes))
+def report(**changes) -> dict:
+    return {"host": "two (10.0.0.2)", "versions": OWN, "missing": []} | changes
 
 
 def test_equal_hosts_are_accepted():
@@ -66,7 +65,7 @@ def test_a_host_with_another_package_is_named():
 
 def test_a_path_that_a_host_does_not_see_is_named():
     with pytest.raises(StorageError, match=r"two \(10\.0\.0\.2\) does not have /data/train"):
-        check_nodes([report(missing_paths=["/data/train"])], OWN)
+        check_nodes([report(missing=["/data/train"])], OWN)
 
 
 def test_ray_is_named_if_it_is_absent(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.retrieval.index.bm25 import add_up, find_threshold
+from tunesmith.retrieval.index.bm25 import find_threshold
 from tunesmith.retrieval.index.ranking import Ranking, fuse, rank
 
 
@@ -46,11 +46,3 @@ def test_at_least_top_n_passages_reach_the_threshold(scores, top_n):
 def test_the_threshold_leaves_out_most_passages():
     scores = np.random.default_rng(0).permutation(64_000).astype(np.float32)
     assert np.count_nonzero(scores >= find_threshold(scores, 10)) < 20
-
-
-def test_scores_are_sums_over_the_words_of_a_query():
-    positions = np.array([0, 2, 1, 2], dtype=np.int32)
-    gains = np.array([1, 2, 4, 8], dtype=np.float32)
-    starts = np.array([0, 2, 4])  # word 0 is in passages 0 and 2, word 1 in 1 and 2
-    for words, sums in (([], [0, 0, 0]), ([0], [1, 0, 2]), ([0, 1], [1, 4, 10]), ([1, 1], [0, 8, 16])):
-        assert add_up(positions, gains, starts, np.array(words, dtype=np.int64), 3).tolist() == sums

@@ -51,23 +51,6 @@ def test_scores_are_those_of_bm25s(tmp_path):
         assert scores == pytest.approx(expected[expected > 0].tolist(), rel=1e-5)
 
 
-def test_without_numba_the_hits_are_the_same(tmp_path):
-    generate(tmp_path / "world", num_documents=1000, num_train=12, num_test=1)
-    build_index(tmp_path / "world" / "documents.jsonl", tmp_path / "index")
-    lines = (tmp_path / "world" / "train.jsonl").read_text().splitlines()
-    queries = ["city city founder", "zebra", *(json.loads(line)["question"] for line in lines)]
-    code = f"""
-        import sys
-        sys.modules["numba"] = None
-        from tunesmith.retrieval import SearchIndex
-        index = SearchIndex({str(tmp_path / "index")!r})
-        print([index.search_batch({queries!r}, top_n) for top_n in (1, 4, 100)])
-    """
-    printed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    index = SearchIndex(tmp_path / "index")
-    assert printed.stdout.strip() == str([index.search_batch(queries, top_n) for top_n in (1, 4, 100)])
-
-
 def test_bm25_finds_the_gold_passage_that_names_an_entity(tmp_path):
     generate(tmp_path / "world", num_documents=1000, num_train=200, num_test=10)
     info = build_index(tmp_path / "world" / "documents.jsonl", tmp_path / "index")

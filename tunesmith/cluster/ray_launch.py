@@ -277,16 +277,6 @@ REPORT_TIMEOUT_S = 180.0
 NOT_FOUND = "not installed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
-    """The packages of a host, and the paths that it lacks."""
-
-    host: str
-    versions: Mapping[str, str]
-    missing_paths: Sequence[str]
-    """Paths that exist where the run is started, and not here."""
-
-
 def choose_gpus(ray: Any, num_workers: int, *, device: str) -> bool:
     """Whether workers get a GPU each; raise ConfigError if the cluster has too few GPUs, or CPUs without them.
 
@@ -309,7 +299,8 @@ def choose_gpus(ray: Any, num_workers: int, *, device: str) -> bool:
 
 
 def build_inspection(paths: Sequence[str]) -> Callable[[], dict[str, Any]]:
-    """The function that reports on a host; Ray sends it by value."""
+    """The function that reports a host's name, the versions of its packages, and which paths it lacks; Ray sends it by
+    value."""
     packages, not_found = PACKAGES, NOT_FOUND
 
     def inspect() -> dict[str, Any]:  # sent by value: it must not use names of this module
@@ -333,7 +324,7 @@ def build_inspection(paths: Sequence[str]) -> Callable[[], dict[str, Any]]:
     return inspect
 
 
-def inspect_nodes(ray: Any, paths: Sequence[str]) -> list[NodeReport]:
+def inspect_nodes(ray: Any, paths: Sequence[str]) -> list[dict[str, Any]]:
     """The reports of all hosts on which workers can run."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # optional
 
@@ -351,28 +342,24 @@ def inspect_nodes(ray: Any, paths: Sequence[str]) -> list[NodeReport]:
             f"a host of the Ray cluster does not answer ({first_line(error)}): `ray status` lists the hosts"
         ) from error
     return [
-        NodeReport(
-            host=f"{each['host']} ({node['NodeManagerAddress']})",
-            versions=each["versions"],
-            missing_paths=each["missing"],
-        )
+        each | {"host": f"{each['host']} ({node['NodeManagerAddress']})"}
         for each, node in zip(found, nodes, strict=True)
     ]
 
 
-def check_nodes(reports: Sequence[NodeReport], own: Mapping[str, str]) -> None:
+def check_nodes(reports: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
     """Raise if a host has other packages than this one (`own`), or does not see a path."""
     for report in reports:
         differing = [
-            f"{name} is {report.versions.get(name)} on {report.host} and {expected} here"
+            f"{name} is {report['versions'].get(name)} on {report['host']} and {expected} here"
             for name, expected in own.items()
-            if report.versions.get(name) != expected
+            if report["versions"].get(name) != expected
         ]
         if differing:
             raise ConfigError(f"{'; '.join(differing)}: install the same versions on all hosts of the Ray cluster")
-        if report.missing_paths:
+        if report["missing"]:
             raise StorageError(
-                f"{report.host} does not have {', '.join(report.missing_paths)}: every host of the Ray cluster needs "
+                f"{report['host']} does not have {', '.join(report['missing'])}: every host of the Ray cluster needs "
                 "the same folders, for example on a shared file system"
             )
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.rollout.chat_model import ChatModel, Endpoint, ModelClients
 
 
 def has_agentscope() -> bool:
@@ -45,14 +45,7 @@ def build_agentscope_model(
 @functools.cache
 def _add_base_url(model_class: type) -> Any:
     """A subclass with `base_url`, other clients, and the same name, by which AgentScope's tracing identifies models."""
-    added = {
-        "__module__": model_class.__module__,
-        "base_url": property(lambda model: model.endpoint.find_url()),
-        "as_openai_client": lambda model: model.endpoint.as_openai_client(),
-        "as_sync_openai_client": lambda model: model.endpoint.as_sync_openai_client(),
-        "as_anthropic_client": lambda model: model.endpoint.as_anthropic_client(),
-    }
-    return type(model_class.__name__, (model_class,), added)
+    return type(model_class.__name__, (ModelClients, model_class), {"__module__": model_class.__module__})
 
 
 def _build_v1(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_stream: bool) -> Any:

@@ -42,37 +42,45 @@ class Endpoint:
     in_process: InProcessClients | None = None
     """HTTP clients of other kinds, if the model is in this process."""
 
-    def find_url(self) -> str:
-        """The URL for other clients; raises if the model is not served over HTTP."""
-        if self.base_url is None:
+
+class ModelClients:
+    """The address of a model object, and the official clients that are bound to its rollout."""
+
+    endpoint: Endpoint
+
+    @property
+    def base_url(self) -> str:
+        """URL of the API for any client; available if `rollout.http_port` is set."""
+        if self.endpoint.base_url is None:
             raise NoAddressError(
                 "model.base_url is the URL of the run's HTTP server, which is off: set rollout.http_port, 0 for a free "
                 "port (model.client works without it)"
             )
-        return self.base_url
+        return self.endpoint.base_url
 
     def as_openai_client(self) -> openai.AsyncOpenAI:
-        """The official async client, bound to this rollout."""
-        return self.client
+        """The official async OpenAI client; the same as `client`."""
+        return self.endpoint.client
 
     def as_sync_openai_client(self) -> openai.OpenAI:
         """The official synchronous client, for workflows that are plain functions and for code in other threads."""
-        http_client = None if self.in_process is None else self.in_process.get_sync_client()
-        retries = {} if self.in_process is None else {"max_retries": 0, "timeout": None}
+        in_process = self.endpoint.in_process
+        http_client = None if in_process is None else in_process.get_sync_client()
+        retries = {} if in_process is None else {"max_retries": 0, "timeout": None}
         options: Any = {"http_client": http_client, **retries}
-        return openai.OpenAI(base_url=str(self.client.base_url), api_key=self.api_key, **options)
+        return openai.OpenAI(base_url=str(self.endpoint.client.base_url), api_key=self.endpoint.api_key, **options)
 
     def as_anthropic_client(self) -> Any:
-        """The official `anthropic.AsyncAnthropic` client, bound to this rollout; needs the package `anthropic`."""
+        """The official `anthropic.AsyncAnthropic` client; needs the package `anthropic`."""
         try:
             anthropic = importlib.import_module("anthropic")
         except ImportError as error:
             raise ConfigError("model.as_anthropic_client() needs the Anthropic SDK: pip install anthropic") from error
-        base_url = str(self.client.base_url).rstrip("/").removesuffix("/v1")
-        if self.in_process is None:
-            return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key)
-        http_client = self.in_process.get_async_client(find_http_library(anthropic))
-        return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key, max_retries=0, http_client=http_client)
+        base_url, api_key = str(self.endpoint.client.base_url).rstrip("/").removesuffix("/v1"), self.endpoint.api_key
+        if self.endpoint.in_process is None:
+            return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key)
+        http_client = self.endpoint.in_process.get_async_client(find_http_library(anthropic))
+        return anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0, http_client=http_client)
 
 
 def find_http_library(sdk: ModuleType) -> ModuleType:
@@ -81,34 +89,17 @@ def find_http_library(sdk: ModuleType) -> ModuleType:
     return importlib.import_module(http_class.__module__.partition(".")[0])
 
 
-class ChatModel:
+class ChatModel(ModelClients):
     """A chat model: `await model(messages, tools=..., temperature=...)` returns an OpenAI `ChatCompletion`."""
 
     def __init__(self, endpoint: Endpoint, *, options: Mapping[str, Any] | None = None) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self.api_key = endpoint.api_key
         self.model_name = endpoint.model_name
         self.client = endpoint.client
         """The official OpenAI client, for streaming and all other features."""
         self.options = dict(options or {})
         """Default request fields of each call."""
-
-    @property
-    def base_url(self) -> str:
-        """URL of the API for any client; available if `rollout.http_port` is set."""
-        return self._endpoint.find_url()
-
-    def as_openai_client(self) -> openai.AsyncOpenAI:
-        """The official async OpenAI client, bound to this rollout; the same as `client`."""
-        return self._endpoint.as_openai_client()
-
-    def as_sync_openai_client(self) -> openai.OpenAI:
-        """The official synchronous OpenAI client, for plain functions and other threads."""
-        return self._endpoint.as_sync_openai_client()
-
-    def as_anthropic_client(self) -> Any:
-        """The official `anthropic.AsyncAnthropic` client, bound to this rollout."""
-        return self._endpoint.as_anthropic_client()
 
     async def __call__(
         self,

@@ -118,7 +118,8 @@ class SearchIndex:
     def rank(self, searches: Sequence[tuple[str, int]]) -> list[Ranking]:
         """Rankings for pairs of a normalized query and its top_n, in one batch."""
         if self._dense is None:
-            return [self._rank_words(query, top_n) for query, top_n in searches]
+            assert self._bm25 is not None
+            return [self._bm25.find(query, top_n) for query, top_n in searches]
         if not searches:
             return []
         depths = [top_n if self._bm25 is None else max(top_n, FUSION_DEPTH) for _, top_n in searches]
@@ -133,10 +134,6 @@ class SearchIndex:
         pairs = zip(ranking.positions.tolist(), ranking.scores.tolist(), strict=True)
         found = [(self.passages.read_passage(position), score) for position, score in pairs]
         return [Hit(passage_id=each.passage_id, contents=each.contents, score=score) for each, score in found]
-
-    def _rank_words(self, query: str, top_n: int) -> Ranking:
-        assert self._bm25 is not None
-        return self._bm25.find(query, top_n)
 
     def _combine(self, query: str, top_n: int, nearest: Ranking, depth: int) -> Ranking:
         """The dense ranking, cut, or fused with that of BM25."""
