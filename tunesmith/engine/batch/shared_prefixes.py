@@ -68,7 +68,7 @@ class _Search:
 
     def _visit_all(self, members: NDArray[np.int64], num_blocks: int, start: int) -> None:
         """Order requests that share `num_blocks` blocks, of which those from token `start` on are not listed yet."""
-        # A range that is worth it has the same blocks at both ends; one end is not enough, as a prefix may be cached twice.
+        # A range that is worth it has the same blocks at both ends; a prefix that is cached twice may have one of them.
         column = min(num_blocks + MIN_SHARED_TOKENS // self.block_size, self.table_RP.shape[1]) - 1
         ends = self.table_RP[members, num_blocks].astype(np.int64) << 32 | self.table_RP[members, column]
         blocks = np.where(self.num_full_R[members] > column, ends, -1 - members)
