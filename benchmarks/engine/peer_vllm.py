@@ -40,7 +40,6 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LOGPROBS = {"dict": {"logprobs": 0}, "flat": {"logprobs": 0, "flat_logprobs": True}, "none": {}}
 MAX_PLACES = 256
@@ -64,17 +63,6 @@ def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: i
     return [prompts[index // group] for index in range(num_sequences)]
 
 
-def register_qwen3_5() -> None:
-    """The text decoder of Qwen3.5 as a model of its own; vLLM lists it with a vision tower only."""
-    from vllm import ModelRegistry
-    from vllm.model_executor.models import interfaces, qwen3_5
-
-    whole = vars(qwen3_5.Qwen3_5ForConditionalGeneration)
-    state = {name: each for name, each in whole.items() if name.startswith("get_mamba_state")}
-    decoder = type("Qwen3_5ForCausalLM", (qwen3_5.Qwen3_5ForCausalLM, interfaces.IsHybrid), state)
-    ModelRegistry.register_model("Qwen3_5ForCausalLM", decoder)
-
-
 def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: int, memory: float) -> tuple[Any, int]:
     """vLLM's engine with random weights, and the size of the vocabulary."""
     import torch
@@ -86,10 +74,6 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: 
     config.architectures = [ARCHITECTURES[config.model_type]]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
-    state = {}
-    if config.model_type == "qwen3_5_text":
-        register_qwen3_5()
-        state = {"mamba_ssm_cache_dtype": "float32"}
     engine = LLM(
         model=str(folder),
         load_format="dummy",
@@ -101,7 +85,6 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: 
         gpu_memory_utilization=memory,
         compilation_config={"cudagraph_capture_sizes": [size for size in CAPTURE_SIZES if size <= max_num_seqs]},
         seed=0,
-        **state,
     )
     return engine, config.vocab_size
 

@@ -244,7 +244,9 @@ def main() -> None:
     parser.add_argument("--data", help="folder of bfcl-eval's data; the installed package's without it")
     parser.add_argument("--examples", type=Path, help="Markdown file for replies of the base and of an arm")
     parser.add_argument(
-        "--trained", default="rl-42", help="the run that the page of replies shows; arms are compared with its seeds"
+        "--trained",
+        default="rl-42",
+        help="the run that the page of replies shows; arms are compared with its seeds, or it",
     )
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
@@ -263,7 +265,7 @@ def main() -> None:
     base = last[BASE]
     parts = list_parts(rows, list(base))
     details: dict[str, Any] = {"parts": {part: len(names) for part, names in parts.items()}, "seeds": {}, "arms": {}}
-    trained = arguments.trained.rpartition("-")[0]
+    trained = arguments.trained.rpartition("-")[0] or arguments.trained
     by_arm: dict[str, list[str]] = defaultdict(list)
     for name in last:
         by_arm[name.rpartition("-")[0] or name].append(name)
