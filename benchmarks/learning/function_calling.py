@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument(
         "--trained",
         default="rl-42",
-        help="the run that the page of replies shows; arms are compared with its seeds, or it",
+        help="the run that the page of replies shows; arms are compared with its seeds",
     )
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
