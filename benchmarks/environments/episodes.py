@@ -61,7 +61,7 @@ def build_model(reply: str, call: dict[str, Any] | None = None) -> SimpleNamespa
 
     async def create(**fields: Any) -> ChatCompletion:
         await asyncio.sleep(0)
-        return completion if fields["messages"][-1]["role"] == "tool" else calling
+        return calling if fields["messages"][-1]["role"] == "user" else completion
 
     return SimpleNamespace(
         client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))), model_name="m"
@@ -179,11 +179,12 @@ class PlainNothing(Nothing):
 async def call_model_only(number: int, at_a_time: int) -> None:
     """The model calls of `play_all` alone."""
     model, left = build_model("a"), iter(range(number))
+    messages = [{"role": "user", "content": "a"}]
 
     async def work() -> None:
         for _ in left:
             for _ in range(10):
-                await model.client.chat.completions.create(model="m", messages=[], stream=False)
+                await model.client.chat.completions.create(model="m", messages=messages, stream=False)
 
     await asyncio.gather(*(work() for _ in range(at_a_time)))
 
