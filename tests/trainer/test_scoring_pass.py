@@ -70,7 +70,7 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
-    """Each algorithm in one of the packings, whose product with options of the loss is in the test below."""
+    """Each algorithm in one of the packings; algorithms that differ in advantages alone are tested once."""
     model = build_trainable()
     samples = build_near_samples(model)
     section = AlgorithmSection(algorithm_type=name)

@@ -1,4 +1,4 @@
-"""Updates on 2 and 3 ranks equal those of one, for every algorithm of the table.
+"""Updates on 2 and 3 ranks equal those of one, for every algorithm; of those that differ in advantages alone one runs.
 
 `TUNESMITH_ALL_RANKS=1` runs every case on 2 and on 3 ranks.
 """
