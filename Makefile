@@ -13,7 +13,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TESTS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 PYTHONS ?= python3.11 python3.13
 VENV ?= .venv
 BIN := $(VENV)/bin
