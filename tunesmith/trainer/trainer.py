@@ -118,8 +118,9 @@ class Trainer:
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
         compiled = find_compilable(*models) if settings.has_compiled_layers else ()
-        if is_exact() and not compiled:
-            raise ConfigError("model.numerics=exact: the layers of a model cannot be fused; leave it at fast")
+        if is_exact() and (self._dropouts or not compiled):  # values and gradients are computed apart
+            reason = "it does not work with model.lora.dropout" if self._dropouts else "layers cannot be fused"
+            raise ConfigError(f"model.numerics=exact: {reason}; leave it at fast")
         self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
         has_graphs = uses_row_graphs(model, settings, is_compiled=bool(compiled), has_dropout=bool(self._dropouts))
         self._setup = PassSetup(

@@ -59,10 +59,8 @@ def run_paged_prefill(
     softcap: float,
     sinks_H: Tensor | None = None,
     prologue: Prologue | None = None,
-    log_sums_HT: Tensor | None = None,
 ) -> Tensor:
-    """As `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads; `log_sums_HT`
-    receives the base-2 log-sums of the attention weights."""
+    """As `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads."""
     num_tokens, size = query_1HTD.shape[2:]
     num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     size_pad = max(16, triton.next_power_of_2(size))
@@ -80,5 +78,5 @@ def run_paged_prefill(
         query_1HTD, keys_PKZD, values_PKZD, block_table_RP, spans_3R, tiles_2I,
         scaling=scaling, sliding_window=sliding_window, softcap=softcap,
         prologue=None if prologue is None else (cos, sin, query_norm), has_norm=has_norm, epsilon=epsilon,
-        log_sums_HT=log_sums_HT, sinks_H=sinks_H,
+        sinks_H=sinks_H,
     )  # fmt: skip

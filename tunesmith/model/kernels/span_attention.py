@@ -28,21 +28,20 @@ CONTEXT_TILE = 64
 """Context tokens per loop iteration."""
 SMALL_CONTEXT_TILE = 16
 """The same in float32, where tensor cores are not precise enough, and for large heads, which need more registers."""
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
-    do_not_specialize=["table_width", "num_tokens"],
+    do_not_specialize=["table_width"],
     do_not_specialize_on_alignment=["firsts", "starts", "stops", "tile_requests", "tile_offsets"],
 )  # one compiled kernel for any number of requests
 def _span_attention_kernel(
     query, keys, values, block_table, firsts, starts, stops, tile_requests, tile_offsets,
-    cos, sin, query_norm, output, log_sums, sinks, scaling, softcap, epsilon, window,
-    table_width, query_stride_t, query_stride_h, cos_stride, num_tokens,
+    cos, sin, query_norm, output, sinks, scaling, softcap, epsilon, window,
+    table_width, query_stride_t, query_stride_h, cos_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_LOG_SUMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(HAS_PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -91,9 +90,6 @@ def _span_attention_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head * GROUPS + groups, mask=groups < GROUPS, other=0.0).to(tl.float32)
         total += tl.exp(sink - maximum)
-    if HAS_LOG_SUMS:
-        places_of_sums = (head * GROUPS + groups) * num_tokens + places_Q
-        tl.store(log_sums + places_of_sums, (maximum + tl.log(total)) * LOG2E, mask=is_row)
     acc_QD = acc_QD / total[:, None]
     output_places = (places_Q * HEADS * GROUPS + head * GROUPS + groups) * SIZE
     is_output = is_row[:, None] & is_size[None, :]
@@ -119,7 +115,6 @@ def attend_spans(
     prologue: tuple[Tensor, Tensor, Tensor] | None = None,
     has_norm: bool = False,
     epsilon: float = 0.0,
-    log_sums_HT: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention [1, T, H, D] of query [1, H, T, D]; tokens of no span are left undefined.
@@ -127,7 +122,7 @@ def attend_spans(
     `spans_3R` (int32) holds each span's first token in the row, that token's position, and the position after its last
     token; `tiles_2I` (int32) for each tile its span and the index of its first token in it. `sliding_window` 0 and
     `softcap` 0 mean none. `prologue` (cosines, sines, weight of the head norm) is applied to the query heads first.
-    `log_sums_HT` receives the base-2 log-sums of the weights; `sinks_H` are those of `AttentionOptions`.
+    `sinks_H` are those of `AttentionOptions`.
     """
     _, num_heads, num_tokens, size = query_1HTD.shape
     num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
@@ -139,15 +134,14 @@ def attend_spans(
     _span_attention_kernel[(tiles_2I.shape[1], num_kv_heads)](
         query_1HTD, keys_PKZD, values_PKZD, block_table_RP,
         spans_3R[0], spans_3R[1], spans_3R[2], tiles_2I[0], tiles_2I[1],
-        cos, sin, query_norm, output, output if log_sums_HT is None else log_sums_HT,
-        output if sinks_H is None else sinks_H,
+        cos, sin, query_norm, output, output if sinks_H is None else sinks_H,
         scaling, softcap, epsilon, sliding_window, block_table_RP.stride(0),
-        query_1HTD.stride(2), query_1HTD.stride(1), cos.stride(1), num_tokens,
+        query_1HTD.stride(2), query_1HTD.stride(1), cos.stride(1),
         HEADS=num_kv_heads, GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups), SIZE=size,
         SIZE_PAD=max(16, triton.next_power_of_2(size)), BLOCK_SIZE=block_size, ROWS=QUERY_TILE,
         TOKENS=SMALL_CONTEXT_TILE if is_small else CONTEXT_TILE,
         HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_NORM=has_norm, HAS_ROPE=prologue is not None,
-        HAS_LOG_SUMS=log_sums_HT is not None, HAS_SINKS=sinks_H is not None,
+        HAS_SINKS=sinks_H is not None,
         PRECISION="ieee" if is_wide else "tf32", num_warps=8 if is_small else 4, num_stages=2 if is_small else 3,
         **get_launch_options(),
     )  # fmt: skip
