@@ -31,9 +31,9 @@ from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention, fix_rotary_frequencies
-from tunesmith.model.forward.exact import deterministic_algorithms, is_exact
+from tunesmith.model.forward.exact import deterministic_algorithms
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
-from tunesmith.model.torch_modes import default_modes
+from tunesmith.model.torch_modes import default_modes, is_exact
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.batch import attach_token_masks
 from tunesmith.trainer.critic import Critic

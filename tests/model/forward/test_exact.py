@@ -8,7 +8,8 @@ from transformers import DeepseekV3Config, Gemma2Config, Gemma4TextConfig, Qwen3
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.exact import check_exact, is_exact
+from tunesmith.model.forward.exact import check_exact
+from tunesmith.model.torch_modes import is_exact
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

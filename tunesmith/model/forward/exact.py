@@ -30,15 +30,10 @@ from transformers import PretrainedConfig
 from tunesmith.errors import ModelError
 from tunesmith.model.adapters.adapter import build_meta_model
 from tunesmith.model.forward.recurrence import is_recurrent
+from tunesmith.model.torch_modes import is_exact, set_exact
 
 EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Environment variables that cuBLAS and torch read once, at the first product."""
-_state = {"is_exact": False}
-
-
-def is_exact() -> bool:
-    """Whether models of this process compute with exact numerics."""
-    return _state["is_exact"]
 
 
 @contextmanager
@@ -88,7 +83,7 @@ def use_exact_numerics() -> None:
     """Switch the process to exact numerics; before the first matrix product on its GPU."""
     import torch._inductor.config  # takes a second
 
-    _state["is_exact"] = True
+    set_exact()
     os.environ.update(EXACT_PRODUCTS)
     torch._inductor.config.deterministic = True  # kernels are not chosen by their time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

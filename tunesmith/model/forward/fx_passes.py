@@ -20,8 +20,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.kernels.prologue import Prologue
+from tunesmith.model.torch_modes import is_exact
 
 MUL = {operator.mul, torch.mul, "mul"}
 ADD = {operator.add, torch.add, "add"}

@@ -21,8 +21,8 @@ from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.recurrence import is_recurrent
+from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import exact_attention
 

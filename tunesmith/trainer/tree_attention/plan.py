@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from tunesmith.experience.samples import Trie
 from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.recurrence import SegmentTable
 from tunesmith.model.memory import find_head_size, list_layer_configs
+from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
     NARROW,
