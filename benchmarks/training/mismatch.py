@@ -152,9 +152,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--numerics",
-        choices=["fast", "exact"],
+        choices=["fast", "exact", "both"],
         default="fast",
-        help="with --shape: exact measures that mode alone",
+        help="with --shape: exact measures that mode alone, both compares it with bfloat16 residuals",
     )
     parser.add_argument("--sequences", type=int, default=128, help="with --shape: number of sequences")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape: prompt tokens per sequence")

@@ -1,4 +1,5 @@
-"""Mismatch of Tunesmith's engine and trainer on random weights, with residuals in both dtypes, and the cost of each.
+"""Mismatch of Tunesmith's engine and trainer on random weights, with residuals in both dtypes or with exact numerics,
+and the cost of each.
 
 The engine samples completions of random prompts; the first step of the trainer compares its logprobs with the engine's,
 as in every run (`mismatch/kl` is k3). Because the weights are random, the last norm is scaled until the logits have the
@@ -9,11 +10,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +35,7 @@ from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, Sampling
 
-RESIDUALS, EXACT = ("bfloat16 residuals", "float32 residuals"), "exact"
+RESIDUALS, EXACT, BOTH = ("bfloat16 residuals", "float32 residuals"), "exact", "both"
 LOGIT_STD = 4.2
 """Measured with SmolLM2-135M on chat prompts."""
 WARMUP_STEPS = 3
@@ -38,7 +44,7 @@ WARMUP_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Results for one residual dtype: the mismatch of a step, and median speeds."""
+    """Results for one residual dtype or exact numerics: the mismatch of a step, and median speeds."""
 
     k3: float
     max_log_ratio: float
@@ -49,20 +55,43 @@ class Figures:
 
 
 def measure_shape(arguments: argparse.Namespace) -> dict[str, Figures]:
-    """Measure and print a line for each residual dtype, and on a GPU for exact numerics."""
-    print(f"{'':<20}{'k3':>10}{'largest log-ratio':>19}{'engine tokens/s':>17}{'step s':>10}{'peak GB':>9}")
+    """Measure and print a line for each residual dtype, or on a GPU for exact numerics; for both, their prices too."""
     found = {}
-    for name in (arguments.numerics,) if arguments.numerics == EXACT else RESIDUALS:
-        if name == EXACT:
+    if arguments.numerics == BOTH:
+        found[EXACT] = run_exact(arguments)
+    print(f"{'':<20}{'k3':>10}{'largest log-ratio':>19}{'engine tokens/s':>17}{'step s':>10}{'peak GB':>9}")
+    for name in {EXACT: (EXACT,), BOTH: (EXACT, RESIDUALS[0])}.get(arguments.numerics, RESIDUALS):
+        if name == EXACT and not found:
             use_exact_numerics()  # in this process, for good
-        found[name] = ours = measure_residuals(arguments, is_wide=name == "float32 residuals")
+        if name not in found:
+            found[name] = measure_residuals(arguments, is_wide=name == "float32 residuals")
+        ours = found[name]
         peak = "-" if ours.step_peak_gb is None else f"{ours.step_peak_gb:.2f}"
         print(
             f"{name:<20}{ours.k3:>10.2e}{ours.max_log_ratio:>19.3f}{ours.engine_tokens_per_s:>17,.0f}"
             f"{ours.step_s:>10.3f}{peak:>9}",
             flush=True,
         )
+    if arguments.numerics == BOTH:
+        num_tokens = arguments.sequences * arguments.new_tokens
+        sampling, training = (
+            [num_tokens / found[name].engine_tokens_per_s for name in (EXACT, RESIDUALS[0])],
+            [found[name].step_s for name in (EXACT, RESIDUALS[0])],
+        )
+        whole = [sum(pair) for pair in zip(sampling, training, strict=True)]
+        for what, (exact, fast) in (("sampling", sampling), ("trainer step", training), ("both", whole)):
+            print(f"exact / fast, {what}: {exact:.3f} s / {fast:.3f} s = {exact / fast:.2f}", flush=True)
     return found
+
+
+def run_exact(arguments: argparse.Namespace) -> Figures:
+    """Measure exact numerics in a process of their own."""
+    sizes = [f"--{key.replace('_', '-')}={value}" for key, value in describe(arguments).items()]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "exact.json"
+        command = [sys.executable, "-m", "benchmarks.training.mismatch", f"--device={arguments.device}", f"--out={out}"]
+        subprocess.run([*command, *sizes, f"--numerics={EXACT}"], check=True)
+        return Figures(**json.loads(out.read_text())["details"][EXACT])
 
 
 def measure_residuals(arguments: argparse.Namespace, *, is_wide: bool) -> Figures:

@@ -9,6 +9,8 @@ Z block size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -73,7 +75,7 @@ def run_paged_prefill(
     epsilon = prologue.epsilon if prologue else 0.0
     is_step, num_tiles = not tiles_2I.numel(), tiles_2I.shape[1] or num_tokens
     key_strides = key_1KTD.stride(2), key_1KTD.stride(1), value_1KTD.stride(2), value_1KTD.stride(1), cos.stride(1)
-    options = {
+    options: dict[str, Any] = {
         "HEADS": num_kv_heads, "SIZE": size, "SIZE_PAD": size_pad, "BLOCK_SIZE": block_size,
         "HAS_NORM": prologue is not None and prologue.query_norm_D is not None, "HAS_ROPE": prologue is not None,
         **get_launch_options(),
