@@ -193,7 +193,17 @@ def test_attention_kernels_equal_a_dense_softmax(
         )  # fmt: skip
 
     next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, blocks, strict=True))]
-    compare(*run(4, decode), next_spans)
+
+    def step(query, key, value, prologue):
+        """As exact numerics decode."""
+        positions, slots = work.positions_R.expand(3, -1), work.positions_R
+        return run_paged_prefill(
+            query, key, value, cache.keys[0], cache.values[0], slots, table, positions, table.new_empty((2, 0)), 0.1,
+            window, softcap, None, prologue,
+        )  # fmt: skip
+
+    for attend in (decode, step):
+        compare(*run(4, attend), next_spans)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])

@@ -3,6 +3,7 @@
 They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that changes a mode
 and does not restore it, would change them for the engine and the trainer: these run on the same thread in between.
 Engine and trainer run under `default_modes`; `UserModes` saves and restores a user coroutine's modes across awaits.
+One mode of our own belongs to the process: exact numerics.
 """
 
 from __future__ import annotations
@@ -16,8 +17,19 @@ import torch
 from tunesmith.errors import ConfigError
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+_numerics = {"is_exact": False}
 _open_guards: list[torch.inference_mode] = []
 """Guards that keep inference mode off after coroutines that ended inside it; a collected guard would turn it on."""
+
+
+def is_exact() -> bool:
+    """Whether models of this process compute with exact numerics (`forward/exact.py`)."""
+    return _numerics["is_exact"]
+
+
+def set_exact() -> None:
+    """For `use_exact_numerics`, which says what else the mode needs."""
+    _numerics["is_exact"] = True
 
 
 @contextlib.contextmanager

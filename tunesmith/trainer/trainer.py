@@ -31,9 +31,9 @@ from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention, fix_rotary_frequencies
-from tunesmith.model.forward.exact import deterministic_algorithms, is_exact
+from tunesmith.model.forward.exact import deterministic_algorithms
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
-from tunesmith.model.torch_modes import default_modes
+from tunesmith.model.torch_modes import default_modes, is_exact
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.batch import attach_token_masks
 from tunesmith.trainer.critic import Critic
@@ -118,8 +118,9 @@ class Trainer:
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
         compiled = find_compilable(*models) if settings.has_compiled_layers else ()
-        if is_exact() and not compiled:
-            raise ConfigError("model.numerics=exact: the layers of a model cannot be fused; leave it at fast")
+        if is_exact() and (self._dropouts or not compiled):  # values and gradients are computed apart
+            reason = "it does not work with model.lora.dropout" if self._dropouts else "layers cannot be fused"
+            raise ConfigError(f"model.numerics=exact: {reason}; leave it at fast")
         self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
         has_graphs = uses_row_graphs(model, settings, is_compiled=bool(compiled), has_dropout=bool(self._dropouts))
         self._setup = PassSetup(

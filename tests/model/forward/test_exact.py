@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma2Config, Gemma4TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.exact import check_exact, is_exact
+from tunesmith.model.forward.exact import check_exact
+from tunesmith.model.torch_modes import is_exact
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -21,6 +22,12 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
         (Qwen3MoeConfig(), CUDA, torch.bfloat16, "routing among experts has no exact kernel"),
         (DeepseekV3Config(), CUDA, torch.bfloat16, "routing among experts has no exact kernel"),
         (Qwen3Config(vocab_size=4001), CUDA, torch.bfloat16, "sizes that are not multiples of 8"),
+        (
+            Gemma4TextConfig(num_kv_shared_layers=4),
+            CUDA,
+            torch.bfloat16,
+            "layers that read the keys and values of others",
+        ),
         (Gemma2Config(), CUDA, torch.bfloat16, "logits that are scaled or capped have no exact kernel"),
     ],
 )

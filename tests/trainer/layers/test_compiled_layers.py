@@ -88,6 +88,42 @@ def test_layers_compile_without_graph_breaks_during_an_update(compile_function):
         assert (ours - expected).norm() <= 0.02 * expected.norm()
 
 
+def test_exact_layers_have_the_sampler_s_values_and_compiled_gradients(compile_function, monkeypatch):
+    """What the fused layers compute is tested on a GPU; here they double what the modeling code computes."""
+    model, doubled = build_trainable("qwen3"), []
+
+    def double(function):
+        def run(module, hidden, *arguments, **options):
+            doubled.append(torch.is_grad_enabled())
+            output = 2 * function(module, hidden, *arguments, **options)
+            hidden.zero_()  # it belongs to the fused layer
+            return output
+
+        return run
+
+    layer = model.get_decoder().layers[0]
+    source = torch.randn(1, 12, 32, dtype=torch.float64)
+    plan = CausalPlan([12], torch.device("cpu"))
+    angles = model.get_decoder().rotary_emb(source, torch.arange(12)[None])
+    options = {"attention_mask": None, "position_embeddings": angles, "attention_plan": plan}
+    inputs = [source.clone().requires_grad_() for _ in range(2)]
+    expected = layer(inputs[0], **options)
+    monkeypatch.setattr(compiling, "is_exact", lambda: True)
+    monkeypatch.setattr(compiling, "fuse_function", double)
+    with compiling.compiled_layers(model):
+        ours = layer(inputs[1], **options)
+        with torch.no_grad():
+            assert torch.equal(layer(inputs[1], **options), ours)
+    assert torch.equal(ours, 2 * expected) and doubled == [False, False]
+    weights = torch.randn_like(ours)
+    gradients = [
+        torch.autograd.grad((output * weights).sum(), [x, *layer.parameters()])
+        for output, x in zip((expected, ours), inputs, strict=True)
+    ]
+    for one, same in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, same, rtol=1e-12, atol=1e-12)
+
+
 def test_layers_are_restored_after_an_error():
     model = build_trainable("llama")
     with pytest.raises(KeyError), compiling.compiled_layers(model):

@@ -24,6 +24,7 @@ from tunesmith.engine.cuda.decode_work import DecodeWork
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
 from tunesmith.model.forward.recurrence import Segment, SegmentTable
+from tunesmith.model.torch_modes import is_exact
 
 
 class _LayerPlan:
@@ -97,8 +98,9 @@ def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork, 
     blocks = zip(cache.keys, cache.values, strict=True)
     rows = [Segment(start=row, end=row + 1, source=0, targets=(0,)) for row in range(len(slots_R))]
     table = SegmentTable(rows, slots_R.device, cache.states, slots_R)
-    if (spans := work.spans) is not None:
-        tensors = (spans.slots_R, block_table_RP, spans.spans_3R, spans.tiles_2R)
+    if is_exact():  # attention adds in the order of prefills
+        tiles_20 = block_table_RP.new_empty((2, 0))
+        tensors = (work.positions_R, block_table_RP, work.positions_R.expand(3, -1), tiles_20)
         return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks], table)
     return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks], table)
 

@@ -34,11 +34,11 @@ from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, log_trainer_logprobs, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.model.forward.attention import run_body
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
 from tunesmith.model.kernels.span_attention import get_tile_tokens
 from tunesmith.model.merged_weights import merge_weights
+from tunesmith.model.torch_modes import is_exact
 
 MAX_BURST_STEPS = 64
 """Most steps per launch; a request that finishes within a burst wastes the rest of it."""
@@ -243,13 +243,7 @@ class DecodeGraphs:
         self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
         rows = self._sampling.narrow(0, size)
         table_RP = self._block_table[:size]
-        work = DecodeWork.allocate(
-            self._context.divider,
-            kind,
-            rows.positions_R,
-            self._division_7S,
-            exact_table_RP=table_RP if is_exact() else None,
-        )
+        work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
         plan = build_decode_plan(self._cache, table_RP, work, self._inputs.slots_S[:size])
 
         def run_step() -> tuple[DecodeWork, LayeredPlan]:

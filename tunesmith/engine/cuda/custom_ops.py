@@ -48,4 +48,5 @@ paged_prefill = torch.ops.tunesmith.paged_prefill.default
 `slot_mapping` [T] is the token's block times the block size plus its offset in the block. `spans` [3, R] (int32) holds
 for each request the row index of its first new token, that token's position, and the position after its last token.
 `tiles` [2, I] (int32) holds for each tile its request and the index of its first token among the request's new tokens.
+With no tiles each request has one new token, at the position that `spans` holds three times; slots are not read.
 """

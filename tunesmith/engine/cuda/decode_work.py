@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.batch.shared_prefixes import SharedPrefixes, find_shared_prefixes
-from tunesmith.model.forward.exact import is_exact
+from tunesmith.model.torch_modes import is_exact
 
 ITEM_FIELDS = 5
 """Start, stop, number of requests, place among a request's items, and flags: 1 for the item with the new token, 2 for a
@@ -144,39 +144,6 @@ class Divider:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSpans:
-    """The step as spans of one token, for the prefill kernel: with exact numerics decode steps add in its order."""
-
-    positions_R: Tensor
-    block_table_RP: Tensor
-    block_size: int
-    slots_R: Tensor
-    spans_3R: Tensor
-    tiles_2R: Tensor
-
-    @classmethod
-    def allocate(cls, positions_R: Tensor, block_table_RP: Tensor, block_size: int) -> DecodeSpans:
-        rows_R = torch.arange(len(positions_R), dtype=torch.int32, device=positions_R.device)
-        zeros_R = torch.zeros_like(rows_R)
-        return cls(
-            positions_R=positions_R,
-            block_table_RP=block_table_RP,
-            block_size=block_size,
-            slots_R=torch.zeros_like(positions_R),
-            spans_3R=torch.stack([rows_R, zeros_R, zeros_R]),
-            tiles_2R=torch.stack([rows_R, zeros_R]),
-        )
-
-    def update(self) -> None:
-        """Write the step's positions and cache slots on the device."""
-        positions_R, size = self.positions_R, self.block_size
-        self.spans_3R[1].copy_(positions_R)
-        self.spans_3R[2].copy_(positions_R + 1)
-        blocks_R = self.block_table_RP.gather(1, (positions_R // size)[:, None])[:, 0]
-        self.slots_R.copy_(blocks_R.long() * size + positions_R % size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWork:
     """The tensors of one captured step; those of whole contexts are empty."""
 
@@ -191,8 +158,6 @@ class DecodeWork:
     window: int
     num_prefixes: int
     num_members: int
-    spans: DecodeSpans | None
-    """With exact numerics."""
 
     @classmethod
     def allocate(
@@ -201,13 +166,8 @@ class DecodeWork:
         kind: Kind,
         positions_R: Tensor,
         division_7S: Tensor,
-        *,
-        exact_table_RP: Tensor | None = None,
     ) -> DecodeWork:
-        """`exact_table_RP` is the block table, with exact numerics."""
-        num_rows, device, spans = len(positions_R), positions_R.device, None
-        if exact_table_RP is not None:
-            spans = DecodeSpans.allocate(positions_R, exact_table_RP, divider.block_size)
+        num_rows, device = len(positions_R), positions_R.device
         num_members = divider.num_members if kind is Kind.UNEVEN else 1
         num_windows = 0 if kind is Kind.WHOLE else 1 + (divider.window > 0)
         item_shape = (num_windows, 1 + divider.count_items(kind, num_rows), ITEM_FIELDS + 2 * num_members)
@@ -219,7 +179,6 @@ class DecodeWork:
             window=divider.window,
             num_prefixes=divider.count_prefixes(kind, num_rows),
             num_members=num_members,
-            spans=spans,
         )
 
 

@@ -26,7 +26,6 @@ from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kin
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.forward.attention import run_body
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 
 # A decode step of few rows takes the time of reading the weights, so up to 64 rows sizes may double.
@@ -125,9 +124,7 @@ class HiddenGraphs:
         torch.cuda.synchronize()  # the next request's inputs go through the same host buffers
         ids_R, positions_R, slots_R = self._integers_3S[:, :size]
         table_RP = self._block_table_SP[:size]
-        work = DecodeWork.allocate(
-            context.divider, kind, positions_R, self._division_7S, exact_table_RP=table_RP if is_exact() else None
-        )
+        work = DecodeWork.allocate(context.divider, kind, positions_R, self._division_7S)
         plan = build_decode_plan(context.cache, table_RP, work, slots_R)
 
         def run_step() -> tuple[Tensor, DecodeWork, LayeredPlan]:

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import FIXED
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.fx_passes import FusedOps, compile_layer
+from tunesmith.model.torch_modes import is_exact
 
 LOGGER = logging.getLogger(__name__)
 MAX_GRAPHS = 256

@@ -8,8 +8,8 @@ of differences is closed:
   flags of `EXACT_PRODUCTS` it does not, and a row's result is the same for every number of rows.
 - Attention: sampler and trainer use one kernel with one order of additions (`model/kernels/span_attention.py`).
 - The layers of both run in the same operations, those of the sampler's fused layers: norms take one program a row. What
-  fusion leaves runs as the modeling code writes it, or is refused if it adds up a row. torch's compiler, which rounds
-  at other places, is used for gradients only.
+  fusion leaves runs as the modeling code writes it, or is refused if it adds up a row. Gradients are those of the same
+  layer at the same input as torch compiles it, which rounds at other places (`trainer/layers/compiled_layers.py`).
 - The log-softmax: the sampler records the logprob that the trainer's kernel computes.
 
 Two runs also give the same bits: updates use deterministic algorithms, and nothing is chosen by its time.
@@ -30,15 +30,10 @@ from transformers import PretrainedConfig
 from tunesmith.errors import ModelError
 from tunesmith.model.adapters.adapter import build_meta_model
 from tunesmith.model.forward.recurrence import is_recurrent
+from tunesmith.model.torch_modes import is_exact, set_exact
 
 EXACT_PRODUCTS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Environment variables that cuBLAS and torch read once, at the first product."""
-_state = {"is_exact": False}
-
-
-def is_exact() -> bool:
-    """Whether models of this process compute with exact numerics."""
-    return _state["is_exact"]
 
 
 @contextmanager
@@ -71,7 +66,10 @@ def check_exact(config: PretrainedConfig, device: torch.device, dtype: torch.dty
             or getattr(text, "num_local_experts", None)
             or getattr(text, "n_routed_experts", None)
         ),
-        "attention with sinks has no exact backward": any(
+        "layers that read the keys and values of others have no exact form": bool(
+            getattr(text, "num_kv_shared_layers", 0)
+        ),
+        "attention with sinks has no exact form": any(
             hasattr(each, "sinks") for each in build_meta_model(config).modules()
         ),
         "recurrent layers have no exact form": is_recurrent(config),
@@ -85,7 +83,7 @@ def use_exact_numerics() -> None:
     """Switch the process to exact numerics; before the first matrix product on its GPU."""
     import torch._inductor.config  # takes a second
 
-    _state["is_exact"] = True
+    set_exact()
     os.environ.update(EXACT_PRODUCTS)
     torch._inductor.config.deterministic = True  # kernels are not chosen by their time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

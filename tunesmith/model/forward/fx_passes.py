@@ -20,8 +20,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.kernels.prologue import Prologue
+from tunesmith.model.torch_modes import is_exact
 
 MUL = {operator.mul, torch.mul, "mul"}
 ADD = {operator.add, torch.add, "add"}
@@ -53,8 +53,6 @@ class FusedOps:
     """(total, input, weight) -> total += input @ weight.T in place; the total may be wider."""
     attention: Mapping[Any, Callable[..., Tensor]]
     """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
-    has_gradients: bool = False
-    """Set if all products accumulate gradients of weights: `merged_linear` then runs single linear layers too."""
     quantized: QuantizedOps | None = None
     """Set if products quantize their inputs: `merged_linear` then runs single linear layers too, and the output of a
     norm or SwiGLU that only products read is quantized at once."""
@@ -68,9 +66,8 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     _fuse_swiglu(graph, fused_ops)
     _merge_linears(graph, fused_ops)
     _fuse_residual_adds(graph, fused_ops)
-    if fused_ops.quantized is not None or fused_ops.has_gradients:
-        _merge_linears(graph, fused_ops, min_linears=1)
     if fused_ops.quantized is not None:
+        _merge_linears(graph, fused_ops, min_linears=1)
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue}

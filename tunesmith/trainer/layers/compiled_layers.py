@@ -3,24 +3,28 @@
 `torch.compile` compiles the forward of each layer class once, for any number of tokens; all layers of the class share
 it, and torch's cache on disk serves the next run. Only code within `compiled_layers` runs compiled: the sampler uses
 the original layers.
+
+With `model.numerics=exact` a layer's output is that of the sampler's fused operations, and its gradients are those of
+the compiled layer at the same input. Both are computed, which costs a second forward of the layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tunesmith.model.forward.exact import is_exact
 from tunesmith.model.forward.recurrence import is_recurrent
+from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.sharding.sharded_model import find_sharding
+from tunesmith.trainer.tree_attention.plan import exact_attention
 
 MAX_VARIANTS = 64
 """Recompilations of one function: layer classes, with and without gradients, with and without adapters, dtypes."""
@@ -72,7 +76,8 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
     torch.compile has a graph break at a parameter whose gradient has another dtype. A layer that is recompiled in the
     middle of an update, for rows of another size, would be compiled in pieces, which all later rows would use.
     """
-    compiled = _fuse_function(type(module).forward) if is_exact() else compile_function(type(module).forward)
+    compiled = compile_function(type(module).forward)
+    exact = fuse_function(type(module).forward) if is_exact() else None
     parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
 
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -80,7 +85,13 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
         for parameter in parameters:
             parameter.grad = None
         try:
-            return compiled(module, *arguments, **options)
+            if exact is None:
+                return compiled(module, *arguments, **options)
+            with torch.no_grad():  # fused layers add to their input in place
+                output = exact(module, arguments[0].clone(), *arguments[1:], **options)
+            if torch.is_grad_enabled():
+                output = _WithGradientsOf.apply(compiled(module, *arguments, **options), output)
+            return output
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -88,12 +99,33 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-@lru_cache
-def _fuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the forward in the operations of the sampler's fused layers."""
-    from tunesmith.trainer.layers.exact_layers import run_exactly  # needs Triton, which is on CUDA machines only
+class _WithGradientsOf(torch.autograd.Function):
+    """The second tensor, with the gradients of the first."""
 
-    return torch.compile(function, backend=run_exactly, dynamic=True, fullgraph=True)
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, output: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@lru_cache
+def fuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the forward, without gradients, in the operations of the sampler's fused layers."""
+    from tunesmith.model.forward.fx_passes import FusedOps, compile_layer
+    from tunesmith.model.kernels import layer_ops  # needs Triton, which is on CUDA machines only
+    from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
+
+    ops = FusedOps(
+        rms_norm=layer_ops.rms_norm,
+        merged_linear=layer_ops.merged_linear,
+        swiglu=layer_ops.swiglu,
+        add_linear=layer_ops.add_linear,
+        attention={exact_attention: attend_exactly},
+    )
+    return torch.compile(function, backend=partial(compile_layer, ops=ops), dynamic=True, fullgraph=True)
 
 
 @lru_cache

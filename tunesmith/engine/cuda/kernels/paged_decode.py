@@ -314,8 +314,6 @@ def _merge_parts_kernel(
 
 def list_items(work: DecodeWork) -> None:
     """List the step's items from the positions and the division of the batch, as they are on the device."""
-    if work.spans is not None:
-        work.spans.update()
     if not len(work.items_2WF):
         return
     num_rows, num_prefixes = len(work.positions_R), work.num_prefixes
