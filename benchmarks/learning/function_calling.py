@@ -5,7 +5,8 @@
 
 The folder has an evaluation of the untrained model, `base`, and of arms `NAME-SEED`, as `function_calling_arms` keeps
 them: `step_*.json` of a run, or `comparison.json` of an evaluation. The text of every reply is read with the same
-parser and judged by the leaderboard's rules, whatever the arm was paid for.
+parser and judged by the leaderboard's rules, whatever the arm was paid for. Of a run, the last evaluation counts, or
+with validation tasks the one with the best reward on them.
 
 The primary categories are those of which most rows have several functions or real users' text. `unseen` are primary
 tasks of which every offered function, those that the task does not need too, is in no training task. `no_call` are the
@@ -108,6 +109,16 @@ def load_answers(folder: Path, rows: Mapping[str, Row]) -> dict[int, dict[str, A
             for each in values
         }
     return found
+
+
+def choose_step(folder: Path) -> int:
+    """The last evaluated step, or the one with the best reward on the validation tasks."""
+    rewards = {}
+    for file in folder.glob("step_*.json"):
+        tasks = json.loads(file.read_text()).get("validation", {}).get("tasks", ())
+        number = int(file.stem.removeprefix("step_"))
+        rewards[number] = fmean(each["rewards"][0] or 0.0 for each in tasks) if tasks else 0.0
+    return max(rewards, key=lambda step: (rewards[step], step), default=0)
 
 
 def list_parts(rows: Mapping[str, Row], names: Sequence[str]) -> dict[str, list[str]]:
@@ -261,7 +272,8 @@ def main() -> None:
     folders = [each for each in sorted(arguments.folder.iterdir()) if each.is_dir() and not each.match("game*")]
     found = {each.name: load_answers(each, rows) for each in folders}
     evaluated = {name: steps for name, steps in found.items() if steps}
-    last = {name: steps[max(steps)] for name, steps in evaluated.items()}
+    chosen = {name: choose_step(arguments.folder / name) for name in evaluated}
+    last = {name: steps[chosen[name]] for name, steps in evaluated.items()}
     base = last[BASE]
     parts = list_parts(rows, list(base))
     details: dict[str, Any] = {"parts": {part: len(names) for part, names in parts.items()}, "seeds": {}, "arms": {}}
@@ -271,7 +283,7 @@ def main() -> None:
         by_arm[name.rpartition("-")[0] or name].append(name)
     for name, answers in last.items():
         details["seeds"][name] = measure(answers, base, parts) | {
-            "step": max(evaluated[name]),
+            "step": chosen[name],
             "against_base": {
                 part: compare(average([base], parts[part]), average([answers], parts[part]), groups)
                 for part in ("primary", "all", "no_call", "unseen")
