@@ -71,7 +71,7 @@ def evaluate_on(*splits: str) -> str:
     return f"eval_datasets={json.dumps({each: {'path': 'environment', 'split': each} for each in splits})}"
 
 
-TEST = ["environment.args.validation=null", evaluate_on("test")]
+TEST = ["environment.args.validation=null", "eval_datasets={}", evaluate_on("test")]
 
 
 def tune(*changes: str, seed: int, needs: str | None = None) -> Arm:
