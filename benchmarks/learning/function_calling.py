@@ -49,6 +49,8 @@ from tunesmith.storage import load_json_lines
 
 PRIMARY = ("live_simple", "live_multiple", "multiple")
 NO_CALL = ("irrelevance", "live_irrelevance")
+COMPARED = ("primary", "all", "no_call", "unseen", "test")
+"""Parts of the test tasks, all of which are `test`, that are compared in pairs."""
 BOOTSTRAP = 2000
 BASE = "base"
 NUM_EXAMPLES, MAX_ACCEPTED = 10, 400
@@ -130,6 +132,7 @@ def list_parts(rows: Mapping[str, Row], names: Sequence[str]) -> dict[str, list[
         "primary": [name for name in names if category[name] in PRIMARY],
         "all": [name for name in names if category[name] in TRAINED],
         "no_call": [name for name in names if category[name] in NO_CALL],
+        "test": list(names),
     }
     parts["unseen"] = [
         name for name in parts["primary"] if not seen & {each["name"] for each in rows[name].line["function"]}
@@ -259,6 +262,7 @@ def main() -> None:
         default="rl-42",
         help="the run that the page of replies shows; arms are compared with its seeds",
     )
+    parser.add_argument("--step", type=int, help="step of all runs, in place of the last or the chosen one")
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     folder = find_data(arguments.data)
@@ -273,6 +277,8 @@ def main() -> None:
     found = {each.name: load_answers(each, rows) for each in folders}
     evaluated = {name: steps for name, steps in found.items() if steps}
     chosen = {name: choose_step(arguments.folder / name) for name in evaluated}
+    if arguments.step is not None:
+        chosen = {name: arguments.step if step else 0 for name, step in chosen.items()}
     last = {name: steps[chosen[name]] for name, steps in evaluated.items()}
     base = last[BASE]
     parts = list_parts(rows, list(base))
@@ -284,9 +290,10 @@ def main() -> None:
     for name, answers in last.items():
         details["seeds"][name] = measure(answers, base, parts) | {
             "step": chosen[name],
+            "steps": {step: measure(each, base, parts) for step, each in evaluated[name].items() if step},
             "against_base": {
                 part: compare(average([base], parts[part]), average([answers], parts[part]), groups)
-                for part in ("primary", "all", "no_call", "unseen")
+                for part in COMPARED
                 if parts[part]
             },
             "cost": read_cost(arguments.folder / name),
@@ -301,18 +308,18 @@ def main() -> None:
                     part: compare(
                         average([last[each] for each in by_arm[other]], parts[part]), average(own, parts[part]), groups
                     )
-                    for part in ("primary", "all", "no_call", "unseen")
+                    for part in COMPARED
                     if parts[part]
                 }
                 for other in (BASE, trained)
                 if other in by_arm and other != arm
             },
         }
-    print("| arm | seeds | primary | all | unseen | no call | primary against base |\n|---|---|---|---|---|---|---|")
+    print(f"| arm | seeds | primary | all | unseen | no call | test | primary against base |\n|{'---|' * 8}")
     for arm, each in details["arms"].items():
         accuracy = each["accuracy"]
         values = " | ".join(
-            f"{accuracy.get(part, float('nan')):.1%}" for part in ("primary", "all", "unseen", "no_call")
+            f"{accuracy.get(part, float('nan')):.1%}" for part in ("primary", "all", "unseen", "no_call", "test")
         )
         against = each.get("against_base", {}).get("primary")
         low, high = against["interval_95"] if against else (0.0, 0.0)
