@@ -83,7 +83,9 @@ def load(
     rows = load_rows(folder, member)
     if irrelevance is not None:
         rows = rows | split_irrelevance(folder, irrelevance)
-    splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []} | ({"validation": []} if validation else {})
+    splits: dict[str, list[Mapping[str, Any]]] = {
+        split: [] for split in ("train", "test", *(("validation",) if validation else ()))
+    }
     for seed, identity in enumerate(sorted(rows, key=digest)):
         line = rows[identity].line
         answer = {"answer": json.dumps(line["accepted"])} if "accepted" in line else {}
