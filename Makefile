@@ -53,18 +53,22 @@ release: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV) site dist
 
+# uv takes seconds where pip takes minutes. pip chooses the wheel of torch, since its configuration may name the build for
+# this machine, and installs where only it knows the package index.
 $(VENV)/.installed-torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install uv \
+		&& $(BIN)/python -m pip download --no-deps --dest $(VENV)/torch $(TORCH) \
+		&& $(BIN)/uv pip install --python $(BIN)/python $(VENV)/torch/*.whl \
+		|| $(BIN)/python -m pip install $(TORCH)
+	rm -rf $(VENV)/torch
 	touch $@
 
 $(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
 	$(BIN)/python -m pip install -e ".[agentscope]"
 	touch $@
 
-# uv takes seconds where pip takes minutes; pip serves where only it knows the package index.
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
-	$(BIN)/python -m pip install uv
 	$(BIN)/uv pip install --python $(BIN)/python -e ".[dev,docs]" || $(BIN)/python -m pip install -e ".[dev,docs]"
 	touch $@

@@ -97,7 +97,7 @@ def main() -> None:
 def make_runs(folder: Path) -> list[str]:
     """The demo, and its reinforcement learning twice with evaluations on the way."""
     call("demo", "--out", str(folder / "demo"))
-    (config,) = folder.glob("demo/*/pocket/rl/config.yaml")
+    (config,) = folder.glob("demo/*/rl/config.yaml")
     for seed in (0, 1):
         functions = ("--workflow", f"{AGENT}:solve_problem", "--judge", f"{AGENT}:judge_answer")
         changes = {"checkpoint_root_dir": folder, "project": "calculator", "name": f"seed-{seed}", "seed": seed}

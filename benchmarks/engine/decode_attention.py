@@ -7,6 +7,8 @@ graph, with the head norm and rotary embedding that models fuse into the kernel.
 
     python -m benchmarks.engine.decode_attention --heads 8x2x128 4x7x128 --batches 8x2048 64x4096 256x2048
     python -m benchmarks.engine.decode_attention --heads 8x2x128 --batches 128x7168 --shared 8x6144
+
+The last lines are the table of docs/sampling.md. With `--limit-s` the file has what was measured until then.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.engine.rollout import measure_ceilings
-from benchmarks.shared.report import publish
+from benchmarks.shared.report import TimeLimit, add_time_limit, publish
 
 BLOCK_SIZE = 16
 MIN_BYTES = 600e6
@@ -144,13 +146,25 @@ def draw_lengths(batch: str) -> NDArray[np.int64]:
     return np.random.default_rng(0).integers(int(low), int(high or low) + 1, int(count))
 
 
+def print_table(rows: Sequence[dict[str, Any]], batches: Sequence[str]) -> None:
+    """Microseconds of a layer, and the share of the floor: a line for each kind of heads."""
+    cells = {(row["heads"], row["batch"]): row for row in rows}
+    print("| " + " | ".join(["heads", *batches]) + " |\n" + "|---" * (1 + len(batches)) + "|")
+    for name in dict.fromkeys(row["heads"] for row in rows):
+        found = [cells.get((name, batch)) for batch in batches]
+        texts = [f"{r['seconds'] * 1e6:,.1f} ({r['floor_s'] / r['seconds']:.0%})" if r else "" for r in found]
+        print("| " + " | ".join([name, *texts]) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=HEADS, help="key-value heads x queries of each x head size")
     parser.add_argument("--batches", nargs="+", default=BATCHES, help="requests x tokens, or x a range of tokens")
     parser.add_argument("--shared", default="1x0", help="requests of a group x tokens that they share (1x0: none)")
+    add_time_limit(parser)
     parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
+    limit = TimeLimit(arguments.limit_s)
     ceilings = measure_ceilings("cuda")
     group, num_shared = map(int, arguments.shared.split("x"))
     rows: list[dict[str, Any]] = []
@@ -158,6 +172,8 @@ def main() -> None:
     for name in arguments.heads:
         heads = Heads(*map(int, name.split("x")))
         for batch_name in arguments.batches:
+            if not limit.has_room(f"{name}, {batch_name}"):
+                continue
             batch = Batch(heads, draw_lengths(batch_name), group=group, num_shared=num_shared)
             kind, calls = batch.build_calls()
             seconds, floor_s = time_calls(calls), batch.num_bytes / ceilings.bytes_per_s
@@ -168,6 +184,7 @@ def main() -> None:
                 flush=True,
             )
             del batch, calls
+    print_table(rows, arguments.batches)
     publish(
         name="decode_attention",
         unit="lowest share of the floor",

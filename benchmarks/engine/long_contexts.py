@@ -5,7 +5,9 @@ log-normal up to 2k, more requests than run at once), `reasoning` (prompts aroun
 `long` (prompts of 4k to 8k, replies up to 4k) and `flat` (prompts of 4k to 8k that share nothing, replies of 1k). The
 first three come in groups of 8 that share a prompt. Replies have the length drawn for them. Two floors count only the
 bytes that any sampler reads, at the speed of a large copy: the weights once a step, and each live key and value once a
-step or, in the shared floor, a group's prompt once a group. With `--vllm`, vLLM gets the same requests first.
+step or, in the shared floor, a group's prompt once a group. With `--vllm`, vLLM gets the same requests first. Both are
+measured after a call with short replies, which compiles and captures. With `--limit-s` vLLM has two thirds of the time,
+and cases that do not begin in time are left out.
 
     python -m benchmarks.engine.long_contexts --shape qwen3-0.6b --cases long flat --vllm
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import random
 import tempfile
@@ -23,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from benchmarks.engine.peer_vllm import run_vllm
 from benchmarks.engine.rollout import Ceilings, build_model, measure, measure_ceilings
-from benchmarks.shared.report import publish
+from benchmarks.shared.report import TimeLimit, add_time_limit, publish
 from benchmarks.shared.shapes import SHAPES
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
@@ -35,6 +39,10 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.types import Completion, Sampling
 
 GROUP = 8
+WARM_UP_SCALE = 1 / 16
+"""Length of replies in the call before the measured ones."""
+CACHE_SHARE = 0.9
+"""Most of the free memory that the cache takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,23 +113,32 @@ def write_requests(cases: dict[str, Requests], file: Path) -> None:
     file.write_text(json.dumps(written))
 
 
-def run_vllm_cases(shape: str, names: Sequence[str], *, reply_scale: float, repeats: int) -> dict[str, Any]:
+def run_vllm_cases(
+    shape: str, names: Sequence[str], *, reply_scale: float, repeats: int, limit_s: float
+) -> dict[str, Any]:
     """vLLM's figures by case, from a process of its own."""
     size = SHAPES[shape].vocab_size
     cases = {name: draw_requests(CASES[name], size, reply_scale=reply_scale) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         write_requests(cases, file := Path(folder) / "requests.json")
-        return run_vllm(shape, "--requests", str(file), "--repeats", str(repeats), "--gpu-memory", "0.85")
+        options = ["--requests", str(file), "--repeats", str(repeats), "--gpu-memory", "0.85"]
+        return run_vllm(shape, *options, limit_s=limit_s)
+
+
+def count_token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of one token."""
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
 
 
 def compute_floors(model: PreTrainedModel, ceilings: Ceilings, case: Case, requests: Requests) -> tuple[float, float]:
     """Lower bounds in seconds without and with shared prompts read once: weights, keys and values, and the prefill."""
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     multiplied = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
         multiplied -= model.get_input_embeddings().weight.numel()
-    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
+    cached = count_token_bytes(model)
     num_steps = max(max(requests.num_new), -(-requests.num_tokens // case.num_places))
     prefill_s = 2 * multiplied * sum(len(p) for p in {id(p): p for p in requests.prompts}.values())
     prefill_s /= ceilings.flops_per_s
@@ -136,9 +153,11 @@ def compute_floors(model: PreTrainedModel, ceilings: Ceilings, case: Case, reque
     return tuple(prefill_s + weights_s + (own + prompts) * cached / ceilings.bytes_per_s for prompts in (alone, shared))
 
 
-async def generate_all(engine: LocalEngine, requests: Requests) -> list[Completion]:
+async def generate_all(engine: LocalEngine, requests: Requests, *, scale: float) -> list[Completion]:
     calls = [
-        engine.generate(prompt, Sampling(max_tokens=num_new, ignore_eos=True, seed=index), order=(index,))
+        engine.generate(
+            prompt, Sampling(max_tokens=max(16, int(num_new * scale)), ignore_eos=True, seed=index), order=(index,)
+        )
         for index, (prompt, num_new) in enumerate(zip(requests.prompts, requests.num_new, strict=True))
     ]
     return await asyncio.gather(*calls)
@@ -151,15 +170,19 @@ def run_case(
     longest = max(len(p) + n for p, n in zip(requests.prompts, requests.num_new, strict=True))
     prompts, slack = {id(prompt): prompt for prompt in requests.prompts}.values(), 128 * case.num_requests
     num_cached = sum(map(len, prompts)) + requests.num_tokens + slack  # nothing is ever preempted
+    num_cached = min(num_cached, int(CACHE_SHARE * torch.cuda.mem_get_info()[0] / count_token_bytes(model)))
     settings = EngineSection(max_num_seqs=case.num_places, kv_cache_tokens=num_cached)
     engine = LocalEngine(model, None, settings, max_model_len=longest)
 
-    def run() -> None:
+    def run(scale: float = 1.0) -> None:
         engine.pause()
         engine.resume(engine.policy_version + 1)
-        run_lockstep(generate_all(engine, requests))
+        run_lockstep(generate_all(engine, requests, scale=scale))
 
-    seconds = measure(run, repeats, "cuda")
+    run(WARM_UP_SCALE)
+    engine.compute_stats()
+    seconds = measure(run, repeats, "cuda", has_warm_up=False)
+    stats = engine.compute_stats()
     floor_s, shared_floor_s = compute_floors(model, ceilings, case, requests)
     median = sorted(seconds)[len(seconds) // 2]
     return {
@@ -171,6 +194,9 @@ def run_case(
         "shared_floor_s": shared_floor_s,
         "share": floor_s / median,
         "shared_share": shared_floor_s / median,
+        "cache_tokens": num_cached,
+        "num_preemptions": stats["engine/num_preemptions"],
+        "num_prefill_tokens": stats["engine/num_prefill_tokens"] / repeats,
     }
 
 
@@ -179,34 +205,50 @@ def main(options: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="random weights of this shape")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="cases to run")
     parser.add_argument("--reply-scale", type=float, default=1.0, help="multiplies the lengths of replies")
-    parser.add_argument("--repeats", type=int, default=1, help="measured repeats, after one warm-up")
+    parser.add_argument("--repeats", type=int, default=1, help="measured repeats")
+    add_time_limit(parser)
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too, which must be installed")
     parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args(options)
-    scale, repeats = arguments.reply_scale, arguments.repeats
+    scale, repeats, limit = arguments.reply_scale, arguments.repeats, TimeLimit(arguments.limit_s)
     peer = {}
     if arguments.vllm:  # first, since it ends with its process and leaves the memory to this one
-        peer = run_vllm_cases(arguments.shape, arguments.cases, reply_scale=scale, repeats=repeats)
+        peer = run_vllm_cases(
+            arguments.shape, arguments.cases, reply_scale=scale, repeats=repeats, limit_s=arguments.limit_s * 2 / 3
+        )
     arguments.device, arguments.model = "cuda", None
     model, ceilings = build_model(arguments), measure_ceilings("cuda")
     figures: dict[str, Any] = {}
     for name in arguments.cases:
+        if not limit.has_room(name):
+            continue
         figure = run_case(model, ceilings, CASES[name], reply_scale=scale, repeats=repeats)
         figures[name] = figure
+        gc.collect()
+        torch.cuda.empty_cache()
+        theirs = peer.get("cases", {}).get(name)
+        rate = theirs["tokens_per_s"] if theirs else None
+        ratio = f", vLLM {rate:,.0f}, {figure['tokens_per_s'] / rate:.2f} x" if rate else ""
         print(
             f"{name:<12}{figure['tokens_per_s']:>10,.0f} tokens/s{figure['share'] * 100:>6.0f} % of the floor"
-            f"{figure['shared_share'] * 100:>6.0f} % of the shared floor",
+            f"{figure['shared_share'] * 100:>6.0f} % of the shared floor{ratio}",
             flush=True,
         )
-    first = arguments.cases[0]
+        report(arguments, figures, peer, ceilings)
+
+
+def report(arguments: argparse.Namespace, figures: dict[str, Any], peer: dict[str, Any], ceilings: Ceilings) -> None:
+    """Print and write the results so far."""
+    first = next(iter(figures))
+    theirs = peer.get("cases", {}).get(first)
     publish(
         name=f"long_contexts_{arguments.shape}",
         unit=f"sampled tokens a second, {first}",
         ours=figures[first]["tokens_per_s"],
-        peers={f"vllm {peer['version']}": peer["cases"][first]["tokens_per_s"]} if peer else {},
+        peers={f"vllm {peer['version']}": theirs["tokens_per_s"]} if theirs else {},
         device="cuda",
         details={
-            "reply_scale": scale,
+            "reply_scale": arguments.reply_scale,
             "figures": figures,
             "vllm": peer.get("cases"),
             "ceilings": dataclasses.asdict(ceilings),

@@ -18,6 +18,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,19 @@ MAX_PLACES = 256
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def run_vllm(shape: str, *options: str) -> dict[str, Any]:
-    """Run this file and return its JSON object; its other output is shown."""
+def run_vllm(shape: str, *options: str, limit_s: float = math.inf) -> dict[str, Any]:
+    """Run this file and return its JSON object, as far as it is written after `limit_s`; its other output is shown."""
     command = [sys.executable, "-m", "benchmarks.engine.peer_vllm", "--shape", shape, *options]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        subprocess.run([*command, "--out", str(out)], check=True)
-        return json.loads(out.read_text())
+        timeout = None if math.isinf(limit_s) else max(limit_s, 1)
+        try:
+            subprocess.run([*command, "--out", str(out)], check=True, timeout=timeout)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            if timeout is None:
+                raise
+            print(f"vLLM: {error}", flush=True)
+        return json.loads(out.read_text()) if out.exists() else {}
 
 
 def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: int) -> list[list[int]]:
@@ -115,8 +122,9 @@ def run_once(engine: Any, prompts: Sequence[list[int]], num_new: Sequence[int], 
     return seconds
 
 
-def run_requests(shape: str, file: Path, *, memory: float, repeats: int) -> dict[str, Any]:
-    """The calls of a file of `long_contexts.write_requests`, after a short call that compiles."""
+def run_requests(shape: str, file: Path, *, memory: float, repeats: int, report: Callable[[Any], None]) -> Any:
+    """The calls of a file of `long_contexts.write_requests`, each case after a short call that compiles; `report`
+    receives the figures so far."""
     cases = json.loads(file.read_text())
     longest = max(len(case["prompts"][index]) + num for case in cases.values() for index, num in case["requests"])
     folder = Path(tempfile.mkdtemp())
@@ -128,6 +136,7 @@ def run_requests(shape: str, file: Path, *, memory: float, repeats: int) -> dict
         seconds = [run_once(engine, prompts, num_new, LOGPROBS["flat"]) for _ in range(repeats)]
         figures[name] = {"seconds": seconds, "tokens_per_s": sum(num_new) / statistics.median(seconds)}
         print(f"vLLM, {name:<12}{figures[name]['tokens_per_s']:>10,.0f} tokens/s", flush=True)
+        report({"cases": figures})
     return {"cases": figures}
 
 
@@ -147,13 +156,17 @@ def main() -> None:
     import vllm
 
     result: dict[str, Any] = {"version": vllm.__version__, "shape": arguments.shape}
-    result |= (
-        run_sizes(arguments)
-        if arguments.requests is None
-        else run_requests(arguments.shape, arguments.requests, memory=arguments.gpu_memory, repeats=arguments.repeats)
-    )
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result))
+
+    def report(found: dict[str, Any]) -> None:
+        result.update(found)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(result))
+
+    if arguments.requests is None:
+        report(run_sizes(arguments))
+    else:
+        options = {"memory": arguments.gpu_memory, "repeats": arguments.repeats, "report": report}
+        run_requests(arguments.shape, arguments.requests, **options)
     print(json.dumps(result), flush=True)
     sys.stderr.flush()
     os._exit(0)  # the engine's own shutdown takes seconds and prints warnings

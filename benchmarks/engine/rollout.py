@@ -82,16 +82,16 @@ def build_model(arguments: argparse.Namespace) -> PreTrainedModel:
     return model
 
 
-def measure(work: Callable[[], object], repeats: int, device: str) -> list[float]:
+def measure(work: Callable[[], object], repeats: int, device: str, *, has_warm_up: bool = True) -> list[float]:
     """Seconds of each repeat, after one warm-up."""
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats + has_warm_up):
         started = time.perf_counter()
         work()
         if device != "cpu":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+    return seconds[has_warm_up:]
 
 
 def measure_ceilings(device: str) -> Ceilings:

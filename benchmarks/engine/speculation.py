@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.engine.rollout import build_model
-from benchmarks.shared.report import describe_settings, publish
+from benchmarks.shared.report import TimeLimit, add_time_limit, describe_settings, publish
 from benchmarks.shared.shapes import SHAPES
 from tunesmith.config import EngineSection
 from tunesmith.engine import engine as engine_module
@@ -176,18 +176,21 @@ def run_variant(engine: LocalEngine, text: Text, arguments: argparse.Namespace, 
     }
 
 
-def measure_costs(text: Text, arguments: argparse.Namespace) -> list[dict[str, float]]:
+def measure_costs(text: Text, arguments: argparse.Namespace, limit: TimeLimit) -> list[dict[str, float]]:
     """Seconds of a decode step and of a step that verifies drafts of 15 tokens, all of them right.
 
     A reply is sampled again with the same seed, so the first one is its draft.
     """
-    figures, known = [], ("CPU_COST", "CUDA_COST")
+    figures: list[dict[str, float]] = []
+    known = ("CPU_COST", "CUDA_COST")
     clock = time.process_time if arguments.device == "cpu" else time.perf_counter
     saved = {name: getattr(engine_module, name) for name in known}
     for name in known:
         setattr(engine_module, name, ForwardCost(step=0.0, row=0.0, context=0.0))
     try:
         for num_requests, context in arguments.cost_points:
+            if not limit.has_room(f"the cost of {num_requests} x {context}"):
+                break
             settings = EngineSection(
                 max_num_seqs=num_requests, kv_cache_tokens=(num_requests + 1) * (context + 512),
                 max_speculating_seqs=num_requests,
@@ -199,18 +202,20 @@ def measure_costs(text: Text, arguments: argparse.Namespace) -> list[dict[str, f
             rng = random.Random(0)
             vocab_size = text.model.config.vocab_size
             prompts = [[rng.randrange(vocab_size) for _ in range(context)] for _ in range(num_requests)]
-            (plain_s, _), (verified_s, num_verified) = (
-                [time_replies(engine, prompts, arguments.cost_tokens, clock) for _ in range(4)][-1]
+            # without drafts, with drafts, which captures their graphs, and measured
+            plain, verified = (
+                [time_replies(engine, prompts, arguments.cost_tokens, clock) for _ in range(3)][-1]
                 for engine in engines
             )
+            step_s, verify_s = plain.seconds / plain.num_tokens, verified.seconds / verified.num_steps
             figures.append(
                 {
                     "num_requests": num_requests,
                     "context": context,
-                    "step_s": plain_s / arguments.cost_tokens,
-                    "verify_s": verified_s / num_verified,
-                    "tokens_per_verify": arguments.cost_tokens / num_verified,
-                    "cost": verified_s / num_verified / plain_s * arguments.cost_tokens,
+                    "step_s": step_s,
+                    "verify_s": verify_s,
+                    "tokens_per_verify": verified.num_tokens / verified.num_steps,
+                    "cost": verify_s / step_s,
                 }
             )
             print(json.dumps(figures[-1]), flush=True)
@@ -220,20 +225,28 @@ def measure_costs(text: Text, arguments: argparse.Namespace) -> list[dict[str, f
     return figures
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What was sampled from the moment on when every reply had a token."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    """Of one reply."""
+
+
 def time_replies(
     engine: LocalEngine, prompts: Sequence[Sequence[int]], num_tokens: int, clock: Callable[[], float]
-) -> tuple[float, int]:
-    """Seconds and steps from the moment on when every reply has its first token."""
-    seen: set[int] = set()
-    started = clock()
+) -> Timed:
+    counts, num_before, started = [0] * len(prompts), 0, clock()
 
     async def sample(index: int, prompt: Sequence[int]) -> None:
         def note(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            nonlocal started
-            if index not in seen and len(seen) == len(prompts) - 1:
-                started = clock()
+            nonlocal started, num_before
+            counts[index] += len(ids)
+            if not num_before and all(counts):
+                started, num_before = clock(), max(counts)
                 engine.compute_stats()
-            seen.add(index)
 
         sampling = Sampling(max_tokens=num_tokens, seed=index, ignore_eos=True)
         await engine.generate(prompt, sampling, order=(index,), on_tokens=note)
@@ -242,7 +255,8 @@ def time_replies(
         await asyncio.gather(*(sample(index, prompt) for index, prompt in enumerate(prompts)))
 
     run_lockstep(run())
-    return clock() - started, max(int(engine.compute_stats()["engine/num_steps"]), 1)
+    num_steps = max(int(engine.compute_stats()["engine/num_steps"]), 1)
+    return Timed(seconds=clock() - started, num_steps=num_steps, num_tokens=num_tokens - num_before)
 
 
 def parse_point(text: str) -> tuple[int, int]:
@@ -267,24 +281,31 @@ def main(options: Sequence[str] | None = None) -> None:
         "--cost-points", type=parse_point, nargs="+", default=[(1, 256), (8, 256), (1, 4096), (8, 4096)]
     )
     parser.add_argument("--cost-tokens", type=int, default=256)
+    add_time_limit(parser)
     parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args(options)
+    limit = TimeLimit(arguments.limit_s)
     if arguments.model is None and {"replies", "noise"} & set(arguments.texts):
         parser.error("replies and noise need --model")
     model = None if arguments.model is None else build_model(arguments)
-    figures: dict[str, list[dict[str, Any]]] = {}
+    figures: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.texts}
+    costs: list[dict[str, float]] = []
+    if arguments.costs:  # first, since a verifying forward must pay before drafts can
+        costs = measure_costs(build_text((arguments.texts or ["few"])[0], arguments, model), arguments, limit)
+        report(arguments, figures, costs)
     for name in arguments.texts:
         text = build_text(name, arguments, model)
-        figures[name] = []
         for max_speculating in arguments.speculating:
+            if not limit.has_room(f"{name}, {max_speculating}"):
+                continue
             engine = build_engine(text, arguments, max_speculating=max_speculating)
-            # the first run captures graphs and compiles kernels
-            for staleness in [arguments.staleness[0], *arguments.staleness][arguments.device == "cpu" :]:
+            if arguments.device != "cpu":  # captures graphs and compiles kernels
+                run_variant(engine, text, arguments, staleness=arguments.staleness[0])
+            for staleness in arguments.staleness:
+                if not limit.has_room(f"{name}, {max_speculating}, staleness {staleness}"):
+                    continue
                 figure = run_variant(engine, text, arguments, staleness=staleness)
                 figures[name].append({"max_speculating_seqs": max_speculating} | figure)
-            if arguments.device != "cpu":
-                del figures[name][-len(arguments.staleness) - 1]
-            for figure in figures[name][-len(arguments.staleness) :]:
                 print(
                     f"{name:<8} drafts {max_speculating:>3} staleness {figure['max_staleness']}"
                     f"{figure['seconds']:>8.2f} s{figure['cpu_seconds']:>8.2f} CPU s{figure['num_steps']:>8.0f} steps"
@@ -292,10 +313,13 @@ def main(options: Sequence[str] | None = None) -> None:
                     f"{figure['num_accepted']:>8.0f} accepted",
                     flush=True,
                 )
-    costs_of = build_text(arguments.texts[0], arguments, model) if arguments.costs else None
-    costs = [] if costs_of is None else measure_costs(costs_of, arguments)
-    first = next(iter(figures.values()), [])
-    fastest = min((figure["seconds"] for figure in first), default=1.0)
+            report(arguments, figures, costs)
+
+
+def report(arguments: argparse.Namespace, figures: dict[str, list[dict[str, Any]]], costs: list[Any]) -> None:
+    """Print and write the results so far."""
+    first = next((found for found in figures.values() if found), [])
+    fastest = min((figure["seconds"] for figure in first), default=float("inf"))
     publish(
         name="speculation",
         unit="steps of the first text in its fastest variant, a second",

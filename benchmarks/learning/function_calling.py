@@ -5,7 +5,8 @@
 
 The folder has an evaluation of the untrained model, `base`, and of arms `NAME-SEED`, as `function_calling_arms` keeps
 them: `step_*.json` of a run, or `comparison.json` of an evaluation. The text of every reply is read with the same
-parser and judged by the leaderboard's rules, whatever the arm was paid for.
+parser and judged by the leaderboard's rules, whatever the arm was paid for. Of a run, the last evaluation counts, or
+with validation tasks the one with the best reward on them.
 
 The primary categories are those of which most rows have several functions or real users' text. `unseen` are primary
 tasks of which every offered function, those that the task does not need too, is in no training task. `no_call` are the
@@ -48,6 +49,8 @@ from tunesmith.storage import load_json_lines
 
 PRIMARY = ("live_simple", "live_multiple", "multiple")
 NO_CALL = ("irrelevance", "live_irrelevance")
+COMPARED = ("primary", "all", "no_call", "unseen", "test")
+"""Parts of the test tasks, all of which are `test`, that are compared in pairs."""
 BOOTSTRAP = 2000
 BASE = "base"
 NUM_EXAMPLES, MAX_ACCEPTED = 10, 400
@@ -110,6 +113,16 @@ def load_answers(folder: Path, rows: Mapping[str, Row]) -> dict[int, dict[str, A
     return found
 
 
+def choose_step(folder: Path) -> int:
+    """The last evaluated step, or the one with the best reward on the validation tasks."""
+    rewards = {}
+    for file in folder.glob("step_*.json"):
+        tasks = json.loads(file.read_text()).get("validation", {}).get("tasks", ())
+        number = int(file.stem.removeprefix("step_"))
+        rewards[number] = fmean(each["rewards"][0] or 0.0 for each in tasks) if tasks else 0.0
+    return max(rewards, key=lambda step: (rewards[step], step), default=0)
+
+
 def list_parts(rows: Mapping[str, Row], names: Sequence[str]) -> dict[str, list[str]]:
     """Parts of the test tasks."""
     by_length = sorted([*TRAINED, *NO_CALL], key=len, reverse=True)
@@ -119,6 +132,7 @@ def list_parts(rows: Mapping[str, Row], names: Sequence[str]) -> dict[str, list[
         "primary": [name for name in names if category[name] in PRIMARY],
         "all": [name for name in names if category[name] in TRAINED],
         "no_call": [name for name in names if category[name] in NO_CALL],
+        "test": list(names),
     }
     parts["unseen"] = [
         name for name in parts["primary"] if not seen & {each["name"] for each in rows[name].line["function"]}
@@ -248,6 +262,7 @@ def main() -> None:
         default="rl-42",
         help="the run that the page of replies shows; arms are compared with its seeds",
     )
+    parser.add_argument("--step", type=int, help="step of all runs, in place of the last or the chosen one")
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     folder = find_data(arguments.data)
@@ -261,7 +276,10 @@ def main() -> None:
     folders = [each for each in sorted(arguments.folder.iterdir()) if each.is_dir() and not each.match("game*")]
     found = {each.name: load_answers(each, rows) for each in folders}
     evaluated = {name: steps for name, steps in found.items() if steps}
-    last = {name: steps[max(steps)] for name, steps in evaluated.items()}
+    chosen = {name: choose_step(arguments.folder / name) for name in evaluated}
+    if arguments.step is not None:
+        chosen = {name: arguments.step if step else 0 for name, step in chosen.items()}
+    last = {name: steps[chosen[name]] for name, steps in evaluated.items()}
     base = last[BASE]
     parts = list_parts(rows, list(base))
     details: dict[str, Any] = {"parts": {part: len(names) for part, names in parts.items()}, "seeds": {}, "arms": {}}
@@ -271,10 +289,11 @@ def main() -> None:
         by_arm[name.rpartition("-")[0] or name].append(name)
     for name, answers in last.items():
         details["seeds"][name] = measure(answers, base, parts) | {
-            "step": max(evaluated[name]),
+            "step": chosen[name],
+            "steps": {step: measure(each, base, parts) for step, each in evaluated[name].items() if step},
             "against_base": {
                 part: compare(average([base], parts[part]), average([answers], parts[part]), groups)
-                for part in ("primary", "all", "no_call", "unseen")
+                for part in COMPARED
                 if parts[part]
             },
             "cost": read_cost(arguments.folder / name),
@@ -289,18 +308,18 @@ def main() -> None:
                     part: compare(
                         average([last[each] for each in by_arm[other]], parts[part]), average(own, parts[part]), groups
                     )
-                    for part in ("primary", "all", "no_call", "unseen")
+                    for part in COMPARED
                     if parts[part]
                 }
                 for other in (BASE, trained)
                 if other in by_arm and other != arm
             },
         }
-    print("| arm | seeds | primary | all | unseen | no call | primary against base |\n|---|---|---|---|---|---|---|")
+    print(f"| arm | seeds | primary | all | unseen | no call | test | primary against base |\n|{'---|' * 8}")
     for arm, each in details["arms"].items():
         accuracy = each["accuracy"]
         values = " | ".join(
-            f"{accuracy.get(part, float('nan')):.1%}" for part in ("primary", "all", "unseen", "no_call")
+            f"{accuracy.get(part, float('nan')):.1%}" for part in ("primary", "all", "unseen", "no_call", "test")
         )
         against = each.get("against_base", {}).get("primary")
         low, high = against["interval_95"] if against else (0.0, 0.0)

@@ -8,6 +8,10 @@ Each arm is one or two commands of `tunesmith` with the files of `recipes/functi
 a folder of its own. Arms start in the order of `ARMS`; finished ones are skipped, so that the script continues after a
 limit. `arms.tar.gz` in the output folder is written anew after each arm, in pieces of 15 MB: logs, settings, metrics
 and evaluations, for arms that the limit cut too. Checkpoints are deleted.
+
+Arms from `rl` to `easy2hard` train on all training tasks and are evaluated on the test tasks alone. `plain`, `varied`,
+`steady` and `varied_steady` train without the validation tasks and are evaluated on both, so that settings and steps
+can be chosen without the test tasks.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ GAME = Path("recipes/text_game/run.yaml")
 SHUFFLE = "benchmarks.learning.shuffled_rewards:shuffle_rewards"
 FORM = "recipes.function_calling.controls:pay_form"
 REQUIRED = "recipes.function_calling.controls:play_required"
+VARY = "recipes.function_calling.variants:vary"
+PLAY_VARIED = "recipes.function_calling.variants:play_varied"
 PIECE = 15_000_000
 KEPT = (
     "eval/step_*.json",
@@ -61,13 +67,24 @@ class Arm:
     """Conversations to fine-tune on."""
 
 
-def tune(*changes: str, seed: int, needs: str | None = None, file: Path = RECIPE / "run.yaml") -> Arm:
+def evaluate_on(*splits: str) -> str:
+    return f"eval_datasets={json.dumps({each: {'path': 'environment', 'split': each} for each in splits})}"
+
+
+TEST = ["environment.args.validation=null", "eval_datasets={}", evaluate_on("test")]
+
+
+def tune(*changes: str, seed: int, needs: str | None = None) -> Arm:
+    return tune_file(RECIPE / "run.yaml", *TEST, *changes, seed=seed, needs=needs)
+
+
+def tune_file(file: Path, *changes: str, seed: int, needs: str | None = None) -> Arm:
     given = [*changes, f"seed={seed}", "name=run", "checkpoint_root_dir=@arm"]
     return Arm([["tune", str(file), *(part for each in given for part in ("--set", each))]], needs)
 
 
 def evaluate(model: str, *changes: str) -> list[str]:
-    sets = [part for each in changes for part in ("--set", each)]
+    sets = [part for each in (*TEST, *changes) for part in ("--set", each)]
     return ["eval", str(RECIPE / "run.yaml"), "--model", f"model={model}", "--out", "@arm/eval", *sets]
 
 
@@ -85,8 +102,23 @@ def select(kind: str, **args: Any) -> list[str]:
     return [f"train_dataset={json.dumps({'path': '@kept/pass_rate/train.jsonl', 'task_selector': selector})}"]
 
 
-PASS_RATE = ["pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"]
-BOTS = select("difficulty_based", m=8, target_reward=0.5, tau=0, do_sample=True)
+def vary(**args: Any) -> list[str]:
+    if "BFCL" in os.environ:
+        args["path"] = os.environ["BFCL"]
+    tasks = {"path": "environment", "operators": [{"name": VARY, "args": args}]}
+    return [f"workflow={PLAY_VARIED}", f"train_dataset={json.dumps(tasks)}"]
+
+
+PASS_RATE = [
+    *("pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"),
+    *(part for each in TEST for part in ("--set", each)),
+]
+BOTS_ARGS = {"m": 8, "target_reward": 0.5, "tau": 0, "do_sample": True}
+BOTS = select("difficulty_based", **BOTS_ARGS)
+BOTH = evaluate_on("validation", "test")
+VARIED = vary(num_variants=6, max_added=3)
+LEASHED = ["algorithm.kl_coef=0.01", "experience.refill_budget=1.5"]
+NEAR_HALF = {"path": "environment", "task_selector": {"selector_type": "difficulty_based", "args": BOTS_ARGS}}
 ALL = ["environment.args.irrelevance=688", "environment.num_train=2348"]
 ARMS: dict[str, Arm] = {
     "base": Arm([evaluate("@model")]),
@@ -110,8 +142,15 @@ ARMS: dict[str, Arm] = {
     **{f"rl_all-{seed}": tune(*ALL, seed=seed) for seed in (42, 1, 2)},
     "rl_none-42": tune("environment.args.irrelevance=0", "environment.num_train=1660", seed=42),
     "easy2hard-42": tune(*select("offline_easy2hard"), seed=42, needs="pass_rate"),
-    **{f"game-{seed}": tune("evaluation.at_start=true", seed=seed, file=GAME) for seed in (42, 1, 2)},
-    **{f"game_async-{seed}": tune("rollout.max_staleness=1", seed=seed, file=GAME) for seed in (42, 1, 2)},
+    **{f"{name}-{seed}": tune_file(RECIPE / "run.yaml", BOTH, *changes, seed=seed) for seed in (42, 1, 2)
+       for name, changes in {
+        "varied": VARIED,
+        "varied_steady": [*VARIED, *LEASHED],
+        "steady": [f"train_dataset={json.dumps(NEAR_HALF)}", *LEASHED],
+        "plain": [],
+    }.items()},
+    **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
+    **{f"game_async-{seed}": tune_file(GAME, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
 }  # fmt: skip
 
 

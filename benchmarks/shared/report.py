@@ -5,12 +5,36 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "tokenizers", "openai", "agentscope")
+
+
+class TimeLimit:
+    """Seconds from now on in which a benchmark begins further measurements."""
+
+    def __init__(self, seconds: float) -> None:
+        self.ends_at = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def has_room(self, name: str) -> bool:
+        """Whether there is time left; prints what is left out."""
+        if self.seconds_left <= 0:
+            print(f"no time left for {name}", flush=True)
+        return self.seconds_left > 0
+
+
+def add_time_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="seconds after which no further measurement begins"
+    )
 
 
 def describe_environment(device: str) -> dict[str, Any]:

@@ -16,14 +16,14 @@ import argparse
 import json
 import random
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import yaml
 
+from benchmarks.shared.demo_stages import finetune
 from benchmarks.tasks.bots_train import SHARES, name_grade
 from tunesmith import measure_pass_rates
-from tunesmith.commands.demo.run import DemoSettings, finetune, load_agent, save_base
+from tunesmith.commands.demo.agent import build_demonstrations
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 
@@ -80,12 +80,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     root = Path(arguments.out).absolute()
-    settings = DemoSettings(num_train_tasks=1, num_test_tasks=1)
-    base = save_base(root, seed=arguments.seed, settings=settings)
-    demonstrators = partial(
-        load_agent().build_demonstrations, share_without_tool=SHARES_WITHOUT_TOOL[arguments.task_set]
-    )
-    model = finetune(base, demonstrators, root, seed=arguments.seed, settings=settings)
+    problems = build_problems("train", num_problems=2500, seed=arguments.seed)
+    shares = SHARES_WITHOUT_TOOL[arguments.task_set]
+    rows = build_demonstrations(problems, seed=arguments.seed, share_without_tool=shares)
+    model = finetune(root, rows, seed=arguments.seed)
     save_rows(root / "tasks.jsonl", draw_graded("train", num_tasks=arguments.num_tasks, seed=arguments.seed))
     save_rows(root / "test.jsonl", draw_graded("test", num_tasks=arguments.num_held_out, seed=arguments.seed))
     (root / "run.yaml").write_text(yaml.safe_dump(build_run(root, model, num_steps=arguments.steps), sort_keys=False))

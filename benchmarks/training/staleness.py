@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.shared.demo_stages import finetune, resolve_stage
 from benchmarks.shared.report import describe_environment, describe_settings, save_record
 from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
@@ -46,7 +47,6 @@ from benchmarks.shared.training_step import (
     time_step,
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
-from tunesmith.commands.demo.run import DemoSettings, build_config, finetune, save_base
 from tunesmith.commands.prepare.calculator_agent import build_reply, run_tool_calls
 from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.config import EvaluationSection, RunConfig
@@ -55,7 +55,7 @@ from tunesmith.judges.numeric import judge_number
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.policy import Policy
-from tunesmith.tasks.arithmetic import Problem
+from tunesmith.tasks.arithmetic import Problem, build_problems, save_problems
 from tunesmith.tools.calculator import CALCULATOR_TOOL
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import WorkflowOutput
@@ -195,21 +195,19 @@ def run_worker(arguments: argparse.Namespace) -> None:
     global SLEEPS
     torch.set_num_threads(1)
     root = Path(arguments.folder)
-    settings = DemoSettings(
-        num_demonstrations=arguments.demonstrations, num_test_tasks=100, num_steps=arguments.steps, batch_size=16,
-        num_minibatches=1,
-    )  # fmt: skip
     if arguments.worker == "finetune":
-        base = save_base(root, seed=arguments.seed, settings=settings)
-        finetuned = finetune(base, build_demonstrations, root, seed=arguments.seed, settings=settings)
-        (root / "finetuned").write_text(str(finetuned))
+        save_problems(root / "data", num_train=4000, num_test=100, seed=arguments.seed)
+        problems = build_problems("train", num_problems=arguments.demonstrations, seed=arguments.seed)
+        finetune(root, build_demonstrations(problems, seed=arguments.seed), seed=arguments.seed)
         return
     SLEEPS = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=arguments.seed)
-    config = build_config(Path((root / "finetuned").read_text()), root, seed=arguments.seed, settings=settings)
+    sizes = [f"seed={arguments.seed}", f"num_steps={arguments.steps}", "batch_size=16", "num_minibatches=1"]
+    config: RunConfig = resolve_stage("rl", root, sizes)
     rollout = config.rollout.model_copy(update={"max_staleness": int(arguments.worker)})
     evaluation = EvaluationSection(interval_steps=arguments.interval, at_start=True)
     name = f"staleness-{arguments.worker}"
-    config = config.model_copy(update={"rollout": rollout, "evaluation": evaluation, "name": name})
+    place = {"checkpoint_root_dir": str(root), "project": "pocket", "name": name, "continue_from_checkpoint": True}
+    config = config.model_copy(update={"rollout": rollout, "evaluation": evaluation, **place})
     started = time.perf_counter()
     result = run_tuning(
         config, workflow=solve_slowly, judge=judge_number, build_model=lambda e, o: ChatModel(e, options=o)

@@ -103,9 +103,9 @@ def count_flops(config: PretrainedConfig, rows: list[Trie]) -> float:
     return config.num_hidden_layers * per_layer + 6 * config.vocab_size * config.hidden_size * num_sites
 
 
-def measure(run: Callable[[], object], *, num_repeats: int) -> tuple[float, float]:
-    """Median seconds after three warm-up runs, and peak memory in GB."""
-    for _ in range(3):
+def measure(run: Callable[[], object], *, num_repeats: int, num_warm_ups: int = 3) -> tuple[float, float]:
+    """Median seconds after warm-up runs, and peak memory in GB."""
+    for _ in range(num_warm_ups):
         run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -19,7 +19,9 @@ from tunesmith.types import Completion, Distribution, Sampling
 
 Build = Callable[..., LocalEngine]
 PREFIXES = ((), (5, 6, 7, 8, 9), tuple(range(30, 47)))
-DISTRIBUTIONS = (Distribution(), Distribution(temperature=0.8, top_p=0.9), Distribution(top_k=3))
+DISTRIBUTIONS = (
+    Distribution(), Distribution(temperature=0.8, top_p=0.9), Distribution(top_k=3), Distribution(presence_penalty=0.5)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

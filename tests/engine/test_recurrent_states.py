@@ -121,11 +121,15 @@ def test_the_least_recently_used_snapshot_gives_way_unless_it_is_kept():
     pool = SnapshotPool(range(10, 12))
     for name in (b"a", b"b"):
         pool.publish(name, pool.take(name, ()))
-    assert pool.find([b"a", b"x"]) == (1, 10)  # found in the first of two blocks, and used last
+    assert pool.find([b"a", b"x"], {}) == (1, 10)  # found in the first of two blocks, and used last
     assert pool.take(b"a", ()) is None
     slot = pool.take(b"c", {10})
-    assert slot == 11 and pool.find([b"b"]) == (0, None)
+    assert slot == 11 and pool.find([b"b"], {}) == (0, None)
     pool.publish(b"c", slot)
     assert pool.take(b"d", {10, 11}) is None
+    assert pool.find([b"a", b"e"], {b"e": 12}) == (2, 12)  # one that is published later
     pool.reset()
-    assert pool.find([b"a", b"c"]) == (0, None) and pool.take(b"a", ()) == 10
+    assert pool.find([b"a", b"c"], {}) == (0, None) and [pool.take(b"f", ()) for _ in range(2)] == [10, 11]
+    for slot in (10, 11):
+        pool.publish(b"f", slot)  # two forwards of a step leave it
+    assert pool.find([b"f"], {}) == (1, 10) and pool.take(b"g", {10}) == 11

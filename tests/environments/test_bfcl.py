@@ -12,11 +12,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from recipes.function_calling.variants import offer_variant, vary
+from tunesmith.config import RunConfig
 from tunesmith.environments import Reply
 from tunesmith.environments.sets import load_set
 from tunesmith.environments.sets.bfcl_calls import find_mistake
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.runs.tasks import load_run_tasks
+from tunesmith.types import Task
 
 package = pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="needs the package bfcl-eval")
 
@@ -93,7 +97,7 @@ def folder(tmp_path):
     for category in ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple"):
         rows, answers = [], []
         for number in range(40 if category == "simple_python" else 1):
-            name = f"tool{number // 2}.f"
+            name = f"{chr(97 + number // 2) * 3}.f"
             question = [[{"role": "system", "content": "S."}, {"role": "user", "content": f"Question {number}"}]]
             identity = f"{category}_{number}"
             rows.append({"id": identity, "question": question, "function": [{**FUNCTION, "name": name}]})
@@ -102,6 +106,7 @@ def folder(tmp_path):
         write_rows(tmp_path / "possible_answer" / f"BFCL_v4_{category}.json", answers)
     rows[0]["id"] = "irrelevance_0"
     write_rows(tmp_path / "BFCL_v4_irrelevance.json", rows[:1])
+    write_rows(tmp_path / "BFCL_v4_live_irrelevance.json", [])
     return str(tmp_path)
 
 
@@ -134,7 +139,7 @@ def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     assert asyncio.run(answer(environment, row, Reply('No. My "name" is Bo, and I have no "arguments".')))[0] == 1.0
     for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}'):
         assert asyncio.run(answer(environment, row, Reply(attempt)))[0] == 0.0
-    assert asyncio.run(answer(environment, row, Reply("", [call("tool0_f", {"x": 0})])))[0] == 0.0
+    assert asyncio.run(answer(environment, row, Reply("", [call("aaa_f", {"x": 0})])))[0] == 0.0
 
 
 def test_questions_that_no_function_answers_are_split_by_their_functions(folder, tmp_path):
@@ -172,6 +177,64 @@ def test_questions_that_no_function_answers_are_split_by_their_functions(folder,
         ConfigError, match="irrelevance=0.1 in environment.args of bfcl: Input should be a valid integer"
     ):
         load_set("bfcl", {"path": folder, "irrelevance": 0.1})
+
+
+def test_validation_tasks_are_training_tasks_of_functions_of_their_own(folder):
+    plain, split = (load_set("bfcl", {"path": folder} | each).rows for each in ({}, {"validation": 40}))
+    assert set(plain) == {"train", "test"} and split["test"] == plain["test"]
+    seeds = {each["seed"]: each for each in plain["train"]}
+    assert {each["seed"]: each for each in [*split["train"], *split["validation"]]} == seeds
+    functions = [{name for row in split[each] for call in json.loads(row["answer"]) for name in call} for each in split]
+    assert all(functions) and sum(map(len, functions)) == len(set.union(*functions))
+    with pytest.raises(ConfigError, match="args.validation has no effect with bfcl:irrelevance"):
+        load_set("bfcl:irrelevance", {"path": folder, "validation": 5})
+    with pytest.raises(ConfigError, match="validation=70 in environment.args of bfcl: Input should be less than 70"):
+        load_set("bfcl", {"path": folder, "validation": 70})
+
+
+def test_a_run_is_evaluated_on_the_splits_that_its_environment_has(folder):
+    values = {
+        "model": {"path": "none"},
+        "environment": {"name": "bfcl", "args": {"path": folder, "validation": 40}, "num_test": 3},
+        "eval_datasets": {"chosen_on": {"path": "environment", "split": "validation"}},
+    }
+    config = RunConfig.model_validate(values)
+    tasks = load_run_tasks(config, config.eval_datasets["chosen_on"], name="chosen_on")
+    found = load_set("bfcl", {"path": folder, "validation": 40}).rows["validation"]
+    assert [each.row["id"] for each in tasks] == [each["id"] for each in found[:3]]
+    values["environment"]["args"].pop("validation")
+    with pytest.raises(ConfigError, match="split='validation': the splits of environment 'bfcl' are train, test$"):
+        load_run_tasks(RunConfig.model_validate(values), config.eval_datasets["chosen_on"], name="chosen_on")
+
+
+def test_variants_of_a_task_offer_further_functions_and_are_judged_alike(folder):
+    environment = load_set("bfcl", {"path": folder})
+    rows = environment.list_rows("train", number=100, seed=0)
+    tasks = [Task(task_id=f"train/{index}", index=index, row=row) for index, row in enumerate(rows)]
+    variants, metrics = vary(tasks, num_variants=3, max_added=2, path=folder)
+    assert variants == vary(tasks, num_variants=3, max_added=2, path=folder)[0]
+    assert len({each.task_id for each in variants}) == len(variants) == 3 * len(tasks) == metrics["num_variants"]
+    called = {name for row in rows for each in json.loads(row["answer"]) for name in each}
+    for each in variants:
+        own = next(iter(json.loads(each.row["answer"])[0]))
+        names = [function["name"] for function in each.row["line"]["function"]]
+        assert own in names and len(names) == len(set(names)) <= 3 and set(names) <= called
+    assert metrics["added_mean"] > 0.3
+    functions = [each.row["line"]["function"] for each in variants]
+    assert len({tuple(one["parameters"]["properties"]) for each in functions for one in each}) > 5
+    assert any(each[0]["name"] not in task.row["answer"] for each, task in zip(functions, variants, strict=True))
+
+    task = next(each for each in variants if len(each.row["line"]["function"]) == 3)
+    ((name, values),) = json.loads(task.row["answer"])[0].items()
+    right = Reply("", [call(name.replace(".", "_"), {"x": values["x"][0]})])
+    reward, _, session = asyncio.run(answer(offer_variant(task.row, environment), task.row, right))
+    assert (reward, len(session.schemas)) == (1.0, 3)
+    other = next(
+        each["function"]["name"] for each in session.schemas if each["function"]["name"] != right.calls[0].tool
+    )
+    wrong = Reply("", [call(other, {"x": values["x"][0]})])
+    assert asyncio.run(answer(offer_variant(task.row, environment), task.row, wrong))[0] == 0.0
+    assert offer_variant(rows[0], environment) is environment
 
 
 def test_the_response_of_an_episode_has_the_calls_of_the_reply():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import runpy
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recipes.et_agent.mathematics import leave_wrong_beginnings
 from recipes.world import World, generate
 from recipes.world.config import build_config
 from recipes.world.expert import iter_plans
@@ -18,6 +19,7 @@ from tunesmith import run_pipeline
 from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
+from tunesmith.environments import Transcript
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
@@ -35,6 +37,7 @@ SMALL = (
     "variables.environment.max_tokens=48", "stages.flywheel.extra_tokens=16", "stages.flywheel.max_per_question=4",
     "stages.flywheel.num_rollouts=1",
 )  # fmt: skip
+CONTINUED = ("hint_after_flaw", "hint_at_end", "reflect")
 BOXED = re.compile(r"boxed\{(.*?)\}</answer>")
 JUDGES = "stages.flywheel", "stages.rollouts", "stages.curriculum.stages.pass_rate", "stages.curriculum.stages.rl"
 SOURCE = """
@@ -76,6 +79,33 @@ def test_what_was_repaired_is_fine_tuned(folder):
     assert {row["trajectory_id"] for row in kept} <= {row["trajectory_id"] for row in rows}
     conversation = read(folder / "rft_filter" / "train.jsonl")[0]["messages"][-1]["content"]
     assert all(part["weight"] == 0 for part in conversation if part["text"].startswith("\n<result>"))
+
+
+def test_wrong_steps_before_a_repair_are_masked_or_dropped(folder, tmp_path):
+    rows, sources = (read(folder / "rft_filter" / name) for name in ("train.jsonl", "transcripts.jsonl"))
+    everything = {row["trajectory_id"]: row for row in read(folder / "flywheel" / "trajectories.jsonl")}
+    files = {"rows": "rft_filter/train.jsonl", "kept": "rft_filter/transcripts.jsonl"}
+    files = {
+        name: str(folder / path) for name, path in (files | {"trajectories": "flywheel/trajectories.jsonl"}).items()
+    }
+    counts = leave_wrong_beginnings(tmp_path, **files, how="mask")
+    masked = read(tmp_path / "train.jsonl")
+    continued = [index for index, row in enumerate(sources) if row["operator"] in CONTINUED]
+    assert counts == {"changed": len(continued), "rows": len(rows)} and continued
+    for index, (before, after) in enumerate(zip(rows, masked, strict=True)):
+        texts = ["".join(part["text"] for part in row["messages"][-1]["content"]) for row in (before, after)]
+        assert texts[0] == texts[1]
+        if index not in continued:
+            assert before == after
+            continue
+        parent = everything[sources[index]["parent_id"]]
+        pairs = zip(texts[0], Transcript.from_json(parent["transcript"]).text, strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        parts = after["messages"][-1]["content"]
+        trained = next(number for number, part in enumerate(parts) if part["weight"])
+        assert 0 < shared <= sum(len(part["text"]) for part in parts[:trained]) < len(texts[0])
+    leave_wrong_beginnings(tmp_path, **files, how="drop")
+    assert read(tmp_path / "train.jsonl") == [row for index, row in enumerate(rows) if index not in continued]
 
 
 def test_no_two_parts_of_the_questions_ask_for_the_same_fact(folder):
@@ -139,8 +169,11 @@ def find_results(row: dict) -> list[str]:
     return [part["text"] for part in row["messages"][-1]["content"] if part["weight"] == 0]
 
 
-def test_the_pipeline_for_a_gpu_is_valid(monkeypatch):
+def test_the_pipelines_for_a_gpu_are_valid(monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
+    further = "stages.eval.eval_datasets={amc23: {path: amc23.jsonl, fields: {ability: math}}}"
+    names = [stage.name for stage in plan_stages(load_pipeline(FOLDER / "mathematics.yaml", [further]))]
+    assert {"rl_3", "random_rl_3"} < set(names) and names[-5:-1] == ["masked", "dropped", "rft_masked", "rft_dropped"]
     stages = plan_stages(load_pipeline(FOLDER / "smollm2.yaml"))
     assert [stage.name for stage in stages][-1] == "eval" and "rl_2" in [stage.name for stage in stages]
     flywheel = next(stage for stage in stages if stage.name == "flywheel")

@@ -49,7 +49,7 @@ def test_negative_and_fractional_intermediate_results_are_refused():
 
 
 def test_files_have_one_problem_per_line(tmp_path):
-    folder = save_problems(tmp_path / "data", num_train=5, num_test=3, seed=0)
+    save_problems(folder := tmp_path / "data", num_train=5, num_test=3, seed=0)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 5 and set(rows[0]) == {"question", "answer", "expression", "num_operations"}
     assert len((folder / "test.jsonl").read_text().splitlines()) == 3

@@ -23,12 +23,14 @@ def load_run_tasks(config: RunConfig, dataset: DatasetSection, *, name: str) -> 
         if config.workflow in TOOL_AGENTS:
             check_row_tools(tasks, section, path=dataset.path)
         return tasks
-    numbers = {"train": section.num_train, "test": section.num_test}
-    if dataset.split not in numbers:
-        raise ConfigError(f"split={dataset.split!r}: the splits of environment {section.name!r} are train and test")
-    if not (number := numbers[dataset.split]):
+    environment = load_task_environment(config)
+    splits = ["train", "test"] if environment.rows is None else list(environment.rows)
+    if dataset.split not in splits:
+        known = f"environment {section.name!r} are {', '.join(splits)}"
+        raise ConfigError(f"split={dataset.split!r}: the splits of {known}")
+    if not (number := section.num_train if dataset.split == "train" else section.num_test):
         raise ConfigError("environment.num_test=0 leaves no held-out task: raise it, or set eval_datasets={}")
-    rows = load_task_environment(config).list_rows(dataset.split, number=number, seed=section.seed)
+    rows = environment.list_rows(dataset.split, number=number, seed=section.seed)
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
 
 

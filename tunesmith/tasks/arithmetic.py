@@ -81,13 +81,12 @@ def find_split(question: str) -> Split:
     return "test" if digest[0] % HELD_OUT_RATIO == 0 else "train"
 
 
-def save_problems(folder: str | Path, *, num_train: int, num_test: int, seed: int) -> Path:
-    path = Path(folder)
+def save_problems(out_dir: Path, *, num_train: int, num_test: int, seed: int) -> None:
+    """Write the problems of both splits."""
     counts: dict[Split, int] = {"train": num_train, "test": num_test}
     for split, count in counts.items():
         problems = build_problems(split, num_problems=count, seed=seed)
-        write_rows(path / f"{split}.jsonl", map(asdict, problems))
-    return path
+        write_rows(out_dir / f"{split}.jsonl", map(asdict, problems))
 
 
 def compute_answer(expression: str) -> int | None:

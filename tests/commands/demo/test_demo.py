@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
-from tunesmith.commands.demo.run import DemoSettings, run_command, run_demo
+from tunesmith.commands.demo.run import run_command
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.compat.chat_models import build_agentscope_model
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.judges.numeric import read_text
@@ -17,21 +17,22 @@ from tunesmith.tasks.arithmetic import build_problems
 
 pytest.importorskip("agentscope")
 
-TINY = DemoSettings(
-    num_demonstrations=8,
-    num_epochs=1,
-    num_train_tasks=12,
-    num_test_tasks=3,
-    num_steps=2,
-    batch_size=3,
-    group_size=2,
+TINY = (
+    "num_demonstrations=8 num_epochs=1 num_train_tasks=12 num_test_tasks=3 num_steps=2 batch_size=3 group_size=2 "
+    "num_minibatches=3"
 )
+
+
+def run_tiny(out):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNESMITH_SET", TINY)
+        return json.loads(run_command(seed=0, out=str(out)))
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
-    result = run_demo(seed=0, out=out, build_model=build_agentscope_model, settings=TINY)
+    result = run_tiny(out)
     (root,) = out.iterdir()
     return result, root
 
@@ -44,19 +45,19 @@ def test_the_demo_returns_accuracies_and_seconds(demo):
 
 def test_the_demo_writes_models_data_and_the_run_folder(demo):
     _, root = demo
-    assert {path.name for path in root.iterdir()} == {
-        "base", "data", "demonstrations.jsonl", "sft", "pocket", "result.json",
-    }  # fmt: skip
-    assert (root / "pocket" / "rl" / "global_step_2" / "model.safetensors").is_file()
+    stages = {"base", "data", "demonstrations", "sft", "rl", "sampled", "greedy"}
+    assert {path.name for path in root.iterdir()} >= stages | {"report.md", "result.json"}
+    assert (root / "sft" / "model" / "model.safetensors").is_file()
+    assert (root / "rl" / "global_step_2" / "model.safetensors").is_file()
 
 
 def test_an_interrupted_demo_is_finished_by_the_same_command(demo):
     result, root = demo
     (root / "result.json").unlink()
-    steps = (root / "pocket" / "rl" / "metrics.jsonl").read_text()
-    again = run_demo(seed=0, out=root.parent, build_model=build_agentscope_model, settings=TINY)
+    steps = (root / "rl" / "metrics.jsonl").read_text()
+    again = run_tiny(root.parent)
     assert list(root.parent.iterdir()) == [root]
-    assert (root / "pocket" / "rl" / "metrics.jsonl").read_text() == steps
+    assert (root / "rl" / "metrics.jsonl").read_text() == steps
     assert {**again, "seconds": 0} == {**result, "seconds": 0}
 
 
@@ -67,7 +68,7 @@ def test_demonstrations_start_with_the_agents_prompt(demo):
     tokenizer = load_tokenizer(str(root / "base"))
     reader = ConversationReader(tokenizer)
     problems = {problem.question: problem for problem in build_problems("train", num_problems=12, seed=0)}
-    rollouts = load_rollouts(root / "pocket" / "rl" / "rollouts" / "step_000001.parquet")
+    rollouts = load_rollouts(root / "rl" / "rollouts" / "step_000001.parquet")
     for group in rollouts:
         (row,) = build_demonstrations([problems[group.task.row["question"]]], seed=0)
         (sample,) = reader.read([row], max_model_len=512)

@@ -50,7 +50,7 @@ def test_a_healthy_run_has_no_finding_but_figures(healthy):
     assert (healthy.state, healthy.num_steps, healthy.total_steps) == ("finished", 12, 12)
     names = [each.check for each in healthy.passed]
     assert set(names) | set(healthy.not_checked) == (SHARED_CHECKS | RL_CHECKS).keys()
-    assert set(healthy.not_checked) == {"dropped-groups", "stale-samples", "evaluation", "evaluation-time"}
+    assert set(healthy.not_checked) == {"evaluation"}
     text = str(healthy)
     assert "no finding" in text and "truncation: 0.0% of recent rollouts were truncated" in text
     assert "training" in healthy.step_time

@@ -41,7 +41,6 @@ COLUMNS += ["failure_line"]
 TURN_FIELDS = ("sampled_ids", "stop_reason")
 METRIC = re.compile(r'"((?:[a-z]+/)[a-z_{}]+)"')
 MAX_MESSAGE_CHARS = 400
-ONE_TASK = '{"question": "Tom has 1 apple. How many?"}\n'
 SMALL = AlgorithmConfig(group_size=4, batch_size=4, learning_rate=1e-4)
 
 
@@ -197,19 +196,6 @@ def tools_that_block(run: Start) -> None:
     run(steps=1, workflow_func=workflow)
 
 
-def one_slow_rollout(run: Start) -> None:
-    calls = itertools.count()
-
-    async def workflow(task, model):
-        is_slow = next(calls) == 0
-        output = await sampling.ask(task, model)
-        await asyncio.sleep(max(4.0, 8 * sampling.seconds) if is_slow else 0)
-        return output
-
-    sampling = SamplingTime()
-    run(steps=1, workflow_func=workflow)
-
-
 def dead_learning_rate(run: Start) -> None:
     run(algorithm=AlgorithmConfig(group_size=4, batch_size=4, learning_rate=1e-12))
 
@@ -221,44 +207,6 @@ def dead_learning_rate_of_bfloat16(run: Start) -> None:
 def destructive_learning_rate(run: Start) -> None:
     algorithm = AlgorithmConfig(group_size=4, batch_size=4, learning_rate=0.03)
     run("algorithm.kl_coef=0.001", "trainer.num_minibatches=2", steps=6, algorithm=algorithm)
-
-
-def edited_histories(run: Start) -> None:
-    async def workflow(task, model):
-        output = await ask(task, model)
-        return await ask({"question": f"Answer again, {len(output.response)}: {task['question']}"}, model)
-
-    run(steps=1, workflow_func=workflow)
-
-
-def late_calls(run: Start) -> None:
-    async def call_late(task, model, has_ended):
-        await has_ended.wait()
-        await ask(task, model)
-
-    async def workflow(task, model):
-        has_ended = asyncio.Event()
-        late[task["question"]] = (has_ended, asyncio.create_task(call_late(task, model, has_ended)))
-        return await ask(task, model)
-
-    async def judge(task, response):
-        has_ended, call = late[task["question"]]
-        has_ended.set()
-        await asyncio.wait({call})
-        return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-    late: dict[str, tuple[asyncio.Event, asyncio.Task]] = {}
-    run(steps=1, workflow_func=workflow, judge_func=judge)
-
-
-def small_cache(run: Start) -> None:
-    run("engine.kv_cache_tokens=128", "engine.page_size=4", steps=1)
-
-
-def clipped_gradients_and_one_task(run: Start) -> None:
-    (run.folder / "one.jsonl").write_text(ONE_TASK)
-    data = DatasetConfig(path=str(run.folder / "one.jsonl"), total_steps=6)
-    run("trainer.max_grad_norm=0.01", train_dataset=data)
 
 
 def overfitting(run: Start) -> None:
@@ -297,9 +245,9 @@ def entropy_collapse(run: Start) -> None:
 RUNS: tuple[Callable[[Start], None], ...] = (
     judge_returns_one_value, judge_ignores_the_response, identical_rollouts, tasks_too_hard, tasks_too_easy,
     cut_off_at_max_tokens, cut_off_at_the_context, prompts_that_do_not_fit, one_rollout_of_four_fails,
-    all_rollouts_fail, rollouts_time_out, slow_tools, slow_tools_of_few_rollouts, tools_that_block, one_slow_rollout,
-    dead_learning_rate, dead_learning_rate_of_bfloat16, destructive_learning_rate, edited_histories, late_calls,
-    small_cache, clipped_gradients_and_one_task, overfitting, held_out_reward_without_gain, entropy_collapse,
+    all_rollouts_fail, rollouts_time_out, slow_tools, slow_tools_of_few_rollouts, tools_that_block,
+    dead_learning_rate, dead_learning_rate_of_bfloat16, destructive_learning_rate, overfitting,
+    held_out_reward_without_gain, entropy_collapse,
 )  # fmt: skip
 
 

@@ -85,6 +85,16 @@ def test_blocks_of_a_chunk_are_shared_from_the_step_that_fills_the_last_one() ->
     assert [request.num_cached_tokens for request in scheduler.running] == [0, 8]
 
 
+@pytest.mark.parametrize(("forward", "start"), [(0, 8), (1, 4)])
+def test_a_block_that_one_token_fills_is_shared_in_the_first_forward_alone(forward: int, start: int) -> None:
+    """Kernels that decode attend to the keys of a step while they write them."""
+    scheduler = build_scheduler(max_batched_tokens=7)
+    scheduler.add(build_request(0, range(10, 18)))
+    scheduler.commit(scheduler.schedule().chunks)
+    scheduler.add(build_request(1, range(10, 19)))
+    assert describe(scheduler.schedule(get_forward=lambda _: forward)) == [(0, 7, 8), (1, start, 9)]
+
+
 def test_the_last_token_of_a_prompt_is_computed_even_if_its_block_is_cached() -> None:
     scheduler = build_scheduler()
     scheduler.add(build_request(0, range(10, 18)))

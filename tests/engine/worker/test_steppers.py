@@ -184,6 +184,28 @@ def test_prefilled_blocks_are_shared_with_requests_that_have_a_logit_bias(is_bia
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize(
+    ("has_penalty", "num_prefilled"),
+    [((True,) * 8, 22 + 7 * 2), ((True, False, True, False), 2 * 22 + 2 * 2), ((False, True, True), 22 + 2 * 2)],
+)
+def test_requests_that_the_host_samples_share_the_prompt_of_a_step(name, has_penalty, num_prefilled) -> None:
+    """A request that the device samples is prefilled before them, so it computes what it does not share with others
+    of its kind."""
+    penalties = [Distribution(frequency_penalty=0.7 * penalty) for penalty in has_penalty]
+    samplings = [Sampling(max_tokens=6, distribution=each, seed=seed) for seed, each in enumerate(penalties)]
+
+    async def run(engine: LocalEngine) -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(build_prompts(22)[0], each) for each in samplings))
+
+    engine = build_burst_engine(name)
+    completions = run_lockstep(run(engine))
+    assert engine.compute_stats()["engine/num_prefill_tokens"] == num_prefilled
+    for ours, theirs in zip(completions, run_lockstep(run(build_engine(name, has_prefix_cache=False))), strict=True):
+        assert ours.sampled_ids == theirs.sampled_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
 def test_a_block_that_a_burst_completes_is_not_shared_before() -> None:
     first = build_prompts(32)[0]
     prompts = [first, [*first, 7, 8, 9]]

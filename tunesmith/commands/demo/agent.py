@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentscope.agent import ReActAgent
@@ -18,7 +19,8 @@ from agentscope.model import ChatModelBase
 from agentscope.tool import Toolkit, ToolResponse
 
 from tunesmith.judges.numeric import judge_number
-from tunesmith.tasks.arithmetic import Problem
+from tunesmith.tasks.arithmetic import Problem, build_problems
+from tunesmith.tasks.load import write_rows
 from tunesmith.tools import calculator
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
@@ -62,6 +64,12 @@ async def solve_problem(task: Mapping[str, Any], model: ChatModelBase) -> Workfl
 async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
     """The judge: reward 1.0 for the correct final number."""
     return await judge_number(task, response)
+
+
+def save_demonstrations(out_dir: Path, *, number: int, seed: int) -> None:
+    """Write demonstrations on training problems."""
+    problems = build_problems("train", num_problems=number, seed=seed)
+    write_rows(out_dir / "rows.jsonl", build_demonstrations(problems, seed=seed))
 
 
 def build_demonstrations(

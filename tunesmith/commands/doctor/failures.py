@@ -1,10 +1,9 @@
-"""Checks of rollouts that end badly: the error that stopped the run, failed rollouts by cause, calls after the end of a
-rollout; truncated responses, prompts that do not fit, responses that grow.
+"""Checks of rollouts that end badly: the error that stopped the run, failed rollouts by cause, truncated responses,
+prompts that do not fit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -14,9 +13,7 @@ from tunesmith.commands.doctor.record import (
     Evidence,
     Outcome,
     RlRun,
-    compute_slope_t,
     format_settings,
-    need_ends,
     observe,
 )
 from tunesmith.rollout.failures import list_causes
@@ -114,29 +111,11 @@ def list_causes_by_boundary(run: RlRun, steps: Sequence[int]) -> dict[FailureWhe
     return found
 
 
-def find_late_calls(run: RlRun) -> Outcome:
-    """Model calls after the workflow has returned, which are refused."""
-    series = run.get("rollout/num_late_calls")
-    if series is None:
-        calls = run.get("rollout/num_calls")
-        return None if calls is None else "no call after the end of its workflow"
-    number = math.fsum(series.values)
-    return CheckFinding(
-        severity="note",
-        problem=f"{number:.0f} model calls were made after their workflow had returned, and were refused",
-        evidence=(observe(series, f"{number:.0f} calls", number),),
-        change="await all tasks that the workflow starts before it returns",
-    )
-
-
 MAX_TRUNCATED_SHARE = 0.1
 """A few answers always ramble; from a tenth on the reward is partly a reward for brevity."""
 MOSTLY_TRUNCATED_SHARE = 0.9
 """So few answers end that the judge sees hardly a whole one."""
 MAX_REFUSED_SHARE = 0.01
-GROWTH = 1.5
-"""Responses that grow by half without a higher reward."""
-NEAR_LIMIT = 0.8
 
 
 def find_truncation(run: RlRun) -> Outcome:
@@ -204,22 +183,4 @@ def find_refused_prompts(run: RlRun) -> Outcome:
         evidence=(observe(recent, f"{recent.total:.0f} of {num_calls:.0f} calls", share),),
         change=f"set model.max_model_len={value}, or let the workflow shorten its history and tool results",
         settings={"model.max_model_len": value},
-    )
-
-
-def find_length_growth(run: RlRun) -> Outcome:
-    """Responses that get longer while the reward does not rise, near their limit."""
-    lengths, rewards = run.need("rollout/sampled_tokens_per_turn_mean"), run.need("rollout/reward_mean")
-    first, last = need_ends(lengths)
-    observed = f"{first.mean:.0f} tokens a turn in the first steps, {last.mean:.0f} in the last"
-    is_longer = last.mean > GROWTH * first.mean and compute_slope_t(lengths) > 2
-    if not is_longer or len(rewards) < 3 or compute_slope_t(rewards) > 1:
-        return observed
-    return CheckFinding(
-        severity="warning" if last.mean > NEAR_LIMIT * run.config.model.max_tokens else "note",
-        problem="responses get longer and the reward does not rise",
-        evidence=(observe(lengths, observed, last.mean),),
-        change="set algorithm.algorithm_type=dr_grpo, whose loss does not favour long wrong answers, and "
-        "experience.operators mask_response_truncated",
-        settings={"algorithm.algorithm_type": "dr_grpo"},
     )

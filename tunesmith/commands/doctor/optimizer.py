@@ -1,6 +1,6 @@
-"""Checks of the optimizer, of fine-tuning as well as of reinforcement learning: weights that do not change, clipped,
-exploding or non-finite gradients; of the loss of fine-tuning and preference training; and of the policy's drift:
-sampler and trainer mismatch, entropy, KL, size of updates, replayed groups.
+"""Checks of the optimizer, of fine-tuning as well as of reinforcement learning: weights that do not change, exploding
+or non-finite gradients; of the loss of fine-tuning and preference training; and of the policy's drift:
+sampler and trainer mismatch, entropy, KL.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ MIN_CHANGED_SHARE = 0.01
 """Share of sampled weights that change in float32, for runs that do not record `train/relative_update`."""
 DEAD_RATE_SHARE, MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE = 1e-3, 10, 0.1
 """Steps below a thousandth of the peak learning rate are dead; a cosine schedule has only 2 % of such steps."""
-CLIP_FACTOR, MIN_CLIPPED_SHARE = 5.0, 0.9
-"""AdamW's step does not depend on the scale of gradients, so clipping by a constant factor is harmless. Clipping to a
-fifth on almost every step gives all updates one size, the noisy ones too."""
 SPIKE_FACTOR, SPIKE_WINDOW, MAX_SPIKE_SHARE, MIN_SPIKE_STEPS = 10.0, 10, 0.02, 10
 """A gradient norm of ten times the median of the ten steps before it comes from a few tokens of very low probability.
 Norms that fall from the start on, as in fine-tuning, are no spikes."""
@@ -84,7 +81,7 @@ def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: flo
 
 
 def find_gradients(run: AnyRun) -> Outcome:
-    """Gradients that are not finite, zero, spiking, or clipped on every step."""
+    """Gradients that are not finite, zero or spiking."""
     lost = find_non_finite(run)
     if lost is not None:
         return lost
@@ -106,15 +103,6 @@ def find_gradients(run: AnyRun) -> Outcome:
             problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
             evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
             change=f"read the rollouts of these steps for degenerate text, and set {format_settings(settings)}",
-            settings=settings,
-        )
-    if series.median > CLIP_FACTOR * limit and (series.values > limit).mean() >= MIN_CLIPPED_SHARE:
-        settings = {"trainer.max_grad_norm": float(f"{series.median:.1g}")}
-        return CheckFinding(
-            severity="note",
-            problem=f"gradients are clipped on almost every step, to a {series.median / limit:.0f}th of their size",
-            evidence=(observe(series, observed, series.median),),
-            change=f"set {format_settings(settings)}, so that only unusual gradients are clipped",
             settings=settings,
         )
     return observed
@@ -199,11 +187,6 @@ KL_RUNAWAY, KL_GROWTH = 0.5, 4.0
 """Nats per token to the starting model; useful runs stay near 0.1."""
 KL_LIMIT = 2.0
 """At this KL the starting model gives the policy's tokens an eighth of their probability."""
-MAX_UPDATE_KL, MAX_CLIP_SHARE = 0.1, 0.3
-"""Mean log-ratio of a token between its sampling and its update, and share of clipped tokens: PPO's usual stop is at
-0.02 to 0.05."""
-MAX_REPLAYED_SHARE = 0.5
-MAX_TRUNCATED_WEIGHTS = 0.1
 
 
 def find_mismatch(run: RlRun) -> Outcome:
@@ -272,49 +255,5 @@ def find_kl(run: RlRun) -> Outcome:
         evidence=(observe(recent, observed),),
         change=f"start again with {format_settings(settings)}, or let the coefficient follow a target with "
         "algorithm.kl_adaptive.target=0.1",
-        settings=settings,
-    )
-
-
-def find_large_updates(run: RlRun) -> Outcome:
-    """Updates that move the policy far from the one that sampled."""
-    kl, clipped = run.get_recent("train/ppo_kl"), run.get_recent("train/clip_frac")
-    found = [series for series in (kl, clipped) if series is not None]
-    if not found:
-        return None
-    size, share = abs(kl.mean) if kl is not None else 0.0, clipped.mean if clipped is not None else 0.0
-    observed = f"mean log-ratio {size:.2g}, {share:.1%} of the tokens clipped"
-    if size < MAX_UPDATE_KL and share < MAX_CLIP_SHARE:
-        return observed
-    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.peak_learning_rate / 3}
-    if run.config.trainer.num_minibatches > 1:
-        settings["trainer.num_minibatches"] = max(1, run.config.trainer.num_minibatches // 2)
-    return CheckFinding(
-        problem="the updates of a step move the policy too far from the one that sampled its rollouts",
-        evidence=tuple(observe(series, f"{series.mean:.2g} on average", series.mean) for series in found),
-        change=f"set {format_settings(settings)}",
-        settings=settings,
-    )
-
-
-def find_stale_samples(run: RlRun) -> Outcome:
-    """Replay of old groups that the policy has moved away from."""
-    if not run.config.experience.replay.num_groups:
-        return None
-    recent, trained = run.need_recent("experience/num_replayed_groups"), run.sum_recent("algorithm/num_trained_groups")
-    share = recent.total / trained if trained else 0.0
-    truncated = run.get_recent("correction/truncated_frac")
-    cut = 0.0 if truncated is None else truncated.mean
-    observed = f"{share:.0%} of the trained groups are replayed, {cut:.1%} of their importance weights truncated"
-    if share <= MAX_REPLAYED_SHARE and cut <= MAX_TRUNCATED_WEIGHTS:
-        return observed
-    replay = run.config.experience.replay
-    settings: dict[str, object] = {"experience.replay.max_staleness": max(1, replay.max_staleness // 2)}
-    if share > MAX_REPLAYED_SHARE:
-        settings["experience.replay.num_groups"] = max(1, replay.num_groups // 2)
-    return CheckFinding(
-        problem="much of what is trained was sampled by older policies",
-        evidence=(observe(recent, observed, share),),
-        change=f"set {format_settings(settings)}",
         settings=settings,
     )

@@ -1,5 +1,5 @@
-"""Checks of what is trained: groups without variance, small batches, rewards that fall or stay, branches, few tasks;
-and of held-out evaluations: gains within their intervals, overfitting, failed evaluation rollouts.
+"""Checks of what is trained: groups without variance, rewards that fall or stay; and of held-out evaluations: gains
+within their intervals, overfitting.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ NUM_READ_STEPS = 3
 """Rollouts of this number of steps are read to find out why rewards are equal."""
 CAUSE_SHARE = 0.7
 """A cause is named if it explains this share of the equal groups."""
-MIN_GROUPS_PER_UPDATE = 4
-"""Below it the gradient of an update is that of a handful of tasks."""
 MAX_REFILL_BUDGET = 4.0
 MAX_GROUP_SIZE = 32
 SIGNIFICANT_T = 3.0
@@ -192,28 +190,6 @@ def describe_cause(config: RunConfig, groups: EqualGroups) -> tuple[str, str, di
     return problem, f"{change}experience.refill_budget={refill:g}", settings
 
 
-def find_small_batch(run: RlRun) -> Outcome:
-    """Updates on very few groups, because the others were dropped or minibatches are many."""
-    useful, updates = run.need_recent("experience/num_useful_groups"), run.need_recent("train/num_updates").total
-    share = compute_equal_share(run)
-    if not useful.total or not updates:
-        return None
-    per_update = useful.total / updates
-    configured = run.config.algorithm.batch_size / run.config.trainer.num_minibatches
-    observed = f"{per_update:.1f} groups an update; batch_size / num_minibatches is {configured:g}"
-    if per_update >= min(MIN_GROUPS_PER_UPDATE, configured / 2) or is_solved(run):
-        return observed
-    settings: dict[str, float] = {"experience.refill_budget": min(math.ceil(1 / (1 - share)), MAX_REFILL_BUDGET)}
-    if run.config.trainer.num_minibatches > 1:
-        settings["trainer.num_minibatches"] = 1
-    return CheckFinding(
-        problem=f"an update is computed from {per_update:.1f} groups, since {share:.0%} of the groups give no gradient",
-        evidence=(observe(useful, observed, per_update),),
-        change="set " + ", or ".join(f"{knob}={value:g}" for knob, value in settings.items()),
-        settings=settings,
-    )
-
-
 def find_reward_trend(run: RlRun) -> Outcome:
     """Rewards that fall, or stay where they were for many steps."""
     rewards, low, high = (run.need(f"rollout/reward_{name}") for name in ("mean", "min", "max"))
@@ -253,65 +229,6 @@ def is_solved(run: RlRun) -> bool:
         return False
     lowest, highest = float(low.values.min()), float(high.values.max())
     return lowest < highest and mean.recent.mean >= lowest + SOLVED_REWARD * (highest - lowest)
-
-
-MAX_BRANCH_SHARE = 0.1
-"""Branches per trained rollout: retries happen, but a branch in every tenth rollout is the way the agent works."""
-MAX_PASSES = 20
-"""Passes over the tasks; small models memorize a task within some tens of visits."""
-NUM_SAMPLED_STEPS = 32
-"""Steps, evenly spaced over the run, whose task ids are read."""
-MIN_VISITS = 2.0
-"""Visits per distinct task in the steps read, from which the distinct tasks are nearly all tasks."""
-
-
-def find_branches(run: RlRun) -> Outcome:
-    """Turns that do not extend the history of their rollout, so that it is trained as several samples."""
-    recent, _, share = run.need_share("rollout/num_branches", "rollout/num_trained_trajectories")
-    unextended = run.get_recent("rollout/num_unextended")
-    observed = f"{share:.2g} branches per trained rollout"
-    if share <= MAX_BRANCH_SHARE:
-        return observed
-    evidence = [observe(recent, observed, share)]
-    if unextended is not None and unextended.total:
-        observed = f"{unextended.total:.0f} calls repeated earlier messages whose tokens could not be reused"
-        evidence.append(observe(unextended, observed, unextended.total))
-    return CheckFinding(
-        severity="note",
-        problem="many model calls do not extend the conversation of their rollout, which is then trained in pieces",
-        evidence=tuple(evidence),
-        change="if the workflow has no sub-agents or retries, let it only append to its messages (do not edit, "
-        "summarize or remove any, nor put the time into the system prompt), and keep the reasoning of earlier turns",
-    )
-
-
-def find_repeated_tasks(run: RlRun) -> Outcome:
-    """A task pool so small that the model sees every task many times."""
-    tried, steps = run.need("experience/num_tasks_tried"), run.rollouts.list_steps()
-    if not steps:
-        return None
-    visits, tasks = 0, set()
-    for step in steps[:: -(-len(steps) // NUM_SAMPLED_STEPS)]:
-        ids = {
-            (row["group_index"], row["task_id"])
-            for row in run.rollouts.read_table(step, ("group_index", "task_id")).to_pylist()
-        }
-        visits += len(ids)
-        tasks |= {task_id for _, task_id in ids}
-    passes = tried.total / max(len(tasks), 1)
-    if visits < MIN_VISITS * len(tasks):
-        return f"{len(tasks)} different tasks in {visits} sampled groups"
-    observed = f"about {len(tasks)} different tasks, visited {passes:.0f} times each"
-    if passes <= MAX_PASSES:
-        return observed
-    return CheckFinding(
-        severity="note",
-        problem=f"the run has few tasks: {observed}",
-        evidence=(Evidence(source="rollouts/", observed=observed, value=passes, steps=(steps[0], steps[-1])),),
-        change="add tasks to train_dataset, or stop when the held-out reward no longer rises "
-        "(evaluation.interval_steps=10)",
-        settings={"evaluation.interval_steps": 10},
-    )
 
 
 REWARD = re.compile(r"eval/(.+)/reward")

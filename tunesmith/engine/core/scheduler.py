@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import attrgetter
@@ -80,12 +80,14 @@ class SchedulerOutput:
     num_tokens_left: int = 0
     num_preemptions: int = 0
     may_preempt: bool = True
-    is_in_first_forward: Callable[[ScheduledChunk], bool] | None = None
-    """Whether the step's first forward computes a chunk, so that later ones may read its blocks; None: always."""
+    get_forward: Callable[[ScheduledChunk], int] = lambda chunk: 0
+    """Which of the step's forwards, in order 0 to 2, computes a chunk."""
+    ready: tuple[dict[bytes, int], ...] = field(default_factory=lambda: ({}, {}, {}))
+    """For each forward the full blocks that it may read before they are in the prefix cache, by hash."""
     kept_slots: set[int] = field(default_factory=set)
     """Slots of snapshots that the step reads or writes."""
-    late_snapshots: list[tuple[bytes, int]] = field(default_factory=list)
-    """Snapshots of later forwards, which no chunk of the step may read."""
+    late_snapshots: dict[bytes, int] = field(default_factory=dict)
+    """Snapshots that the first forward may not read, since a later one leaves them, and their slots."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +165,15 @@ class Scheduler:
             self._release(request)
 
     def schedule(
-        self, *, may_preempt: bool = True, is_in_first_forward: Callable[[ScheduledChunk], bool] | None = None
+        self, *, may_preempt: bool = True, get_forward: Callable[[ScheduledChunk], int] = lambda chunk: 0
     ) -> SchedulerOutput:
         """Choose the next step's chunks; requests that can never fit are removed and returned as unschedulable.
 
-        Requests in flight are left out. With `may_preempt=False`, requests wait while blocks are short.
+        Requests in flight are left out. With `may_preempt=False`, requests wait while blocks are short. `get_forward`:
+        which of the step's forwards computes a chunk.
         """
         step = SchedulerOutput(
-            num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt, is_in_first_forward=is_in_first_forward
+            num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt, get_forward=get_forward
         )
         # Running requests come first: if new ones took the last blocks, a running one would have to give up its own,
         # and compute its tokens again.
@@ -178,7 +181,7 @@ class Scheduler:
         # a request that is admitted now would take the blocks that a preemption has just freed
         if self.waiting and not step.num_preemptions:
             self._admit_waiting(step)
-        for block_hash, slot in step.late_snapshots:
+        for block_hash, slot in step.late_snapshots.items():
             assert self.snapshots is not None
             self.snapshots.publish(block_hash, slot)
         return step
@@ -272,18 +275,19 @@ class Scheduler:
         if request.state_source is not None:
             source, request.state_source = request.state_source, None
         chunk = ScheduledChunk(request, start, stop, source)
-        is_first = step.is_in_first_forward is None or step.is_in_first_forward(chunk)
+        late = step.late_snapshots if step.get_forward(chunk) else None
         for num_blocks in request.snapshot_blocks if self._shares_blocks(request) else ():
             position, block_hash = num_blocks * self.block_size, request.block_hashes[num_blocks - 1]
             assert self.snapshots is not None, "only snapshots give a request such blocks"
-            slot = self.snapshots.take(block_hash, step.kept_slots) if start < position <= stop else None
+            is_new = start < position <= stop and (late is None or block_hash not in late)
+            slot = self.snapshots.take(block_hash, step.kept_slots) if is_new else None
             if slot is not None:
                 step.kept_slots.add(slot)
                 chunk = replace(chunk, snapshots=(*chunk.snapshots, (position, slot)))
-                if is_first:
+                if late is None:
                     self.snapshots.publish(block_hash, slot)
                 else:
-                    step.late_snapshots.append((block_hash, slot))
+                    late[block_hash] = slot
         step.chunks.append(chunk)
         step.num_tokens_left -= stop - start
 
@@ -316,7 +320,8 @@ class Scheduler:
         self._publish_deferred()
         # Requests of a group arrive together and share their prompt. The first one computes it in this step, and the
         # others hold its blocks before these are in the prefix cache.
-        ready = {block_hash: block for chunk in step.chunks for block_hash, block in self._list_new_blocks(chunk, step)}
+        for chunk in step.chunks:
+            self._add_ready_blocks(chunk, step)
         admitted: set[int] = set()
         for request in self.waiting:
             if not step.num_tokens_left or not self._free_slots:
@@ -329,12 +334,15 @@ class Scheduler:
             # even if all blocks are cached, the last token is computed: the next one is sampled from its hidden state
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
             found = self.pool.find(block_hashes)
+            forward = step.get_forward(ScheduledChunk(request, 0, len(request.token_ids)))
+            ready = step.ready[forward]
             found += map(ready.__getitem__, takewhile(ready.__contains__, block_hashes[len(found) :]))
             request.state_source = self.empty_slot
             if self.snapshots is not None:
                 # a prefix that two requests share, and the prompt, of which the last token is computed in any case
                 shared = (len(found), (len(request.prompt_ids) - 1) // self.block_size)
-                num_known, slot = self.snapshots.find(block_hashes[: len(found)])
+                late = step.late_snapshots if forward else {}
+                num_known, slot = self.snapshots.find(block_hashes[: len(found)], late)
                 found = found[:num_known]
                 request.snapshot_blocks = tuple(sorted({each for each in shared if each > num_known}))
                 if slot is not None:
@@ -347,7 +355,7 @@ class Scheduler:
             admitted.add(request.request_id)
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             self._add_chunk(request, stop, step)
-            ready.update(self._list_new_blocks(step.chunks[-1], step))
+            self._add_ready_blocks(step.chunks[-1], step)
         gone = admitted.union(request.request_id for request in step.unschedulable)
         self.waiting = [request for request in self.waiting if request.request_id not in gone]
 
@@ -411,13 +419,16 @@ class Scheduler:
         request.slot = None
         request.num_computed = request.num_published = 0
 
-    def _list_new_blocks(self, chunk: ScheduledChunk, step: SchedulerOutput) -> Iterator[tuple[bytes, int]]:
-        """Full blocks that the chunk fills and the step may read: each layer writes all keys before it attends."""
-        if step.is_in_first_forward is not None and not step.is_in_first_forward(chunk):
-            return iter(())
-        request = chunk.request
+    def _add_ready_blocks(self, chunk: ScheduledChunk, step: SchedulerOutput) -> None:
+        """Full blocks that the chunk fills: its forward may read them, since each layer writes all keys before it
+        attends, and so may later ones."""
+        request, forward = chunk.request, step.get_forward(chunk)
+        if forward and chunk.num_tokens == 1:
+            return  # kernels that decode attend while they write
         blocks = slice(request.num_published, chunk.stop // self.block_size)
-        return zip(request.block_hashes[blocks], request.blocks[blocks], strict=False)
+        filled = dict(zip(request.block_hashes[blocks], request.blocks[blocks], strict=False))
+        for ready in step.ready[forward:]:
+            ready.update(filled)
 
     def _hash_blocks(self, token_ids: list[int], block_hashes: list[bytes]) -> None:
         """Append the hashes of full blocks that have none yet; none are needed without a prefix cache."""

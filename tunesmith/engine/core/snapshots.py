@@ -7,7 +7,7 @@ the least recently used one gives way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 class SnapshotPool:
@@ -19,13 +19,15 @@ class SnapshotPool:
         self._slot_of: dict[bytes, int] = {}
         """Least recently used first."""
 
-    def find(self, block_hashes: Sequence[bytes]) -> tuple[int, int | None]:
-        """The number of blocks of the longest prefix with a snapshot, and its slot; (0, None) where there is none."""
+    def find(self, block_hashes: Sequence[bytes], late: Mapping[bytes, int]) -> tuple[int, int | None]:
+        """The number of blocks of the longest prefix with a snapshot, also of those not published yet (`late`), and
+        its slot; (0, None) where there is none."""
         for index in range(len(block_hashes) - 1, -1, -1):
             slot = self._slot_of.pop(block_hashes[index], None)
             if slot is not None:
                 self._slot_of[block_hashes[index]] = slot
-                return index + 1, slot
+            if slot is not None or block_hashes[index] in late:
+                return index + 1, late.get(block_hashes[index]) if slot is None else slot
         return 0, None
 
     def take(self, block_hash: bytes, kept: Collection[int]) -> int | None:
@@ -38,8 +40,9 @@ class SnapshotPool:
         return None if last is None else self._slot_of.pop(last)
 
     def publish(self, block_hash: bytes, slot: int) -> None:
-        """The state after the prefix is in the slot, or will be before any read."""
-        self._slot_of[block_hash] = slot
+        """The state after the prefix is in the slot, or will be before any read; of two slots the first stays."""
+        if self._slot_of.setdefault(block_hash, slot) != slot:
+            self._free.append(slot)
 
     def reset(self) -> None:
         """Forget all snapshots."""

@@ -341,18 +341,15 @@ class AsyncStepper(SyncStepper):
         hidden: list[Tensor] = []
         while True:
             scheduled = self._output_processor.scheduler.schedule(
-                may_preempt=may_preempt, is_in_first_forward=self._is_prefill
+                may_preempt=may_preempt, get_forward=self._get_forward
             )
             self._output_processor.record_schedule(scheduled)
             may_preempt = False  # from here on some requests are in flight
-            prefills, others = [], []
+            forwards: tuple[list[ScheduledChunk], ...] = ([], [], [])
             for chunk in scheduled.chunks:
-                if self._is_prefill(chunk):
-                    prefills.append(chunk)
-                elif self._runner.can_decode_in_burst(chunk.request):
-                    known.append(self._mark_inflight(chunk))
-                else:
-                    others.append(chunk)
+                forwards[self._get_forward(chunk)].append(chunk)
+            prefills, others, last_tokens = forwards
+            known += map(self._mark_inflight, last_tokens)
             sampling: list[ScheduledChunk] = []
             if prefills:
                 sampling, hidden_NC = self._runner.prefill(prefills)
@@ -364,11 +361,14 @@ class AsyncStepper(SyncStepper):
             if len(sampling) < len(prefills) or not prefills:
                 return known, prefilled, hidden  # a prompt exceeds one forward: others decode a burst between chunks
 
-    def _is_prefill(self, chunk: ScheduledChunk) -> bool:
-        """The device computes the chunk before all else in the step; a last known token is computed by the burst."""
+    def _get_forward(self, chunk: ScheduledChunk) -> int:
+        """0 if the device computes the chunk before all else in the step, 1 if its request is one that the host
+        samples, 2 if the burst computes it: a last known token."""
+        if not self._runner.can_decode_in_burst(chunk.request):
+            return 1
         # a burst continues from the state in the request's slot
         is_last_token = chunk.stop - chunk.start == 1 and chunk.has_last_token and chunk.has_own_state
-        return not is_last_token and self._runner.can_decode_in_burst(chunk.request)
+        return 2 if is_last_token else 0
 
     def _mark_inflight(self, chunk: ScheduledChunk) -> RequestState:
         chunk.request.is_inflight = True

@@ -7,7 +7,7 @@ reply that calls nothing. It is right if all services have the public attributes
 every result of these is among the results so far, as in the benchmark's own checker.
 
 Tasks that name the same function in their accepted calls are in the same split, as are conversations that begin in the
-same state of the services.
+same state of the services. `args.validation` takes a split for the choice of settings from the training tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -52,6 +52,8 @@ SERVICES = {
 ATTEMPT = re.compile(r"<tool_call>|\"name\"\s*:.*\"(arguments|parameters)\"\s*:", re.DOTALL)
 """Text of a call that is none, of an invented function or unreadable. Where no call is right it is not paid: a policy
 learns to write such text in place of an answer."""
+NUM_TEST_PLACES = 30
+"""Of the 100 places of functions and states that are held out."""
 MAX_DIGITS = 300
 """Of numbers that calls of MathAPI may ask for; more would hold up the process."""
 
@@ -66,9 +68,11 @@ def load(
     path: str | None = None,
     pay_turns: bool | None = None,
     irrelevance: Annotated[int, Field(ge=0)] | None = None,
+    validation: Annotated[int, Field(ge=0, lt=100 - NUM_TEST_PLACES)] | None = None,
 ) -> TaskEnvironment:
     for argument, value, has_effect in (
-        ("pay_turns", pay_turns, member in MULTI_TURN), ("irrelevance", irrelevance, not member)
+        ("pay_turns", pay_turns, member in MULTI_TURN), ("irrelevance", irrelevance, not member),
+        ("validation", validation, member not in HELD_OUT),
     ):  # fmt: skip
         if value is not None and not has_effect:
             raise ConfigError(f"environment.args.{argument} has no effect with bfcl:{member}".rstrip(":"))
@@ -79,13 +83,15 @@ def load(
     rows = load_rows(folder, member)
     if irrelevance is not None:
         rows = rows | split_irrelevance(folder, irrelevance)
-    splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "test": []}
+    splits: dict[str, list[Mapping[str, Any]]] = {
+        split: [] for split in ("train", "test", *(("validation",) if validation else ()))
+    }
     for seed, identity in enumerate(sorted(rows, key=digest)):
         line = rows[identity].line
         answer = {"answer": json.dumps(line["accepted"])} if "accepted" in line else {}
-        splits["test" if rows[identity].is_held_out else "train"].append(
-            {"seed": seed, "id": identity, "question": line["question"][0][-1]["content"], **answer}
-        )
+        if (split := rows[identity].find_split(validation or 0)) is not None:
+            question = line["question"][0][-1]["content"]
+            splits[split].append({"seed": seed, "id": identity, "question": question, **answer})
     create = partial(Conversation, rows, folder, bool(pay_turns)) if member in MULTI_TURN else partial(Question, rows)
     return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
 
@@ -103,7 +109,18 @@ class Row:
     """A task of the benchmark: a line of its files, with the `accepted` calls if there are any."""
 
     line: Mapping[str, Any]
-    is_held_out: bool
+    places: Collection[int]
+    """Of its functions or its state, from 0 to 99."""
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.find_split(0) == "test"
+
+    def find_split(self, validation: int) -> str | None:
+        """The split; None if the places are of several. `validation`: how many places that split has."""
+        limits = ((NUM_TEST_PLACES, "test"), (NUM_TEST_PLACES + validation, "validation"), (100, "train"))
+        splits = {next(split for limit, split in limits if place < limit) for place in self.places}
+        return splits.pop() if len(splits) == 1 else None
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -123,12 +140,12 @@ def load_rows(folder: Path, member: str) -> dict[str, Row]:
         # a conversation is a variant of the one with its number in multi_turn_base
         pairs = zip(read_lines(folder, member), read_lines(folder, MULTI_TURN[0]), strict=True)
         states = [(line, json.dumps(base["initial_config"], sort_keys=True)) for line, base in pairs]
-        return {line["id"]: Row(line, is_held_out(state)) for line, state in states}
+        return {line["id"]: Row(line, [find_place(state)]) for line, state in states}
     if member in HELD_OUT:
-        return {line["id"]: Row(line, is_held_out=True) for line in read_lines(folder, member)}
+        return {line["id"]: Row(line, [0]) for line in read_lines(folder, member)}
     groups = group_functions(folder)
     lines = [line for category in ([member] if member else TRAINED) for line in read_lines(folder, category)]
-    return {line["id"]: Row(line, is_held_out(groups[find_names(line)[0]])) for line in lines}
+    return {line["id"]: Row(line, [find_place(groups[find_names(line)[0]])]) for line in lines}
 
 
 def split_irrelevance(folder: Path, num_train: int) -> dict[str, Row]:
@@ -137,9 +154,9 @@ def split_irrelevance(folder: Path, num_train: int) -> dict[str, Row]:
     groups, rows = group_functions(folder), dict[str, Row]()
     lines = [*read_lines(folder, "irrelevance"), *read_lines(folder, "live_irrelevance")]
     for line in sorted(lines, key=lambda each: digest(each["id"])):
-        splits = {is_held_out(groups.get(each["name"], each["name"])) for each in line["function"]}
-        if splits == {True} or (splits == {False} and (num_train := num_train - 1) >= 0):
-            rows[line["id"]] = Row(line, splits.pop())
+        row = Row(line, [find_place(groups.get(each["name"], each["name"])) for each in line["function"]])
+        if row.is_held_out or (row.find_split(0) == "train" and (num_train := num_train - 1) >= 0):
+            rows[line["id"]] = row
     return rows
 
 
@@ -161,8 +178,8 @@ def read_lines(folder: Path, category: str) -> list[dict[str, Any]]:
     return rows
 
 
-def is_held_out(identity: str) -> bool:
-    return int(hashlib.sha256(f"bfcl-1:{identity}".encode()).hexdigest(), 16) % 100 < 30
+def find_place(identity: str) -> int:
+    return int(hashlib.sha256(f"bfcl-1:{identity}".encode()).hexdigest(), 16) % 100
 
 
 def find_names(row: Mapping[str, Any]) -> list[str]:
