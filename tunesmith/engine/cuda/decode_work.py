@@ -143,6 +143,12 @@ class Divider:
         return chunk
 
 
+def find_slots(block_table_RP: Tensor, positions_R: Tensor, block_size: int) -> Tensor:
+    """The cache slot of the token at each position, on the device."""
+    blocks_R = block_table_RP.gather(1, (positions_R // block_size)[:, None])[:, 0]
+    return blocks_R.long() * block_size + positions_R % block_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSpans:
     """The step as spans of one token, for the prefill kernel: with exact numerics decode steps add in its order."""
@@ -169,11 +175,9 @@ class DecodeSpans:
 
     def update(self) -> None:
         """Write the step's positions and cache slots on the device."""
-        positions_R, size = self.positions_R, self.block_size
-        self.spans_3R[1].copy_(positions_R)
-        self.spans_3R[2].copy_(positions_R + 1)
-        blocks_R = self.block_table_RP.gather(1, (positions_R // size)[:, None])[:, 0]
-        self.slots_R.copy_(blocks_R.long() * size + positions_R % size)
+        self.spans_3R[1].copy_(self.positions_R)
+        self.spans_3R[2].copy_(self.positions_R + 1)
+        self.slots_R.copy_(find_slots(self.block_table_RP, self.positions_R, self.block_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
