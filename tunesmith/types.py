@@ -262,6 +262,8 @@ class Completion:
     """With `Sampling.return_entropy`: entropy in nats of the distribution that each token was sampled from."""
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     """With `Sampling.top_logprobs`."""
+    routes: Any = field(default=None, compare=False, repr=False)
+    """With `trainer.routing_replay`: array [tokens, layers, experts] of the experts of all tokens but the last one."""
 
     def __post_init__(self) -> None:
         for each in (self.logprobs, self.policy_versions, self.entropies, self.top_logprobs):
@@ -347,6 +349,8 @@ class Turn:
     entropies: tuple[float, ...] | None = None
     """With `Sampling.return_entropy`: entropy in nats of the distribution that each token was sampled from. Not written
     to disk."""
+    routes: Any = field(default=None, compare=False, repr=False)
+    """As `Completion.routes`, of the last tokens: those before are in an earlier turn. Not written to disk."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
@@ -469,6 +473,8 @@ class Sample:
     """Index of the trajectory in the batch, over all groups; samples of one trajectory share it."""
     is_expert: bool = False
     """True if the trained tokens come from an expert demonstration: they have no sampler logprob."""
+    routes: Any = field(default=None, compare=False, repr=False)
+    """Array [tokens, layers, experts] of the sampler's experts, -1 where they are unknown; None: all are."""
 
     def __post_init__(self) -> None:
         lengths = {

@@ -28,7 +28,7 @@ from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.trainer.batch import index_events
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import score_logprobs
+from tunesmith.trainer.scoring_pass import score_tokens
 
 DECODE_STEPS = 64
 CUDA = torch.device("cuda")
@@ -88,7 +88,7 @@ def compute_mismatch(model: PreTrainedModel, samples: list[Any]) -> dict[str, fl
         samples, max_tokens_per_row=16384, has_prefix_sharing=True, hidden_size=model.config.hidden_size
     )
     with compiled_layers(model):
-        trainer_R = score_logprobs(model, samples, rows, chunk_tokens=choose_chunk_tokens(model))
+        trainer_R = score_tokens(model, samples, rows, chunk_tokens=choose_chunk_tokens(model))[0]
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
     log_ratio = torch.from_numpy(trainer_R[events.event_E] - sampler_E)

@@ -17,8 +17,8 @@ from tunesmith.errors import ModelError
 from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.checkpoint import load_checkpoint, save_checkpoint, save_model_files
-from tunesmith.model.experts import find_expert_weights, start_counting, summarize_routes
-from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
+from tunesmith.model.experts import find_expert_weights
+from tunesmith.model.forward.attention import CausalPlan, use_plan_attention
 from tunesmith.model.load import check_model, load_model
 from tunesmith.model.pocket import build_pocket_tokenizer
 
@@ -184,27 +184,6 @@ def test_linear_layers_with_names_of_experts_are_refused(folder):
         assert all(".q_proj." in name or ".experts." in name for name in model.state_dict() if "lora_" in name)
 
 
-def test_routes_are_counted_in_passes_with_gradients(folder):
-    model = load(folder)
-    start_counting(model)
-    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    chosen: list[Tensor] = []
-    for router in routers:
-        router.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
-    positions = torch.arange(IDS.shape[1])[None]
-    run_body(model, IDS, positions, CausalPlan([IDS.shape[1]], CPU)).sum().backward()
-    counts = [torch.bincount(each.flatten(), minlength=8) for each in chosen]
-    with torch.no_grad():
-        run_body(model, IDS, positions, CausalPlan([IDS.shape[1]], CPU))
-    found = {name: value.item() for name, value in summarize_routes(model).items()}
-    assert found == {
-        "routing/max_load": pytest.approx(max((each.max() / each.float().mean()).item() for each in counts)),
-        "routing/unused": pytest.approx(sum((each == 0).sum().item() for each in counts) / (8 * len(counts))),
-    }
-    start_counting(model)
-    assert summarize_routes(model)["routing/unused"] == 1
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_with_adapted_experts_is_traced_without_a_break(name):
     """CUDA paths of sampler and trainer compile layers; a break would leave every layer unfused."""
@@ -214,7 +193,6 @@ def test_a_layer_with_adapted_experts_is_traced_without_a_break(name):
     add_adapter(model, LoraSection(r=16, target_modules=WEIGHTS), base="", dtype=torch.bfloat16)
     use_plan_attention(model)
     randomize(model)
-    start_counting(model)
     layer = model.model.layers[1]
     hidden = torch.randn(1, 9, 32, dtype=torch.bfloat16)
     angles = model.model.rotary_emb(hidden, torch.arange(9)[None])

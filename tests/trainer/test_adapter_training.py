@@ -22,7 +22,7 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import ScoringModels, score_logprobs
+from tunesmith.trainer.scoring_pass import ScoringModels, score_tokens
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
@@ -218,9 +218,9 @@ def test_reference_of_an_adapter_equals_its_base_bit_for_bit():
         samples,
         rows,
     )
-    base = score_logprobs(build_trainable(dtype=torch.float32), samples, rows, chunk_tokens=16)
+    base = score_tokens(build_trainable(dtype=torch.float32), samples, rows, chunk_tokens=16)[0]
     assert (preparation.inputs.reference_logprobs_E == base).all()
-    assert abs(score_logprobs(model, samples, rows, chunk_tokens=16) - base).max() > 1e-2
+    assert abs(score_tokens(model, samples, rows, chunk_tokens=16)[0] - base).max() > 1e-2
 
 
 def test_kl_of_an_adapter_needs_no_second_model():

@@ -21,10 +21,9 @@ from tunesmith.trainer.scoring_pass import (
     ScoringModels,
     run_scoring_passes,
     scatter_to_samples,
-    score_logprobs,
     score_tokens,
 )
-from tunesmith.trainer.update import PassSetup, StepScores, build_inputs, has_older_tokens, prepare_update
+from tunesmith.trainer.update import PassSetup, StepScores, build_inputs, find_versions, prepare_update
 from tunesmith.types import Sample
 
 PACKINGS = [
@@ -61,7 +60,7 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples = build_samples(seed)
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    exact = scatter_to_samples(score_logprobs(model, samples, rows, chunk_tokens=1000), samples, rows)
+    exact = scatter_to_samples(score_tokens(model, samples, rows, chunk_tokens=1000)[0], samples, rows)
     return [
         replace(sample, logprobs=tuple(np.nan_to_num(logprobs) + 0.1 * rng.standard_normal(len(logprobs))))
         for sample, logprobs in zip(samples, exact, strict=True)
@@ -108,7 +107,7 @@ def test_scored_logprobs_equal_those_of_the_loss_pass():
     """So the ratio of a policy and itself is exactly 1, and its gradient is the policy gradient."""
     model, samples = build_trainable(), build_samples()
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    exact = scatter_to_samples(score_logprobs(model, samples, rows, chunk_tokens=5), samples, rows)
+    exact = scatter_to_samples(score_tokens(model, samples, rows, chunk_tokens=5)[0], samples, rows)
     assert [np.isfinite(logprobs).tolist() for logprobs in exact] == [list(sample.is_sampled) for sample in samples]
     own = [replace(sample, logprobs=tuple(np.nan_to_num(lp))) for sample, lp in zip(samples, exact, strict=True)]
     plain = AlgorithmSection(algorithm_type="reinforce", loss_aggregation="token-mean")
@@ -124,7 +123,7 @@ def test_gspo_weights_tokens_by_the_sequence_ratio():
     samples = build_near_samples(model)
     _, prepared = run(model, samples, AlgorithmSection(algorithm_type="gspo"))
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    logprobs_R = score_logprobs(model, samples, rows, chunk_tokens=1000)
+    logprobs_R = score_tokens(model, samples, rows, chunk_tokens=1000)[0]
     gaps: dict[int, list[float]] = {}
     events = [(sample, time) for row in rows for sample, time in zip(row.sample_E, row.time_E, strict=True)]
     for (sample, time), logprob in zip(events, logprobs_R, strict=True):
@@ -135,7 +134,7 @@ def test_gspo_weights_tokens_by_the_sequence_ratio():
 
 def score_proximal(model, samples) -> StepScores:
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    logprobs_R = score_logprobs(model, samples, rows, chunk_tokens=1000)
+    logprobs_R = score_tokens(model, samples, rows, chunk_tokens=1000)[0]
     return StepScores(columns={"proximal_logprobs_E": scatter_to_samples(logprobs_R, samples, rows)}, is_weighted=True)
 
 
@@ -208,9 +207,8 @@ def test_tokens_of_the_newest_version_are_marked():
 
     assert count_newest(None) == count_newest(4) == sum(sum(s.is_sampled) for s in new)
     assert count_newest(5) == 0
-    assert has_older_tokens([*old, *new], 4) and has_older_tokens(new, 5)
-    assert not has_older_tokens(new, 4)
-    assert not has_older_tokens([replace(s, is_expert=True) for s in old] + new, 4)
+    assert min(find_versions([*old, *new])) < 4 and find_versions(new) == {4}
+    assert find_versions([replace(s, is_expert=True) for s in old] + new) == {4}
 
 
 @pytest.mark.parametrize("packing", [EXACT, *PACKINGS])
@@ -238,8 +236,8 @@ def test_each_score_goes_to_its_own_column_in_the_order_of_the_events():
     expected = {
         "logprobs": ("logprobs_E", logprobs_R),
         "entropies": ("entropies_E", entropies_R),
-        "reference": ("reference_logprobs_E", score_logprobs(models["reference"], samples, rows, chunk_tokens=100)),
-        "teacher": ("teacher_logprobs_E", score_logprobs(models["teacher"], samples, rows, chunk_tokens=100)),
+        "reference": ("reference_logprobs_E", score_tokens(models["reference"], samples, rows, chunk_tokens=100)[0]),
+        "teacher": ("teacher_logprobs_E", score_tokens(models["teacher"], samples, rows, chunk_tokens=100)[0]),
         "values": ("values_E", score_values(rows)),
     }
     columns = {column for column, _ in expected.values()}
@@ -274,8 +272,8 @@ def test_only_the_reference_is_scored_without_its_adapter():
     """An adapted model as policy, reference and teacher at once."""
     model, samples = build_adapted(dtype=torch.float64), build_samples()
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    adapted = score_logprobs(model, samples, rows, chunk_tokens=100)
-    base = score_logprobs(build_trainable(), samples, rows, chunk_tokens=100)
+    adapted = score_tokens(model, samples, rows, chunk_tokens=100)[0]
+    base = score_tokens(build_trainable(), samples, rows, chunk_tokens=100)[0]
     assert abs(adapted - base).max() > 1e-2
     scored = run_scoring_passes(
         model, samples, rows, {"logprobs", "reference", "teacher", "values"},
@@ -305,7 +303,7 @@ def test_sequences_are_masked_by_the_advantages_of_the_loss(name):
     rows = pack_samples(samples, hidden_size=32, **EXACT)
     events = index_events(samples, rows)
     trajectory_R = np.asarray([samples[index].trajectory_index for index in events.scatter(events.sample_E)])
-    distance_R = prepared.inputs.sampler_logprobs_E - score_logprobs(model, samples, rows, chunk_tokens=1000)
+    distance_R = prepared.inputs.sampler_logprobs_E - score_tokens(model, samples, rows, chunk_tokens=1000)[0]
     masked = prepared.inputs.correction_E == 0
     for trajectory in set(trajectory_R.tolist()):
         own = trajectory_R == trajectory

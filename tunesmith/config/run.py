@@ -117,6 +117,12 @@ class TrainerSection(Section):
     and of the largest row allocated."""
     has_prefix_sharing: bool = True
     """Compute shared prefixes of a group's samples only once; the gradient is the same."""
+    routing_replay: bool = False
+    """Train with the experts that the sampler chose for each token (R3), so that rounding chooses no others; for models
+    with experts. Every token takes host memory: 384 bytes for Qwen3-30B-A3B."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Coefficient of the load-balancing loss of the routers; above 0 each update computes one more forward. Raise it
+    (1e-3) if `routing/max_load` grows."""
     mismatch_warn: float = Field(default=1e-2, gt=0)
     """Mean KL between sampler and trainer, in nats per token, above which a warning is printed."""
     mismatch_stop: float = Field(default=1.0, gt=0)
@@ -362,6 +368,8 @@ def list_conflicts(config: RunConfig) -> Iterator[str]:
         yield "engine.weight_format=fp8 copies whole weights, not adapters: leave it out with model.lora"
     if engine.kind == "vllm" and rollout.branching is not None:
         yield "rollout.branching needs entropies, which engine.kind=vllm does not return: remove one"
+    if engine.kind == "vllm" and trainer.routing_replay:
+        yield "trainer.routing_replay needs engine.kind=tunesmith: vLLM returns no experts; remove one"
     if engine.kind == "vllm" and rollout.max_staleness:
         yield "rollout.max_staleness needs engine.kind=tunesmith: requests of vLLM end with the step"
     if model.numerics == "exact":

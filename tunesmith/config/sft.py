@@ -12,7 +12,7 @@ from tunesmith.config.run import MonitorSection, TrainerSection
 from tunesmith.config.section import LearningRate, Needs, NumThreads, Section, Unused
 
 HELD_OUT = Needs("eval_dataset", reason="there are no held-out rows") | Needs("eval_fraction", above=0)
-NOTHING_SAMPLED = Unused(("num_minibatches", "mismatch_warn", "mismatch_stop"), "nothing is sampled")
+NOTHING_SAMPLED = Unused(("num_minibatches", "routing_replay", "mismatch_warn", "mismatch_stop"), "nothing is sampled")
 """Knobs of the trainer that only apply to sampled tokens."""
 SAMPLING_KNOBS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_call_parser", "reasoning_parser")
 """Knobs of the model that only apply to sampling and to parsing sampled text."""

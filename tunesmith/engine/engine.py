@@ -29,6 +29,7 @@ from tunesmith.engine.event_loop.clock import Clock, build_clock
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.steppers import AsyncStepper, SyncStepper
 from tunesmith.model.device_errors import explain_device_error
+from tunesmith.model.experts import RouteRecorder
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
 
@@ -65,6 +66,13 @@ class LocalEngine(BaseEngine):
         self._reported_wait_s = 0.0
         """The clock's `waited_s` at the last report."""
         self._num_cpu_threads = torch.get_num_threads()
+
+    def record_routes(self) -> None:
+        """Return the experts of all tokens with the completions that follow (`trainer.routing_replay`)."""
+        runner, settings = self._runner, self._settings
+        num_slots = (runner.num_blocks + runner.has_graphs) * settings.page_size
+        max_tokens = 2 * max(runner.max_batched_tokens, settings.max_num_seqs)  # with the padding of graphs
+        runner.cache.routes = RouteRecorder(runner.model, num_slots=num_slots, max_tokens=max_tokens)
 
     @property
     def policy_version(self) -> int:
@@ -218,6 +226,7 @@ class LocalEngine(BaseEngine):
         if max_requests:
             drafter = Drafter(max_requests=max_requests, cost=CUDA_COST if self._runner.has_graphs else CPU_COST)
         processor = OutputProcessor(scheduler, eos_ids=self.eos_ids, drafter=drafter)
+        processor.read_routes = self._runner.read_routes
         if self._runner.has_graphs:
             return processor, AsyncStepper(self._runner, processor, burst_length=self._settings.decode_block)
         return processor, SyncStepper(self._runner, processor)

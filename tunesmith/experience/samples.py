@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -50,7 +50,8 @@ def build_samples(
             if advantage is not None:
                 chains = [chain for chain in chain_turns(trajectory.turns) if any(turn.is_trained for turn in chain)]
                 advantage_of = _expand_advantage(trajectory, advantage)
-                samples += [_merge_turns(chain, advantage_of, group_index, trajectory_index) for chain in chains]
+                fixed = (trajectory.turns, advantage_of, (group_index, trajectory_index))
+                samples += [_merge_turns(chain, *fixed) for chain in chains]
                 num_trained += 1
                 num_branches += max(len(chains) - 1, 0)
             trajectory_index += 1
@@ -110,7 +111,7 @@ def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
     for turn in turns:
         if not turn.sampled_ids:
             continue
-        open_chains = [chain for chain in chains if _extends(turn, chain[-1])]
+        open_chains = [chain for chain in chains if extends(turn, chain[-1])]
         if open_chains:
             max(open_chains, key=lambda chain: len(chain[-1].prompt_ids) + len(chain[-1].sampled_ids)).append(turn)
         else:
@@ -118,7 +119,8 @@ def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
     return chains
 
 
-def _extends(turn: Turn, earlier: Turn) -> bool:
+def extends(turn: Turn, earlier: Turn) -> bool:
+    """Whether the prompt of a turn begins with all tokens of an earlier one."""
     num_prompt, num_tokens = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.sampled_ids)
     return (
         len(turn.prompt_ids) >= num_tokens
@@ -135,7 +137,7 @@ def _expand_advantage(trajectory: Trajectory, advantage: float | tuple[float, ..
 
 
 def _merge_turns(
-    chain: Sequence[Turn], advantage_of: dict[int, float], group_index: int, trajectory_index: int
+    chain: Sequence[Turn], turns: Sequence[Turn], advantage_of: dict[int, float], indices: tuple[int, int]
 ) -> Sample:
     """One sample with the tokens of the last turn; the tokens sampled by each trained turn of the chain are trained."""
     last = chain[-1]
@@ -160,9 +162,25 @@ def _merge_turns(
         advantages=tuple(advantages),
         policy_versions=tuple(policy_versions),
         distribution_spans=tuple(spans),
-        group_index=group_index,
-        trajectory_index=trajectory_index,
+        group_index=indices[0],
+        trajectory_index=indices[1],
+        routes=_merge_routes(turns, last),
     )
+
+
+def _merge_routes(turns: Sequence[Turn], last: Turn) -> np.ndarray | None:
+    """The routes of all tokens of a turn, those of earlier turns as they were when these were sampled."""
+    found = [turn for turn in turns if turn.routes is not None and (turn is last or extends(last, turn))]
+    if not found:
+        return None
+    shape, first = (len(last.prompt_ids) + len(last.sampled_ids), *found[0].routes.shape[1:]), 0
+    routes_NLK = np.full(shape, -1, dtype=found[0].routes.dtype)
+    for turn in sorted(found, key=lambda turn: len(turn.prompt_ids)):
+        end = len(turn.prompt_ids) + len(turn.sampled_ids) - 1
+        first = max(first, end - len(turn.routes))
+        if first < end:
+            routes_NLK[first:end], first = turn.routes[first - end :], end
+    return routes_NLK
 
 
 EMPTY = np.zeros(0, dtype=np.int64)
@@ -188,6 +206,8 @@ class Trie:
     """Position of the event's token in its sample."""
     num_flat_tokens: int
     """Number of nodes without prefix sharing."""
+    owner_T: np.ndarray = field(default_factory=lambda: EMPTY)
+    """The sample that each node was made for, the first of those that share it."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == len(self.depth_T) == len(self.subtree_end_T)
@@ -208,7 +228,7 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
     # the tokens needed to predict a sample's events: all before its last sampled token
     paths = {index: samples[index].token_ids[: time_N[-1] if len(time_N) else 0] for index, time_N in times.items()}
     nodes_of_sample: dict[int, np.ndarray] = {}
-    token_parts, depth_parts, closings = [], [], []
+    token_parts, depth_parts, owner_parts, closings = [], [], [], []
     num_nodes = 0
     tokens, nodes = EMPTY, EMPTY
     for index in sorted((index for index in indices if paths[index]), key=lambda index: paths[index]):
@@ -220,6 +240,7 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
         nodes_of_sample[index] = nodes
         token_parts.append(tokens[num_shared:])
         depth_parts.append(np.arange(num_shared, len(tokens)))
+        owner_parts.append(np.full(num_new, index))
         num_nodes += num_new
     closings.append((nodes, num_nodes))
     subtree_end_T = np.zeros(num_nodes, dtype=np.int64)
@@ -230,6 +251,7 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
         depth_T=_concatenate(depth_parts),
         subtree_end_T=subtree_end_T,
         num_flat_tokens=sum(len(path) for path in paths.values()),
+        owner_T=_concatenate(owner_parts),
         **_build_events(samples, nodes_of_sample, times),
     )
 
@@ -246,6 +268,7 @@ def concatenate_tries(tries: Sequence[Trie]) -> Trie:
         sample_E=_concatenate([trie.sample_E for trie in tries]),
         time_E=_concatenate([trie.time_E for trie in tries]),
         num_flat_tokens=sum(trie.num_flat_tokens for trie in tries),
+        owner_T=_concatenate([trie.owner_T for trie in tries]),
     )
 
 

@@ -7,6 +7,7 @@ the others build it without weights; then each layer is placed and sharded befor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 import openai
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.arguments import read_api_key
 from tunesmith.chat.renderer import Renderer
@@ -40,7 +41,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.model.torch_modes import set_num_threads
-from tunesmith.model.towers import train_all_weights
+from tunesmith.model.towers import find_model_class, train_all_weights
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.runner import Agent
@@ -80,14 +81,20 @@ class LoadedModel:
     engine: Engine | None = None
 
 
-def check_policy(section: ModelSection) -> None:
+def check_policy(section: ModelSection) -> PretrainedConfig:
     """Validate a model's path, lengths, tokenizer and device without reading weights."""
-    check_section(section)
+    return check_section(section)
 
 
 def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
     """Like `check_policy`, for a model that will be trained."""
-    check_policy(section)
+    config = check_policy(section)
+    text, code = config.get_text_config(), inspect.getmodule(find_model_class(config))
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    has_balance = has_experts and hasattr(code, "load_balancing_loss_func")
+    for knob, is_supported in {"routing_replay": has_experts, "router_aux_loss_coef": has_balance}.items():
+        if getattr(trainer, knob) and not is_supported:
+            raise ConfigError(f"trainer.{knob} does not support models of type {text.model_type!r}: leave it out")
     device = resolve_device(section.device)
     is_quantized = section.lora is not None and section.lora.quantization != "none"
     is_wide = resolve_dtype(section.dtype, device) == torch.float32

@@ -9,9 +9,11 @@ Axes: T tokens of a row, S sites of a chunk, E events of a chunk, N tokens of a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from tunesmith.errors import TrainingError
 from tunesmith.experience.samples import EMPTY, Trie, read_array
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.arrays import copy_to_device
+from tunesmith.model.experts import ROUTING
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, count_groups, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
@@ -144,7 +147,8 @@ def build_row(
     """
     chunks = list(_split_chunks(trie, distributions, chunk_tokens))
     if is_padded:
-        trie, chunks = pad_trie(trie, _choose_padding_multiple(trie.num_tokens)), _pad_chunks(chunks, chunk_tokens)
+        multiple = max(PADDING, 2 ** (trie.num_tokens.bit_length() - 1) // 8)  # at most an eighth: few sizes
+        trie, chunks = pad_trie(trie, multiple), _pad_chunks(chunks, chunk_tokens)
     padded = pad_trie(trie) if model.device.type == "cuda" else trie
     names = ("node_S", "target_S", "site_E")
     columns = [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names]
@@ -173,6 +177,29 @@ def build_row(
         is_real_E=np.concatenate([chunk.is_real_E for chunk in chunks]) if is_padded else None,
         int_buffer=int_buffer,
     )
+
+
+def routed(model: PreTrainedModel, samples: Sequence[Sample], trie: Trie, row: PackedRow) -> Any:
+    """Within, routers compute the row of a trie: with its recorded routes, and a weight for each sampled token."""
+    if (routing := getattr(model, ROUTING, None)) is None:
+        return nullcontext()
+    is_sampled_E = ~np.array([each.is_expert for each in samples])[trie.sample_E]
+    weight_T = np.bincount(trie.parent_E, is_sampled_E, minlength=trie.num_tokens)
+    routes_TLK = gather_routes(samples, trie) if routing.has_replay else None
+    return routing.applied(row.input_ids_1T.shape[1], routes_TLK, weight_T)
+
+
+def gather_routes(samples: Sequence[Sample], trie: Trie) -> np.ndarray | None:
+    """The recorded routes [T, L, K] of the nodes, each of its first sample; None without any."""
+    first = next((each.routes for each in samples if each.routes is not None), None)
+    if first is None:
+        return None
+    routes_TLK = np.full((trie.num_tokens, *first.shape[1:]), -1, dtype=first.dtype)
+    starts = np.flatnonzero(np.diff(trie.owner_T, prepend=-1) | (np.diff(trie.depth_T, prepend=-1) != 1)).tolist()
+    for start, end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
+        if (routes := samples[trie.owner_T[start]].routes) is not None:
+            routes_TLK[start:end] = routes[trie.depth_T[start] :][: end - start]
+    return routes_TLK
 
 
 def index_distributions(samples: Sequence[Sample], trie: Trie) -> TokenDistributions:
@@ -284,11 +311,6 @@ def _split_chunks(trie: Trie, distributions: TokenDistributions, chunk_tokens: i
                 site_E=site_E[start:end] - first,
                 event_E=event_E[start:end],
             )
-
-
-def _choose_padding_multiple(num_tokens: int) -> int:
-    """Multiple to pad a row to: padding adds at most an eighth, so there are few different sizes."""
-    return max(PADDING, 2 ** (num_tokens.bit_length() - 1) // 8)
 
 
 def _pad_chunks(chunks: Sequence[_ChunkArrays], chunk_tokens: int) -> list[_ChunkArrays]:

@@ -23,7 +23,7 @@ from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.algorithms.sequence_terms import MAX_LOG_RATIO
 from tunesmith.experience.samples import Trie
-from tunesmith.model.experts import start_counting, summarize_routes
+from tunesmith.model.experts import ROUTING
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import (
@@ -33,6 +33,7 @@ from tunesmith.trainer.batch import (
     build_row,
     copy_inputs_to_device,
     index_distributions,
+    routed,
 )
 from tunesmith.trainer.layers.compiled_layers import compile_function
 from tunesmith.trainer.layers.row_graphs import RowGraphs, can_replay
@@ -63,7 +64,8 @@ def run_loss_pass(
     `after_row` is called when the device has a row to compute, or takes part in one of another rank.
     """
     match_rows(model, len(rows), after_row)
-    start_counting(model)
+    if routing := getattr(model, ROUTING, None):
+        routing.take_totals()
     if stream is not None:
         stream.begin_update(len(rows))
     if graphs is not None:
@@ -81,10 +83,11 @@ def run_loss_pass(
             row = build_row(trie, distributions, chunk_tokens=chunk_tokens, model=model, is_padded=is_padded)
             row_inputs = inputs.convert(itemgetter(part))
             device_inputs = copy_inputs_to_device(row_inputs, row, device=model.device, dtype=dtype)
-            if graphs is not None and is_padded:
-                parts.append(graphs.run(row, device_inputs, kl_coef, run))
-            else:
-                parts.append(run(row, device_inputs, kl_coef))
+            with routed(model, samples, trie, row):
+                if graphs is not None and is_padded:
+                    parts.append(graphs.run(row, device_inputs, kl_coef, run))
+                else:
+                    parts.append(run(row, device_inputs, kl_coef))
             if stream is not None:
                 stream.end_row()
             after_row()
@@ -92,8 +95,9 @@ def run_loss_pass(
         stream.end_update(after_row)
     if graphs is not None:
         graphs.end_update()
-    routes = {name: Total(reduction="max", value=value) for name, value in summarize_routes(model).items()}
-    return add_parts(parts) | (routes if torch.is_grad_enabled() else {}) if parts else {}
+    routed_totals = routing.take_totals() if routing and torch.is_grad_enabled() else {}
+    found = {name: Total(reduction=reduction, value=value) for name, (reduction, value) in routed_totals.items()}
+    return add_parts(parts) | found if parts else {}
 
 
 def run_row(

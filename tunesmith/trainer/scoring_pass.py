@@ -20,7 +20,7 @@ from tunesmith.algorithms.scores import Need
 from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
-from tunesmith.trainer.batch import build_row, index_distributions
+from tunesmith.trainer.batch import build_row, index_distributions, routed
 from tunesmith.trainer.reference import Reference, reference_weights
 from tunesmith.trainer.sharding.matched_rows import match_rows
 from tunesmith.types import Sample
@@ -68,18 +68,11 @@ def run_scoring_passes(
             state = scoring_models.reference_state
             adapter = None if state is None else state.adapter
             with reference_weights(scorer, adapter) if need == "reference" else nullcontext():
-                scores[need] = score_logprobs(scorer, samples, rows, chunk_tokens=chunk_tokens)
+                scores[need], _ = score_tokens(scorer, samples, rows, chunk_tokens=chunk_tokens)
     if "values" in needs:
         assert scoring_models.score_values is not None
         scores["values"] = scoring_models.score_values(rows)
     return scores
-
-
-def score_logprobs(
-    model: PreTrainedModel, samples: Sequence[Sample], rows: Sequence[Trie], *, chunk_tokens: int
-) -> np.ndarray:
-    """Logprobs [R] of the rows' events under a model, each with its sampling distribution applied."""
-    return score_tokens(model, samples, rows, chunk_tokens=chunk_tokens)[0]
 
 
 @torch.no_grad()
@@ -94,7 +87,8 @@ def score_tokens(
         return np.zeros(0), np.zeros(0)
     for trie in rows:
         row = build_row(trie, index_distributions(samples, trie), chunk_tokens=chunk_tokens, model=model)
-        hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
+        with routed(model, samples, trie, row):
+            hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
         for chunk in row.chunks:
             scores_S = compute_logprobs(
                 model,

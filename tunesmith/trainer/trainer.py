@@ -30,6 +30,7 @@ from tunesmith.experience.samples import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
+from tunesmith.model.experts import ROUTING, RowRouting, find_routers
 from tunesmith.model.forward.attention import check_plan_attention, fix_rotary_frequencies
 from tunesmith.model.forward.exact import deterministic_algorithms
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
@@ -47,6 +48,7 @@ from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_m
 from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.sharding.sharded_model import get_local
+from tunesmith.trainer.tree_attention.tile_schedule import PADDING
 from tunesmith.trainer.update import (
     PassSetup,
     StepScores,
@@ -117,6 +119,10 @@ class Trainer:
             self._reference = Reference(reference_model.eval(), refresh_steps=algorithm.reference_refresh_steps)
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
+        longest = max(settings.max_tokens_per_row, max_model_len)
+        for each in filter(None, (model, reference_model)):  # the reference has the routes of the policy
+            if find_routers(each) or settings.routing_replay or settings.router_aux_loss_coef:
+                setattr(each, ROUTING, RowRouting(each, settings, max_tokens=longest + max(PADDING, longest // 8)))
         compiled = find_compilable(*models) if settings.has_compiled_layers else ()
         if is_exact() and (self._dropouts or not compiled):  # values and gradients are computed apart
             reason = "it does not work with model.lora.dropout" if self._dropouts else "layers cannot be fused"

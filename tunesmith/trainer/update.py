@@ -32,6 +32,7 @@ from tunesmith.algorithms.sequence_terms import compute_correction_weights, find
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import TrainerSection
 from tunesmith.experience.samples import Trie
+from tunesmith.model.experts import ROUTING
 from tunesmith.trainer.batch import EventIndex, index_events
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers
@@ -51,7 +52,7 @@ from tunesmith.trainer.scoring_pass import (
     ScoringModels,
     run_scoring_passes,
     scatter_to_samples,
-    score_logprobs,
+    score_tokens,
 )
 from tunesmith.trainer.sharding.gathered_tokens import gather_tokens, measure_share
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
@@ -139,7 +140,8 @@ def score_step(
     setup: PassSetup, algorithm: Algorithm, samples: Sequence[Sample], *, policy_version: int, step: int
 ) -> StepScores:
     """Logprobs under the proximal policy, if the step has importance weights or a mask, and terms with a critic."""
-    is_off_policy = setup.ranks.is_any(has_older_tokens(samples, policy_version)) or setup.has_separate_sampler
+    has_older_tokens = any(version < policy_version for version in find_versions(samples))
+    is_off_policy = setup.ranks.is_any(has_older_tokens) or setup.has_separate_sampler
     is_weighted = algorithm.uses_importance_weights(has_older_tokens=is_off_policy)
     has_critic = setup.scoring_models.score_values is not None
     is_one_update = setup.settings.num_minibatches == 1 and not has_critic
@@ -150,7 +152,7 @@ def score_step(
         return scores
     with compiled_layers(*setup.compiled):
         if is_scored or algorithm.correction.mask is not None:
-            logprobs_R = score_logprobs(setup.model, samples, rows, chunk_tokens=setup.chunk_tokens)
+            logprobs_R, _ = score_tokens(setup.model, samples, rows, chunk_tokens=setup.chunk_tokens)
             proximal = scatter_to_samples(logprobs_R, samples, rows)
             scores = replace(scores, columns={"proximal_logprobs_E": proximal})
         return compute_step_terms(setup, algorithm, samples, rows, scores, step=step) if has_critic else scores
@@ -199,6 +201,10 @@ def compute_gradient(
         prepared = prepare_update(
             setup, algorithm, samples, rows, scores, newest_version=policy_version, is_first=is_first, step=step
         )
+        if (routing := getattr(setup.model, ROUTING, None)) and routing.balance_coef:
+            routing.take_totals()
+            score_tokens(setup.model, samples, rows, chunk_tokens=setup.chunk_tokens)
+            routing.set_balance(sum(setup.ranks.all_gather_objects(routing.sums_L2E.cpu())))
         with checkpoint(setup.model), dropout:
             totals = run_loss(setup, algorithm, samples, rows, prepared.inputs, after_row=after_row)
     return Gradient(totals=totals, prepared=prepared)
@@ -381,11 +387,6 @@ def gather_versions(samples: Sequence[Sample], ranks: Ranks, newest: int | None)
         return found, None
     gathered = ranks.all_gather_objects((found, [sample.group_index for sample in samples]))
     return max(each for each, _ in gathered), sorted({group for _, part in gathered for group in part})
-
-
-def has_older_tokens(samples: Sequence[Sample], newest_version: int) -> bool:
-    """Whether a policy version before the newest sampled a token of the samples."""
-    return any(version < newest_version for version in find_versions(samples))
 
 
 def find_versions(samples: Sequence[Sample]) -> set[int]:

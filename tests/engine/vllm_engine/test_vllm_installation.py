@@ -76,6 +76,14 @@ def test_what_cannot_run_here_is_refused(monkeypatch, engine, model, message):
         check_engine(EngineSection(kind="vllm", **engine), CPU.model_copy(update=model))
 
 
+def test_routing_replay_is_refused():
+    config = {"model": {"path": "x", "max_model_len": 64}, "engine": {"kind": "vllm"}}
+    with pytest.raises(
+        ValidationError, match="trainer.routing_replay needs engine.kind=tunesmith: vLLM returns no exp"
+    ):
+        RunConfig.model_validate(config | {"trainer": {"routing_replay": True}})
+
+
 def test_branching_is_refused():
     rollout = {"branching": {"initial_rollouts": 2}}
     config = {"model": {"path": "x", "max_model_len": 64}, "engine": {"kind": "vllm"}, "rollout": rollout}

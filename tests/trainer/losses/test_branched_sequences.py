@@ -14,7 +14,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import scatter_to_samples, score_logprobs
+from tunesmith.trainer.scoring_pass import scatter_to_samples, score_tokens
 from tunesmith.trainer.update import PassSetup, StepScores, prepare_update
 from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 
@@ -130,7 +130,7 @@ def test_what_is_per_sequence_is_over_all_turns_of_a_rollout(case, packing):
     rows = pack_samples(
         samples, hidden_size=32, **{"max_tokens_per_row": 10_000, "has_prefix_sharing": True, **packing}
     )
-    logprobs = score_logprobs(build_trainable(seed=1), samples, rows, chunk_tokens=100)
+    logprobs = score_tokens(build_trainable(seed=1), samples, rows, chunk_tokens=100)[0]
     proximal = StepScores(
         columns={"proximal_logprobs_E": scatter_to_samples(logprobs, samples, rows)},
         is_weighted=algorithm.correction.importance == "sequence",

@@ -14,6 +14,7 @@ from test_trainer import LOOSE
 from torch import multiprocessing
 
 from free_ports import find_free_port
+from routes import route_by_prefix
 from trainable_models import build_trainable
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.cluster.process_group import open_ranks, split_ranks
@@ -42,7 +43,14 @@ SHARDED_WEIGHTS = tuple(
 )
 SPLIT = (("grpo", 2), ("grpo, minibatches", 1), ("ppo, sharded gradients", 1))
 """Cases that some of three ranks train, and how many others only take weights."""
-ON_TWO_RANKS = (*UPDATES, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches", *SHARDED_WEIGHTS)
+ON_TWO_RANKS = (
+    *UPDATES,
+    "grpo, corrections",
+    "grpo, experts",
+    "grpo, sharded gradients",
+    "gspo, minibatches",
+    *SHARDED_WEIGHTS,
+)
 
 
 def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
@@ -76,6 +84,10 @@ def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
         {0: 0, 1: 1, 2: 1, 3: 0},
     )
     cases["grpo, corrections, sharded weights"] = cases["grpo, corrections"]
+    section = {"algorithm_type": "grpo"}
+    cases["grpo, experts"] = (
+        section, {"routing_replay": True, "router_aux_loss_coef": 0.5}, {0: 0, 1: 1, 2: 1, 3: 1},
+    )  # fmt: skip
     cases["grpo, adapter"] = ({"algorithm_type": "grpo"}, {"num_minibatches": 2}, {0: 0, 1: 1, 2: 2, 3: 0})
     return cases
 
@@ -96,7 +108,7 @@ def count_layers(name: str) -> int:
 
 
 def build_policy(name: str) -> torch.nn.Module:
-    model = build_trainable(num_layers=count_layers(name))
+    model = build_trainable("qwen3_moe" if "experts" in name else "llama", num_layers=count_layers(name))
     if "adapter" in name:
         torch.manual_seed(0)
         lora = LoraSection(r=3, alpha=6.0, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -111,6 +123,8 @@ def run_case(
     section, settings, rank_of_group = list_cases()[name]
     model, algorithm = model or build_policy(name), section["algorithm_type"]
     samples = load_samples((4, 5) if algorithm.startswith("mix") else (), count_layers(name))
+    if "experts" in name:
+        samples = [*route_by_prefix(samples[:-1], num_layers=1), samples[-1]]
     own = [
         each for each in samples if ranks.is_alone or rank_of_group[each.group_index] % ranks.world_size == ranks.rank
     ]

@@ -216,6 +216,8 @@ class Rank:
 def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
     """This rank of a run whose models are loaded."""
     section, branching = config.rollout.branching, None
+    if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
+        policy.engine.record_routes()
     if section is not None:
         branching = Branching(section=section, vocab_size=policy.model.get_input_embeddings().num_embeddings)
     return Rank(

@@ -26,6 +26,7 @@ from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.errors import ConfigError
 from tunesmith.model.arrays import copy_to_device
+from tunesmith.model.experts import RouteRecorder
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked, compute_weights, get_layer_index
 from tunesmith.model.forward.recurrence import Segment, SegmentTable, States
 
@@ -71,6 +72,7 @@ class KVCache:
         self.values = [build_zeros(size, dtype, device) for size in sizes]
         self.attended_keys = next(each for each in self.keys if each.shape[-1])
         self.states = states
+        self.routes: RouteRecorder | None = None
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold non-finite values: even masked, they would turn attention sums into NaN."""
@@ -147,7 +149,7 @@ class PagedAttentionPlan(_SpanPlan):
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
         super().__init__(cache, spans, device)
         size = cache.block_size
-        self._slots_T = np.array([slot for span in spans for slot in _list_slots(span, size)])
+        self._slots_T = list_slots(spans, size)
         self._slot_mappings: dict[int, Tensor] = {}
         single = [span for span in spans if span.stop - span.start == 1]
         few = [span for span in spans if 1 < span.stop - span.start <= MAX_BATCHED_QUERIES]
@@ -195,10 +197,10 @@ def get_span_order(start: int, stop: int) -> tuple[int, int]:
     return (0 if num_new == 1 else 1 if num_new <= MAX_BATCHED_QUERIES else 2), stop
 
 
-def _list_slots(span: Span, block_size: int) -> list[int]:
-    """Place of each new token in one head of the cache."""
-    positions = range(span.start, span.stop)
-    return [span.blocks[position // block_size] * block_size + position % block_size for position in positions]
+def list_slots(spans: Sequence[Span], size: int) -> np.ndarray:
+    """Place of each new token in one head of a cache with blocks of this size."""
+    places = ((span.blocks, position) for span in spans for position in range(span.start, span.stop))
+    return np.array([blocks[position // size] * size + position % size for blocks, position in places], dtype=np.int64)
 
 
 def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tuple[list[Span], bool]]:

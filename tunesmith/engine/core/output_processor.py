@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,8 @@ class OutputProcessor:
         """`drafter` None: no speculation."""
         self.scheduler = scheduler
         self.drafter = drafter
+        self.read_routes: Callable[[Request], Any] = lambda _: None
+        """Reads `Completion.routes` from the cache."""
         self.eos_ids = frozenset(eos_ids)
         self.states: dict[int, RequestState] = {}
         """The state of each request by its id."""
@@ -164,8 +167,10 @@ class OutputProcessor:
     def finish(self, state: RequestState, stop_reason: StopReason) -> None:
         """Remove a request from the scheduler and complete it."""
         self.flush(state.request)
+        # of a request that is cut off, tokens may be in the device's queue
+        routes = None if stop_reason in ("cancelled", "deadline") else self.read_routes(state.request)
         self.scheduler.remove(state.request)
-        self._complete(state, stop_reason)
+        self._complete(state, stop_reason, routes)
 
     def fail(self, state: RequestState, message: str | None = None) -> None:
         """Fail a request, by default because its logits are not finite, and drop its blocks from the prefix cache."""
@@ -189,8 +194,8 @@ class OutputProcessor:
             self._output.results.append((state, failure))
             self._remove(state)
 
-    def _complete(self, state: RequestState, stop_reason: StopReason) -> None:
-        self._output.results.append((state, state.request.complete(stop_reason)))
+    def _complete(self, state: RequestState, stop_reason: StopReason, routes: Any = None) -> None:
+        self._output.results.append((state, replace(state.request.complete(stop_reason), routes=routes)))
         self._remove(state)
 
     def _remove(self, state: RequestState) -> None:

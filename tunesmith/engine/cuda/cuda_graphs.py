@@ -26,7 +26,7 @@ from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBa
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
-from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind, get_num_sms
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind, find_slots, get_num_sms
 from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, PrefillGraphs, choose_capture_size
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
@@ -249,6 +249,8 @@ class DecodeGraphs:
         def run_step() -> tuple[DecodeWork, LayeredPlan]:
             list_items(work)
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
+            if self._cache.routes is not None:
+                self._cache.routes.store(find_slots(table_RP, rows.positions_R, self._cache.block_size))
             self._sample(hidden_RC, rows, has_truncation, has_entropies)
             return work, plan  # nothing else holds these tensors, whose addresses are in the graph
 

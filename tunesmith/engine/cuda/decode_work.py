@@ -143,6 +143,12 @@ class Divider:
         return chunk
 
 
+def find_slots(block_table_RP: Tensor, positions_R: Tensor, block_size: int) -> Tensor:
+    """The cache slot of the token at each position, on the device."""
+    blocks_R = block_table_RP.gather(1, (positions_R // block_size)[:, None])[:, 0]
+    return blocks_R.long() * block_size + positions_R % block_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWork:
     """The tensors of one captured step; those of whole contexts are empty."""

@@ -28,6 +28,7 @@ from tunesmith.engine.batch.kv_cache import (
     build_states,
     get_span_order,
     has_single_runs,
+    list_slots,
 )
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
 from tunesmith.engine.core.request import Request
@@ -153,6 +154,13 @@ class ModelRunner:
         self._burst_decoder.input_batch.update(requests, num_new=num_new)
         return self._burst_decoder.launch(rows, num_steps=num_steps)
 
+    def read_routes(self, request: Request) -> Any:
+        """As `Completion.routes`."""
+        if self.cache.routes is None:
+            return None
+        position_T, size = np.arange(len(request.token_ids) - 1), self.cache.block_size
+        return self.cache.routes.read(np.array(request.blocks)[position_T // size] * size + position_T % size)
+
     def _compute_hidden(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Hidden states [N, C] of the last tokens and drafts of the chunks that sample, in order."""
         ids, spans, last_tokens = array("q"), [], list[int]()
@@ -168,21 +176,23 @@ class ModelRunner:
                 last_tokens += range(len(ids) - len(chunk.draft) - 1, len(ids))
         has_own_states = all(chunk.has_own_state for chunk in chunks)
         is_decode = len(last_tokens) == len(ids) == len(chunks)
+        num_tokens, device, hidden_NC = len(ids), self.cache.attended_keys.device, None
         if self._burst_decoder is not None and is_decode and has_own_states:
-            return self._burst_decoder.compute_hidden(spans, ids)
-        if self._burst_decoder is not None:
+            hidden_NC = self._burst_decoder.compute_hidden(spans, ids)
+        elif self._burst_decoder is not None:
             hidden_NC = self._burst_decoder.prefill(spans, np.frombuffer(ids, dtype=np.int64), last_tokens)
-            if hidden_NC is not None:
-                return hidden_NC
-        num_tokens, device, plan = len(ids), self.cache.attended_keys.device, self._build_plan(spans)
-        positions = np.array([chunk.start for chunk in chunks])
-        if num_tokens > len(chunks):
-            positions = concatenate_ranges(positions, np.array([chunk.num_tokens for chunk in chunks]))
-        ids_T = copy_to_device(np.frombuffer(ids, dtype=np.int64), device)
-        hidden_TC = self._run_body(ids_T[None], copy_to_device(positions, device)[None], plan)[0]
-        if len(last_tokens) == num_tokens:
-            return hidden_TC
-        return hidden_TC[copy_to_device(np.array(last_tokens, dtype=np.int64), device)]
+        if hidden_NC is None:
+            positions = np.array([chunk.start for chunk in chunks])
+            if num_tokens > len(chunks):
+                positions = concatenate_ranges(positions, np.array([chunk.num_tokens for chunk in chunks]))
+            ids_T = copy_to_device(np.frombuffer(ids, dtype=np.int64), device)
+            positions_T = copy_to_device(positions, device)
+            hidden_NC = self._run_body(ids_T[None], positions_T[None], self._build_plan(spans))[0]
+            if len(last_tokens) < num_tokens:
+                hidden_NC = hidden_NC[copy_to_device(np.array(last_tokens, dtype=np.int64), device)]
+        if self.cache.routes is not None:
+            self.cache.routes.store(copy_to_device(list_slots(spans, self.cache.block_size), device))
+        return hidden_NC
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:

@@ -89,4 +89,5 @@ class OpenTurn:
             distribution=self.sampling.distribution,
             stop_reason=completion.stop_reason,
             entropies=completion.entropies,
+            routes=completion.routes,
         )

@@ -23,6 +23,7 @@ from tunesmith.chat.messages import MatchKey, Message
 from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
 from tunesmith.chat.special_tokens import LONG_CHARACTERS
 from tunesmith.errors import EngineError
+from tunesmith.experience.samples import extends
 from tunesmith.rollout.recording.open_turn import OpenTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
 from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyText, ReplyTexts
@@ -253,6 +254,10 @@ class Session:
             self._record(choice_id, open_turn.to_turn())
             raise self._translate_error(error, open_turn) from error
         turn = open_turn.to_turn(completion)
+        if turn.routes is not None:  # a long conversation would keep those of its first turns many times
+            earlier = (each for each in self._turns.values() if each.routes is not None and extends(turn, each))
+            num_known = max((len(each.prompt_ids) + len(each.sampled_ids) - 1 for each in earlier), default=0)
+            turn = replace(turn, routes=turn.routes[num_known:].copy())
         self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError

@@ -1,0 +1,88 @@
+"""Runs on a mixture of experts whose routes are recorded and replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from small_runs import build_small_run, list_apples, write_splits
+from tiny_models import get_config
+from tunesmith import WorkflowOutput
+from tunesmith.errors import ConfigError
+from tunesmith.model.pocket import build_pocket_tokenizer
+
+REPLAY = ("trainer.routing_replay=true", "save_interval_steps=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("mixture")
+    tokenizer, config = build_pocket_tokenizer(), get_config("qwen3_moe")
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    config.max_position_embeddings, config.num_hidden_layers = 512, 2
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+async def ask_twice(task, model):
+    messages = [{"role": "user", "content": task["question"]}]
+    first = await model(messages)
+    messages += [first.choices[0].message, {"role": "user", "content": "Sure?"}]
+    second = await model(messages)
+    return WorkflowOutput(response=second.choices[0].message.content)
+
+
+def read_metrics(result) -> list[dict[str, float]]:
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith("perf/")} for line in lines]
+
+
+def test_all_tokens_of_two_turns_have_routes_and_a_resumed_run_has_the_same_bits(folder, tmp_path):
+    data = write_splits(tmp_path, list_apples(4))
+    run = build_small_run(
+        tmp_path, str(folder), data, *REPLAY, "trainer.router_aux_loss_coef=0.01", workflow_func=ask_twice, steps=3
+    )
+    result = run()
+    metrics = read_metrics(result)
+    for step in metrics:
+        assert step["routing/unrecorded"] == step["routing/changed"] == 0 and step["mismatch/kl"] < 1e-9
+        assert step["routing/balance_loss"] > 1
+    weights = AutoModelForCausalLM.from_pretrained(result.checkpoint).state_dict()
+    resumed = run("continue_from_checkpoint=true", "resume_from_step=1")
+    assert read_metrics(resumed) == metrics
+    again = AutoModelForCausalLM.from_pretrained(resumed.checkpoint).state_dict()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_groups_of_the_replay_buffer_are_routed_by_the_trainer_also_after_a_resume(folder, tmp_path):
+    settings = ("experience.replay.num_groups=1", "experience.replay.max_staleness=5")
+    run = build_small_run(tmp_path, str(folder), write_splits(tmp_path, list_apples(4)), *REPLAY, *settings, steps=3)
+    metrics = read_metrics(run())
+    assert metrics[0]["routing/unrecorded"] == 0 and all(0 < step["routing/unrecorded"] < 1 for step in metrics[1:])
+    assert read_metrics(run("continue_from_checkpoint=true", "resume_from_step=1")) == metrics
+
+
+def test_rollouts_in_flight_keep_their_routes(folder, tmp_path):
+    run = build_small_run(tmp_path, str(folder), write_splits(tmp_path, list_apples(4)), *REPLAY, steps=3)
+    metrics = read_metrics(run("rollout.max_staleness=1", workflow_func=ask_twice))
+    assert max(step["staleness/max"] for step in metrics) == 1
+    assert all(step["routing/unrecorded"] == 0 for step in metrics)
+
+
+@pytest.mark.parametrize("setting", ["trainer.routing_replay=true", "trainer.router_aux_loss_coef=0.1"])
+def test_knobs_of_routers_are_refused_for_a_dense_model(setting, pocket_folder, tmp_path):
+    run = build_small_run(tmp_path, str(pocket_folder), write_splits(tmp_path, list_apples(2)))
+    with pytest.raises(
+        ConfigError, match=f"{setting.partition('=')[0]} does not support models of type 'llama': leave"
+    ):
+        run(setting)
