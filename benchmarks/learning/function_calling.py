@@ -273,7 +273,11 @@ def main() -> None:
         for name, row in rows.items()
     }
     groups = {name: functions.get(each, each) for name, each in first_names.items()}
-    folders = [each for each in sorted(arguments.folder.iterdir()) if each.is_dir() and not each.match("game*")]
+    folders = [
+        each
+        for each in sorted(arguments.folder.iterdir())
+        if each.is_dir() and not each.name.startswith(("game", "multi_turn"))
+    ]
     found = {each.name: load_answers(each, rows) for each in folders}
     evaluated = {name: steps for name, steps in found.items() if steps}
     chosen = {name: choose_step(arguments.folder / name) for name in evaluated}
