@@ -24,7 +24,7 @@ import json
 import random
 import sys
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -228,7 +228,25 @@ The first {number} primary test tasks in the order of the SHA-256 of their ids, 
 offered function answers; greedy replies of the untrained model and of the arm `{arm}`. What was trained and what it
 reached is in [the recipe](../recipes/function_calling/README.md);
 `python -m benchmarks.learning.function_calling ... --examples` writes this page.
+
+How all {num_primary} primary tasks were answered; rows are the untrained model, columns the arm:
+
+{outcomes}
 """
+OUTCOMES = ("right", "wrong arguments", "wrong functions", "no readable call")
+
+
+def find_outcome(answer: Answer) -> str:
+    if answer.is_right or not answer.calls:
+        return OUTCOMES[0] if answer.is_right else OUTCOMES[3]
+    return OUTCOMES[1] if answer.has_right_names else OUTCOMES[2]
+
+
+def show_outcomes(before: Mapping[str, Answer], after: Mapping[str, Answer], names: Sequence[str]) -> str:
+    """Tasks by outcome before and after, as a Markdown table."""
+    pairs = Counter((find_outcome(before[name]), find_outcome(after[name])) for name in names)
+    rows = (f"| {old} | {' | '.join(str(pairs[old, new]) for new in OUTCOMES)} |" for old in OUTCOMES)
+    return "\n".join([f"| before \\ after | {' | '.join(OUTCOMES)} |", f"|{'---|' * 5}", *rows])
 
 
 def choose_examples(names: Iterable[str]) -> list[str]:
@@ -273,7 +291,11 @@ def main() -> None:
         for name, row in rows.items()
     }
     groups = {name: functions.get(each, each) for name, each in first_names.items()}
-    folders = [each for each in sorted(arguments.folder.iterdir()) if each.is_dir() and not each.match("game*")]
+    folders = [
+        each
+        for each in sorted(arguments.folder.iterdir())
+        if each.is_dir() and not each.name.startswith(("game", "multi_turn"))
+    ]
     found = {each.name: load_answers(each, rows) for each in folders}
     evaluated = {name: steps for name, steps in found.items() if steps}
     chosen = {name: choose_step(arguments.folder / name) for name in evaluated}
@@ -327,7 +349,10 @@ def main() -> None:
         print(f"| {arm} | {each['seeds']} | {values} | {gain} |")
     if arguments.examples is not None:
         arms = {BASE: base, arguments.trained: last[arguments.trained]}
-        page = PAGE.format(number=NUM_EXAMPLES, arm=arguments.trained)
+        outcomes = show_outcomes(base, last[arguments.trained], parts["primary"])
+        page = PAGE.format(
+            number=NUM_EXAMPLES, arm=arguments.trained, num_primary=len(parts["primary"]), outcomes=outcomes
+        )
         for title, part in (("Calls", "primary"), ("No function fits", "no_call")):
             page += f"\n## {title}\n\n{show_examples(rows, choose_examples(parts[part]), arms)}"
         arguments.examples.write_text(page)

@@ -116,6 +116,12 @@ PASS_RATE = [
 BOTS_ARGS = {"m": 8, "target_reward": 0.5, "tau": 0, "do_sample": True}
 BOTS = select("difficulty_based", **BOTS_ARGS)
 BOTH = evaluate_on("validation", "test")
+MULTI_TURN = [
+    *("environment.name=bfcl:multi_turn_base", "environment.args.irrelevance=null", "environment.args.pay_turns=true"),
+    *("model.max_model_len=16384", "trainer.max_tokens_per_row=16384", "algorithm.batch_size=32", "total_steps=40"),
+    "evaluation.at_start=true",
+]
+"""Needs the package bfcl-eval and mpmath, whose services the conversations are about."""
 VARIED = vary(num_variants=6, max_added=3)
 LEASHED = ["algorithm.kl_coef=0.01", "experience.refill_budget=1.5"]
 NEAR_HALF = {"path": "environment", "task_selector": {"selector_type": "difficulty_based", "args": BOTS_ARGS}}
@@ -149,6 +155,7 @@ ARMS: dict[str, Arm] = {
         "steady": [f"train_dataset={json.dumps(NEAR_HALF)}", *LEASHED],
         "plain": [],
     }.items()},
+    **{f"multi_turn-{seed}": tune(*MULTI_TURN, seed=seed) for seed in (42, 1, 2)},
     **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
     **{f"game_async-{seed}": tune_file(GAME, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
 }  # fmt: skip
