@@ -1,11 +1,13 @@
 """A mixture of experts of the shape of Qwen3-30B-A3B with LoRA on one GPU: sampling, a GRPO step, memory, mismatch.
 
 Weights are random and are created on the device. `--rows` are the concurrent requests: groups of eight share a prompt.
-The first round compiles and captures; the second is reported. Mismatch is the mean k3 of sampler and trainer.
+The first round compiles and captures; the others are reported. Mismatch is the mean k3 of sampler and trainer. With
+`--replay` the engine records the experts of each token, and every second round of the trainer replays them.
 
     python -m benchmarks.training.experts --rows 256 --out results/training/experts/sampling_256.json
     python -m benchmarks.training.experts --rows 64 --trains attention --out results/training/experts/attention.json
     python -m benchmarks.training.experts --rows 64 --trains experts --out results/training/experts/experts.json
+    python -m benchmarks.training.experts --layers 12 --trains attention --replay --rounds 4 --out OUT.json
 
 `--layers 2 --device cpu --narrow --rows 8 --num-new 8` runs in seconds without a GPU.
 """
@@ -19,6 +21,7 @@ import dataclasses
 import json
 import time
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,6 +32,7 @@ from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, Train
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.adapters.lora import add_adapter
+from tunesmith.model.experts import UNKNOWN
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, Sampling
@@ -84,7 +88,7 @@ def sample(engine: LocalEngine, prompts: list[list[int]], num_new: int) -> list[
 def build_samples(prompts: list[list[int]], completions: list[Completion], *, version: int) -> list[Sample]:
     samples = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        num_prompt, num_new = len(prompt), len(completion.sampled_ids)
+        num_prompt, num_new, routes = len(prompt), len(completion.sampled_ids), completion.routes
         span = DistributionSpan(start=num_prompt, end=num_prompt + num_new, distribution=Distribution())
         samples.append(
             Sample(
@@ -96,6 +100,7 @@ def build_samples(prompts: list[list[int]], completions: list[Completion], *, ve
                 distribution_spans=(span,),
                 group_index=index // GROUP,
                 trajectory_index=index,
+                routes=None if routes is None else np.pad(routes, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN),
             )
         )
     return samples
@@ -108,6 +113,8 @@ def main() -> None:
     parser.add_argument("--num-new", type=int, default=128, help="sampled tokens of a request")
     parser.add_argument("--layers", type=int, default=SHAPES[SHAPE].num_hidden_layers)
     parser.add_argument("--trains", choices=sorted(TARGETS), help="also make GRPO steps, with an adapter of these")
+    parser.add_argument("--replay", action="store_true", help="record routes; steps with and without take turns")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--row-tokens", type=int, default=8192, help="as trainer.max_tokens_per_row")
     parser.add_argument("--kv-cache-gib", type=float, default=16.0)
     parser.add_argument("--decode", default="compiled", choices=["compiled", "graphs", "eager"])
@@ -128,10 +135,12 @@ def main() -> None:
     max_model_len = arguments.prompt + arguments.num_new + 16
     engine = LocalEngine(model, None, settings, max_model_len=max_model_len)
     trainer = None
+    if arguments.replay:
+        engine.record_routes()
     if arguments.trains is not None:
         section = TrainerSection(
             learning_rate=LEARNING_RATE, max_tokens_per_row=arguments.row_tokens, mismatch_stop=1e9, mismatch_warn=1e9,
-            has_gradient_checkpointing=True,
+            has_gradient_checkpointing=True, routing_replay=arguments.replay,
         )  # fmt: skip
         trainer = Trainer(model, section, AlgorithmSection(), max_model_len=max_model_len, num_total_steps=8)
     record = {
@@ -141,7 +150,7 @@ def main() -> None:
         "setup_s": time.perf_counter() - started,
         "rounds": [],
     }
-    for version in range(2):
+    for version in range(arguments.rounds):
         prompts = list_prompts(arguments, seed=version)
         started = time.perf_counter()
         completions = sample(engine, prompts, arguments.num_new)
@@ -149,6 +158,8 @@ def main() -> None:
         figures = {"rollout_s": seconds, "sampled_tokens_per_s": arguments.rows * arguments.num_new / seconds}
         if trainer is not None:
             samples = build_samples(prompts, completions, version=version)
+            if version % 2 == 0:  # without routes the trainer's routers choose
+                samples = [dataclasses.replace(each, routes=None) for each in samples]
             engine.pause()
             started = time.perf_counter()
             metrics = trainer.step(samples)

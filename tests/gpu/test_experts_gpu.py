@@ -1,9 +1,11 @@
-"""Experts on a GPU: rows that do not depend on padding, no wait for the host, and gradients of adapted experts."""
+"""Experts on a GPU: rows that do not depend on padding, no wait for the host, gradients of adapted experts, routes."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 
+import numpy as np
 import pytest
 import torch
 from test_engine_gpu import GREEDY, build_model, compute_reference, generate_all
@@ -11,13 +13,15 @@ from test_trainer_gpu import build_samples, compute_error
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from routes import route_by_prefix
 from tiny_models import CONFIGS, MIXTURES
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
+from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, TrainerSection
+from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.model.adapters.lora import add_adapter
-from tunesmith.model.experts import find_experts
+from tunesmith.model.experts import ROUTING, RowRouting, find_experts, find_routers
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.loss_pass import run_loss_pass
@@ -119,8 +123,11 @@ def test_experts_in_float32_are_refused_where_they_cannot_be_captured():
     assert generate_all(model, Sampling(max_tokens=2, distribution=GREEDY), cuda_decode="eager")
 
 
-def collect_gradients(model: PreTrainedModel, *, is_compiled: bool) -> dict[str, Tensor]:
+def collect_gradients(model: PreTrainedModel, *, is_compiled: bool, has_replay: bool = False) -> dict[str, Tensor]:
     samples = build_samples(4)
+    if has_replay:
+        samples = route_by_prefix(samples)
+        setattr(model, ROUTING, RowRouting(model, TrainerSection(routing_replay=True), max_tokens=2000))
     rows = pack_samples(samples, max_tokens_per_row=1000, has_prefix_sharing=True, hidden_size=32)
     algorithm = resolve_algorithm(AlgorithmSection())
     optimizer = MasterAdamW(model, TrainerSection())
@@ -137,11 +144,12 @@ def collect_gradients(model: PreTrainedModel, *, is_compiled: bool) -> dict[str,
     return gradients
 
 
+@pytest.mark.parametrize("has_replay", [False, True])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_gradients_of_adapted_experts_agree_with_float64_on_the_cpu(is_compiled):
+def test_gradients_of_adapted_experts_agree_with_float64_on_the_cpu(is_compiled, has_replay):
     """The GPU's path for gradients of linear layers must not replace those of the factors by zero."""
-    exact = collect_gradients(build_adapted(torch.float64), is_compiled=False)
-    found = collect_gradients(build_adapted(torch.float32).cuda(), is_compiled=is_compiled)
+    exact = collect_gradients(build_adapted(torch.float64), is_compiled=False, has_replay=has_replay)
+    found = collect_gradients(build_adapted(torch.float32).cuda(), is_compiled=is_compiled, has_replay=has_replay)
     assert any(".experts." in name for name in exact)
     for name, gradient in exact.items():
         assert compute_error(found[name], gradient) < 1e-3, name
@@ -157,3 +165,51 @@ def test_a_step_in_bfloat16_moves_the_factors_of_every_adapted_weight():
     assert metrics["routing/max_load"] > 1
     state = dict(model.named_parameters())
     assert not [name for name, each in before.items() if torch.equal(each, state[name])]
+
+
+def compute_routes(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """Routes [T, L, K] of a full forward."""
+    chosen: list[Tensor] = []
+    handles = [
+        router.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+        for router in find_routers(model)
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids], device="cuda"))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(chosen, dim=1).sort(dim=-1).values.cpu()
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [("graphs", {}), ("compiled", {}), ("compiled", {"kv_cache_tokens": 140, "max_batched_tokens": 11}), ("eager", {})],
+)
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_recorded_routes_are_those_of_a_full_forward(name, mode, settings):
+    """But for tokens that rounding moves; a route in the wrong place would agree in one layer out of ten."""
+    model = build_model(name, torch.float32 if mode == "eager" else torch.bfloat16)
+    section = EngineSection(**({"page_size": 4, "kv_cache_tokens": 4000, "cuda_decode": mode} | settings))
+    engine = LocalEngine(model, None, section, max_model_len=128)
+    engine.record_routes()
+    shared = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [[*shared, *range(length)] for length in (3, 17, 30, 4, 65, 8)]
+
+    async def run(asked: list[list[int]]) -> list:
+        requests = [Sampling(max_tokens=12 + index, seed=index, ignore_eos=True) for index in range(len(asked))]
+        return await asyncio.gather(*map(engine.generate, asked, requests))
+
+    async def run_turns() -> list[tuple[list[int], np.ndarray]]:
+        played, asked = [], prompts
+        for _ in range(2):
+            replies = await run(asked)
+            turns = [[*ids, *reply.sampled_ids] for ids, reply in zip(asked, replies, strict=True)]
+            played += zip(turns, [reply.routes for reply in replies], strict=True)
+            asked = [[*ids, 7, 8, 9] for ids in turns]
+        return played
+
+    same = []
+    for token_ids, routes in asyncio.run(run_turns()):
+        expected = compute_routes(model, token_ids[:-1])
+        same.append((torch.from_numpy(np.sort(routes).astype(np.int64)) == expected).all(dim=-1).flatten())
+    assert torch.cat(same).float().mean() > (0.999 if mode == "eager" else 0.85)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_trainer_gpu import build_samples
 from transformers import PreTrainedModel
 
+from routes import route_by_prefix
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
+from tunesmith.model.experts import ROUTING, RowRouting
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.loss_pass import run_loss_pass
@@ -21,9 +25,13 @@ from tunesmith.trainer.update import PassSetup, prepare_update
 pytestmark = pytest.mark.gpu
 
 
-def build_model(has_adapter: bool) -> PreTrainedModel:
+def build_model(kind: str) -> PreTrainedModel:
+    if kind == "experts":
+        model = copy.deepcopy(build_trainable("qwen3_moe", dtype=torch.float32)).bfloat16().cuda()
+        setattr(model, ROUTING, RowRouting(model, TrainerSection(routing_replay=True), max_tokens=1200))
+        return model
     model = build_trainable("qwen3", dtype=torch.bfloat16).cuda()
-    if has_adapter:
+    if kind == "adapter":
         from tunesmith.model.adapters.lora import add_adapter  # PEFT takes seconds to import
 
         add_adapter(model.requires_grad_(False), LoraSection(r=4), base="", dtype=torch.bfloat16)
@@ -32,15 +40,18 @@ def build_model(has_adapter: bool) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("has_adapter", [False, True])
-def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
-    model = build_model(has_adapter)
+@pytest.mark.parametrize("kind", ["all weights", "adapter", "experts"])
+def test_gradients_and_totals_equal_those_without_graphs(kind):
+    """Those of experts are computed with routes that change from row to row."""
+    model = build_model(kind)
     assert can_capture(model)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
     graphs = RowGraphs(model)
     with compiled_layers(model):
         for seed in range(8):
             samples = build_samples(8, seed=seed)
+            if kind == "experts":
+                samples = route_by_prefix(samples)
             rows = pack_samples(samples, max_tokens_per_row=700, has_prefix_sharing=True, hidden_size=32)
             inputs = prepare_update(
                 PassSetup(model=model, norm_length=1, chunk_tokens=128), algorithm, samples, rows
@@ -53,7 +64,7 @@ def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
                     chunk_tokens=128, is_compiled=True, graphs=each,
                 )  # fmt: skip
                 gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-                found.append((gradient, torch.stack([total.value for total in totals.values()])))
+                found.append((gradient, torch.stack([total.value.double() for total in totals.values()])))
             (plain, plain_totals), (ours, our_totals) = found
             assert (ours - plain).norm() < 5e-2 * plain.norm(), seed
             torch.testing.assert_close(our_totals, plain_totals, rtol=5e-2, atol=1.0)
