@@ -39,10 +39,20 @@ def find_model_class(config: PretrainedConfig) -> Any:
     return mapping.get(type(config), None)
 
 
-def choose_attention(config: PretrainedConfig) -> str:
-    """The attention to load a model with; plan attention replaces it, also where `sdpa` lacks a cap on scores."""
+def choose_attention(config: PretrainedConfig) -> dict[str, str]:
+    """The attention to load a model with, by part; plan attention replaces it, also where `sdpa` lacks a cap on scores.
+
+    Towers that never run have the one that all of them support.
+    """
     model_class = find_model_class(config)
-    return "eager" if model_class is not None and not model_class._supports_sdpa else "sdpa"
+    name = "eager" if model_class is not None and not model_class._supports_sdpa else "sdpa"
+    return dict.fromkeys(config.sub_configs, "eager") | name_text_parts(config, name)
+
+
+def name_text_parts(config: PretrainedConfig, attention: str) -> dict[str, str]:
+    """This attention for the model and its text decoder, as transformers takes it."""
+    text = config.get_text_config()
+    return {"": attention} | {key: attention for key in config.sub_configs if getattr(config, key, None) is text}
 
 
 def list_towers(model: nn.Module) -> list[str]:

@@ -37,7 +37,7 @@ from tunesmith.model.forward.recurrence import (
     list_sequences,
     use_recurrent_plans,
 )
-from tunesmith.model.towers import find_model_class
+from tunesmith.model.towers import find_model_class, name_text_parts
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNIFORM = ("sliding_window", "num_attention_heads", "hidden_size")
@@ -128,13 +128,17 @@ def use_plan_attention(model: PreTrainedModel) -> None:
 
     Calls without a plan still behave as with `sdpa`.
     """
-    model.set_attn_implementation(PLAN_ATTENTION)
+    parts = name_text_parts(model.config, PLAN_ATTENTION)
+    model.set_attn_implementation(parts)
     use_recurrent_plans(model)
     use_experts(model)
     if model.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
+    others = {id(getattr(model.config, key, None)) for key in model.config.sub_configs if key not in parts}
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != PLAN_ATTENTION:
+        if not isinstance(module, PreTrainedModel) or id(module.config) in others:
+            continue
+        if module.config._attn_implementation != PLAN_ATTENTION:
             raise refuse_architecture(
                 module.config, f"{type(module).__name__} does not use transformers' attention interface"
             )
