@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForImageTextToText,
     AutoTokenizer,
     Gemma3Config,
@@ -23,7 +24,7 @@ from tunesmith.model.checkpoint import save_checkpoint, save_model_files
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_model, load_model
 from tunesmith.model.pocket import build_pocket_tokenizer
-from tunesmith.model.towers import list_towers
+from tunesmith.model.towers import find_auto_class, list_towers
 
 CPU = torch.device("cpu")
 PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
@@ -136,3 +137,7 @@ def test_an_adapter_is_in_the_text_decoder_only_and_merges_into_the_whole_checkp
     merged = AutoModelForImageTextToText.from_pretrained(report.hf)
     assert list_towers(merged) == ["model.vision_tower", "model.multi_modal_projector"]
     torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_text_model_that_only_the_class_for_images_builds_is_built_by_it():
+    assert find_auto_class(CONFIG_MAPPING["mistral4"]()) is AutoModelForImageTextToText

@@ -27,9 +27,10 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 
 
 def find_auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that builds every tower of a model; the one for causal language models drops some."""
-    has_towers = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if has_towers else AutoModelForCausalLM
+    """The class that builds every tower of a model; the one for causal language models drops some, or has no entry."""
+    is_text = config.get_text_config() is config and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_text |= type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def find_model_class(config: PretrainedConfig) -> Any:

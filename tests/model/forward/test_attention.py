@@ -11,10 +11,12 @@ from transformers import (
     AutoModelForCausalLM,
     DiffLlamaConfig,
     DogeConfig,
+    ElectraConfig,
     GraniteMoeConfig,
     Lfm2Config,
     LlamaConfig,
     MiniMaxM2Config,
+    ModernBertDecoderConfig,
     NemotronConfig,
     PhimoeConfig,
     PreTrainedModel,
@@ -159,6 +161,11 @@ UNSUPPORTED = {
     "a mask of its own": (DogeConfig(**SIZES), "DogeAttention computes its own attention mask"),
     "a window only in the mask": (PhimoeConfig(**MOE_SIZES, sliding_window=8), "layer 0 passes no window size"),
     "attention of its own": (NemotronConfig(**SIZES), "does not run with plan attention"),
+    "layers before the head": (ElectraConfig(**SIZES, is_decoder=True), "does not run with plan attention"),
+    "a decoder under another name": (
+        ModernBertDecoderConfig(**SIZES | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)),
+        "does not run with plan attention",
+    ),
 }
 
 

@@ -142,7 +142,7 @@ def verify_model(model: PreTrainedModel) -> None:
     plan = RecordingPlan([len(row) for row in rows], model.device)
     is_training = model.training
     model.eval()
-    ours = compute_logits(model, _run_planned(model, ids[None], positions[None], plan)[0]).float()
+    ours = _run_planned(model, ids[None], positions[None], plan).float()
     theirs = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows]).float()
     leak, noise = _measure_leak(model, rows, positions, ours)
     model.train(is_training)
@@ -191,10 +191,13 @@ def _compare(found: Tensor, expected: Tensor) -> float:
 
 
 def _run_planned(model: PreTrainedModel, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
-    """`run_body` with a ModelError for modeling code that fails with a plan, such as one with attention of its own."""
+    """Logits [T, V] with a plan; a ModelError for modeling code that fails, such as one with attention of its own, an
+    encoder, or a head behind more layers."""
     try:
-        return run_body(model, ids_1T, positions_1T, plan)
-    except RuntimeError as error:
+        return compute_logits(model, run_body(model, ids_1T, positions_1T, plan)[0])
+    except ModelError:
+        raise
+    except (RuntimeError, TypeError, AttributeError) as error:
         if is_device_error(error):
             raise
         reason = " ".join(str(error).split())[:200]
