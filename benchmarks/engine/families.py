@@ -74,6 +74,12 @@ SIZES: dict[str, Any] = {
     # recurrent layers
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     "linear_num_key_heads": 2,
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim"), 8),
+    "mamba_d_state": 6,
+    "ssm_state_size": 6,
+    "mamba_n_groups": 2,
+    "n_groups": 2,
+    "mamba_d_ssm": 64,
     "linear_num_value_heads": 4,
     # what depends on positions
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size"), WINDOW),
@@ -96,6 +102,7 @@ KEPT_NONE = ("sliding_window", "attention_chunk_size", "q_lora_rank", "n_inner",
 BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 LATENT = {"num_key_value_heads": 4}
 AXES = {"mrope_section": [2, 1, 1]}
+MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3"), LATENT),
     **dict.fromkeys(("mistral4", "sarvam_mla", "youtu"), LATENT),
@@ -106,6 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "paddleocr_vl": {"mrope_section": [4, 2, 2]},
     "step3p7": {"sliding_window": WINDOW},
     "helium": {"head_dim": 8},
+    **dict.fromkeys(("granitemoehybrid", "bamba"), MIXED),
 }
 """What single families need besides."""
 TOWER = {

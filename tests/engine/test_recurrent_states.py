@@ -20,7 +20,7 @@ from tunesmith.model.forward.logits import compute_logits
 from tunesmith.trainer.tree_attention.plan import TreePlan
 from tunesmith.types import Completion, Sample, Sampling
 
-NAMES = ["lfm2", "qwen3_5"]
+NAMES = ["lfm2", "qwen3_5", "nemotron_h"]
 SAMPLING = Sampling(max_tokens=6, distribution=GREEDY)
 
 
@@ -94,7 +94,7 @@ def test_a_slot_that_is_not_reset_is_found(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid", "falcon_h1"])
 def test_the_trainer_computes_the_logprobs_of_the_engine_on_a_trie(name, dtype):
     model = build_trainable(name, dtype=dtype)
     engine, prompts = build_engine(copy.deepcopy(model), has_packed_weights=False), build_prompts(7) * 3
@@ -114,7 +114,7 @@ def test_the_trainer_computes_the_logprobs_of_the_engine_on_a_trie(name, dtype):
     found = logits.log_softmax(-1)[trie.parent_E, trie.target_E]
     expected = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=dtype)
     # the sampler returns float32
-    torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 1e-6, rtol=0)
+    torch.testing.assert_close(found, expected, atol=2e-5 if dtype == torch.float32 else 1e-6, rtol=0)
 
 
 def test_the_least_recently_used_snapshot_gives_way_unless_it_is_kept():

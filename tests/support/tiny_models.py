@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import (
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -18,10 +19,12 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     GraniteSWAConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -131,6 +134,7 @@ LINEAR = GEMMA_SIZES | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
 SHARED_EXPERTS = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 8}
 RECURRENT = FreshConfigs(
     {
@@ -138,6 +142,37 @@ RECURRENT = FreshConfigs(
         "qwen3_5": Qwen3_5TextConfig(**LINEAR),
         "qwen3_next": Qwen3NextConfig(**LINEAR, mlp_only_layers=[0, 1, 2]),
         "qwen3_5_moe": Qwen3_5MoeTextConfig(**LINEAR, **SHARED_EXPERTS),
+        "granitemoehybrid": GraniteMoeHybridConfig(
+            **SIZES,
+            **MAMBA,
+            layer_types=LINEAR["layer_types"],
+            shared_intermediate_size=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            residual_multiplier=0.7,
+            logits_scaling=2.0,
+        ),
+        "falcon_h1": FalconH1Config(
+            **SIZES,
+            **MAMBA,
+            mamba_d_ssm=64,
+            ssm_multipliers=[0.5, 1.5, 0.7, 0.8, 1.2],
+            ssm_in_multiplier=1.3,
+            lm_head_multiplier=0.5,
+        ),
+        "nemotron_h": NemotronHConfig(
+            **SIZES | {"num_hidden_layers": 4},
+            layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            ssm_state_size=6,
+            n_groups=2,
+            conv_kernel=4,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=16,
+        ),
     }
 )
 """Models with recurrent layers."""

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tunesmith.config import ClusterSection, EngineSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logprobs import CHUNK_BYTES, CHUNK_FRACTION, CHUNK_TOKENS
-from tunesmith.model.forward.recurrence import RECURRENT_TYPES, count_saved_values, count_state_bytes
+from tunesmith.model.forward.recurrence import RECURRENT_TYPES, STATELESS_TYPES, count_saved_values, count_state_bytes
 
 GIB = 2**30
 LIBRARY_BYTES = {"cuda": GIB, "cpu": GIB // 2}
@@ -196,7 +196,8 @@ def count_token_bytes(config: PretrainedConfig) -> int:
     """Keys and values of one token, as a number of values."""
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = [each for each, name in zip(list_layer_configs(text), types, strict=True) if name not in RECURRENT_TYPES]
+    others = (*RECURRENT_TYPES, *STATELESS_TYPES)
+    layers = [each for each, name in zip(list_layer_configs(text), types, strict=True) if name not in others]
     return 2 * sum(count_kv_heads(each) * find_head_size(each) for each in layers)
 
 

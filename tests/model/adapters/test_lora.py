@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from tiny_models import build_tiny
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
-from tunesmith.model.adapters.lora import measure_quantization_error
+from tunesmith.model.adapters.lora import add_adapter, measure_quantization_error
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint, save_model_files
 from tunesmith.model.load import check_model, check_section, load_model, load_section_model, load_tokenizer
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
@@ -270,3 +272,13 @@ def test_a_quantized_base_is_double_quantized_nf4_and_frozen(tokenizer, tmp_path
     with disabled_adapter(randomize_adapter(model)):
         assert torch.equal(compute_logits(model), before)
     assert not torch.allclose(compute_logits(model), before)
+
+
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
+def test_groups_of_targets_leave_out_what_peft_refuses_with_mamba(name, targets):
+    model = copy.deepcopy(build_tiny(name)).requires_grad_(False)
+    add_adapter(model, LoraSection(r=2, target_modules=targets), base="", dtype=torch.float32)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert any(".in_proj." in name for name in names) and any(".q_proj." in name for name in names)
+    assert not any(".out_proj." in name for name in names)

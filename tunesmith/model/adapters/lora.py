@@ -140,6 +140,10 @@ def measure_quantization_error(width: int, device: torch.device) -> float:
     return ((restored - weight).norm() / weight.norm()).item()
 
 
+NO_OUT_PROJ = ("falcon_h1", "nemotron_h")
+"""Model types in which PEFT refuses adapters of `out_proj`: kernels of Mamba read its weight alone."""
+
+
 def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: torch.dtype) -> None:
     """Inject a new adapter; the model's outputs do not change until the adapter is trained."""
     targets, weights = resolve_targets(model, lora.target_modules)
@@ -219,10 +223,11 @@ def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> t
     `layer_idx`. A name is that of linear layers or, if there are none, of weights of experts."""
     if isinstance(targets, tuple):
         return find_named_targets(model, targets)
+    refused = {"out_proj"} if model.config.get_text_config().model_type in NO_OUT_PROJ else set()
     if targets != "attention":
         weights = sorted({shorten(name) for name in find_expert_weights(model)})
-        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)}
-        return (sorted(linear - find_reserved_names(model)), weights) if weights else (targets, [])
+        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)} - refused
+        return (sorted(linear - find_reserved_names(model)), weights) if weights or refused else (targets, [])
     names = {
         name
         for module in model.modules()
@@ -234,7 +239,7 @@ def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> t
         raise ModelError(
             f"no attention projections found in {type(model).__name__}; name layers in model.lora.target_modules"
         )
-    return sorted(names), []
+    return sorted(names - refused), []
 
 
 def set_adapter_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:

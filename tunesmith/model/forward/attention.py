@@ -31,8 +31,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tunesmith.errors import ModelError
 from tunesmith.model.experts import use_experts
 from tunesmith.model.forward.recurrence import (
+    HYBRID,
     RECURRENT_MODELS,
     RECURRENT_TYPES,
+    STATELESS_TYPES,
     SegmentTable,
     list_sequences,
     use_recurrent_plans,
@@ -60,7 +62,9 @@ def refuse_architecture(config: PretrainedConfig, reason: str) -> ModelError:
 def check_layers(config: PretrainedConfig) -> None:
     """Refuse layers that do not attend, or that have windows or numbers of query heads of different sizes."""
     text = config.get_text_config()
-    known = {*LAYER_TYPES, *(RECURRENT_TYPES if text.model_type in RECURRENT_MODELS else ())}
+    known = {*LAYER_TYPES}
+    if text.model_type in RECURRENT_MODELS:
+        known |= {*RECURRENT_TYPES, *STATELESS_TYPES, HYBRID}
     if unknown := set(getattr(text, "layer_types", None) or ()) - known:
         raise refuse_architecture(text, f"layers of type {', '.join(sorted(unknown))} are not implemented")
     if getattr(text, "is_heterogeneous", False):

@@ -31,7 +31,7 @@ from tunesmith.model.forward.attention import (
     refuse_architecture,
     run_body,
 )
-from tunesmith.model.forward.recurrence import RECURRENT_TYPES
+from tunesmith.model.forward.recurrence import RECURRENT_TYPES, STATELESS_TYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,7 @@ def _check_attending(model: PreTrainedModel, window_of_layer: dict[int, int | No
     every_type = "sliding_attention" if is_windowed else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [every_type] * config.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
-        if layer_type in RECURRENT_TYPES:
+        if layer_type in (*RECURRENT_TYPES, *STATELESS_TYPES):
             continue
         if layer not in window_of_layer:
             raise refuse_architecture(config, f"layer {layer} does not use transformers' attention interface")

@@ -1,4 +1,5 @@
-"""Recurrent layers under a plan: short convolutions (LFM2) and the gated delta rule (Qwen3-Next, Qwen3.5).
+"""Recurrent layers under a plan: short convolutions (LFM2), the gated delta rule (Qwen3-Next, Qwen3.5) and Mamba 2
+(Granite 4, Bamba, Nemotron-H, Falcon-H1).
 
 A recurrent layer computes a token from a state that the tokens before it have left: the last inputs of a convolution, a
 matrix for each head. The modeling code's own forward takes a row for one sequence, so `use_recurrent_plans` replaces it
@@ -15,6 +16,8 @@ A = tril(b k k^T D, -1), a chunk that starts from S has
 
     [U, W] = (I + A)^-1 [b v, b k exp(G)];   d = U - W S
     o = (q exp(G)) S + (q k^T D) d;   S <- exp(G_last) S + (k exp(G_last - G))^T d
+
+Mamba 2 has d = v: its state takes no old value back. In its terms q is C, k is B, v is x dt and g is A dt.
 
 All but the terms with S is computed for all chunks of the row at once. The number of chunks before it on its path is
 the turn of a chunk; chunks of one turn, of all sequences and branches of the row, are computed together.
@@ -39,7 +42,7 @@ from transformers import PretrainedConfig
 from tunesmith.model.arrays import copy_to_device
 
 MAX_CHUNK_TOKENS = 64
-CONV, DELTA = "conv", "delta"
+CONV, MATRIX = "conv", "matrix"
 """Names of a layer's states: the last inputs of its convolution [W - 1, C], and the matrices [H, K, V]."""
 NORM_EPSILON = 1e-6
 """Added to the sum of squares of queries and keys."""
@@ -115,38 +118,50 @@ class SegmentTable:
             self._states[layer][CONV].index_copy_(0, self._targets, last_inputs)
         return output_TC if bias is None else output_TC + bias.to(wide)
 
-    def apply_delta_rule(
-        self, layer: int, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor
+    def apply_rule(
+        self,
+        layer: int,
+        query_THK: Tensor,
+        key_THK: Tensor,
+        value_THV: Tensor,
+        decay_TH: Tensor,
+        rate_TH: Tensor | None,
     ) -> Tensor:
-        """Output [T, H, V] of normalized and scaled queries and normalized keys; all inputs have the state's type."""
+        """Output [T, H, V] of the gated delta rule, without rates of Mamba 2; all inputs have the state's type."""
         if self._has_kernel and value_THV.dtype == torch.float32:
             from tunesmith.model.kernels.delta_step import step_states  # needs Triton
 
-            states = self._states[layer][DELTA]
+            states = self._states[layer][MATRIX]
             return step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states=states, slots_T=self._sources)
         if self._chunks is None:
             self._chunks = self._build_chunks()
         index_NL, place_T, turns = self._chunks
-        inputs = [each.view(*each.shape[:2], -1) for each in (query_THK, key_THK, value_THV, decay_TH, rate_TH)]
-        query, key, value, decay_NHL1, rate = (
-            functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2) for each in inputs
-        )
+
+        def divide(each_TH: Tensor) -> Tensor:
+            each = each_TH.view(*each_TH.shape[:2], -1)
+            return functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2)
+
+        query, key, value, decay_NHL1 = map(divide, (query_THK, key_THK, value_THV, decay_TH))
         sums = decay_NHL1.cumsum(2)
         last, growth = sums[:, :, -1:], sums.exp()
         is_later_LL = torch.ones(sums.shape[2], sums.shape[2], dtype=torch.bool, device=sums.device).triu(1)
         decays_LL = (sums - sums.transpose(2, 3)).masked_fill(is_later_LL, -torch.inf).exp()
-        scaled, keys_KL = rate * key, key.transpose(2, 3)
-        solved = torch.linalg.solve_triangular(
-            (scaled @ keys_KL * decays_LL).tril(-1),
-            torch.cat([rate * value, scaled * growth], 3),
-            upper=False,
-            unitriangular=True,
-        )
-        new, old = solved.split([value.shape[3], key.shape[3]], 3)
-        scores, readers = query @ keys_KL * decays_LL, torch.cat([old, query * growth], 2)
+        keys_KL = key.transpose(2, 3)
+        scores, readers, new = query @ keys_KL * decays_LL, query * growth, value
+        if rate_TH is not None:
+            rate = divide(rate_TH)
+            scaled = rate * key
+            solved = torch.linalg.solve_triangular(
+                (scaled @ keys_KL * decays_LL).tril(-1),
+                torch.cat([rate * value, scaled * growth], 3),
+                upper=False,
+                unitriangular=True,
+            )
+            new, old = solved.split([value.shape[3], key.shape[3]], 3)
+            readers = torch.cat([old, readers], 2)
         keys_KL, growth = (key * (last - sums).exp()).transpose(2, 3), last.exp()
         if len(self._sources):
-            state = self._states[layer][DELTA][self._sources]
+            state = self._states[layer][MATRIX][self._sources]
         else:
             state = value.new_zeros((turns[0].chunks.stop, value.shape[1], key.shape[3], value.shape[3]))
         outputs = []
@@ -154,13 +169,13 @@ class SegmentTable:
             here = turn.chunks
             if turn.parents is not None:
                 state = state[turn.parents]
-            known, output = (readers[here] @ state).chunk(2, 2)
-            delta = new[here] - known
+            *known, output = (readers[here] @ state).split(query.shape[2], 2)
+            delta = new[here] - known[0] if known else new[here]
             outputs.append(output + scores[here] @ delta)
             state = growth[here] * state + keys_KL[here] @ delta
             if turn.targets is not None:
                 ends = state if turn.ends is None else state[turn.ends]
-                self._states[layer][DELTA].index_copy_(0, turn.targets, ends)
+                self._states[layer][MATRIX].index_copy_(0, turn.targets, ends)
         return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place_T]
 
     def _copy(self, values: Sequence[int] | np.ndarray) -> Tensor:
@@ -264,7 +279,7 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Ten
         for each in (query, key)
     )
     decay = -module.A_log.to(wide).exp() * functional.softplus(step.to(wide) + module.dt_bias.to(wide))
-    output_THV = table.apply_delta_rule(
+    output_THV = table.apply_rule(
         module.layer_idx,
         query * module.head_k_dim**-0.5,
         key,
@@ -274,6 +289,34 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Ten
     )
     normed = module.norm(output_THV.to(hidden_TC.dtype).reshape(-1, size), gate.reshape(-1, size))
     return module.out_proj(normed.view(num_tokens, -1))
+
+
+def _run_mamba2(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Tensor:
+    num_tokens, num_heads = len(hidden_TC), module.num_heads
+    projected = module.in_proj(hidden_TC * getattr(module, "ssm_in_multiplier", 1.0))
+    if hasattr(module, "mup_vector"):  # of Falcon-H1, as is the multiplier
+        projected = projected * module.mup_vector[0]
+    gate, mixed, step = projected.split([module.intermediate_size, module.conv_dim, num_heads], -1)
+    mixed = module.act(table.convolve(module.layer_idx, mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(
+        hidden_TC.dtype
+    )
+    wide = torch.promote_types(hidden_TC.dtype, torch.float32)
+    size = module.n_groups * module.ssm_state_size
+    inputs, key, query = mixed.to(wide).split([module.intermediate_size, size, size], -1)
+    query, key = (
+        each.view(num_tokens, module.n_groups, -1).repeat_interleave(num_heads // module.n_groups, dim=1)
+        for each in (query, key)
+    )
+    inputs_THV = inputs.reshape(num_tokens, num_heads, -1)
+    step_TH = functional.softplus(step.to(wide) + module.dt_bias.to(wide)).clamp(*module.time_step_limit)
+    decay_TH = -module.A_log.to(wide).exp() * step_TH
+    output_THV = table.apply_rule(module.layer_idx, query, key, inputs_THV * step_TH[:, :, None], decay_TH, None)
+    output_TC = (output_THV + module.D.to(wide)[:, None] * inputs_THV).flatten(1)
+    if isinstance(module.norm, nn.Identity):
+        normed = output_TC * functional.silu(gate.to(wide))
+    else:
+        normed = module.norm(output_TC[None], gate[None])[0]
+    return module.out_proj(normed.to(hidden_TC.dtype))
 
 
 def _normalize(heads: Tensor) -> Tensor:
@@ -286,17 +329,25 @@ KINDS: Mapping[str, Callable[[Any, Tensor, SegmentTable], Tensor]] = {
     "Qwen3NextGatedDeltaNet": _run_gated_delta,
     "Qwen3_5GatedDeltaNet": _run_gated_delta,
     "Qwen3_5MoeGatedDeltaNet": _run_gated_delta,
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), _run_mamba2),
 }
 """Forwards under a plan by the name of transformers' class."""
-RECURRENT_MODELS = ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT_MODELS = (
+    "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1",
+)  # fmt: skip
 """Model types whose recurrent layers are all of these kinds."""
 RECURRENT_TYPES = ("conv", "linear_attention")
 """Their layer types, as in a configuration."""
+HYBRID = "hybrid"
+"""Type of a layer with attention beside a recurrent layer (Falcon-H1)."""
+STATELESS_TYPES = ("mlp", "moe")
+"""Types of layers that see one token at a time (Nemotron-H)."""
 
 
 def is_recurrent(config: PretrainedConfig) -> bool:
     """Whether a supported model has recurrent layers."""
-    return not set(RECURRENT_TYPES).isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
+    return not {*RECURRENT_TYPES, HYBRID}.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 _plan: ContextVar[Any] = ContextVar("plan", default=None)
@@ -356,10 +407,16 @@ def describe_states(model: nn.Module) -> dict[int, dict[str, tuple[tuple[int, ..
             CONV: ((weight.shape[2] - 1, weight.shape[0]), weight.dtype)
         }
         if hasattr(module, "A_log"):
-            matrix = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
-            shapes[DELTA] = (matrix, torch.promote_types(weight.dtype, torch.float32))
+            shapes[MATRIX] = (_get_matrix_shape(module), torch.promote_types(weight.dtype, torch.float32))
         described[module.layer_idx] = shapes
     return described
+
+
+def _get_matrix_shape(module: Any) -> tuple[int, int, int]:
+    """[H, K, V]"""
+    if hasattr(module, "ssm_state_size"):
+        return module.num_heads, module.ssm_state_size, module.head_dim
+    return module.num_v_heads, module.head_k_dim, module.head_v_dim
 
 
 def count_state_bytes(model: nn.Module) -> int:
@@ -369,12 +426,12 @@ def count_state_bytes(model: nn.Module) -> int:
 
 
 def count_saved_values(model: nn.Module) -> list[int]:
-    """Float32 values for each token that the backward pass of each layer with the gated delta rule needs: inputs of the
-    convolution by tap, heads before and after products, matrices of a chunk, and its states."""
+    """Float32 values for each token that the backward pass of each layer with matrices needs: inputs of the convolution
+    by tap, heads before and after products, matrices of a chunk, and its states."""
+    layers = [each for each in list_recurrent(model) if hasattr(each, "A_log")]
     return [
         (each.conv_kernel_size + 2) * each.conv_dim
-        + each.num_v_heads * (8 * each.head_k_dim + 6 * each.head_v_dim + 5 * MAX_CHUNK_TOKENS)
-        + 2 * each.num_v_heads * each.head_k_dim * each.head_v_dim // MAX_CHUNK_TOKENS
-        for each in list_recurrent(model)
-        if hasattr(each, "A_log")
+        + num_heads * (8 * size_k + 6 * size_v + 5 * MAX_CHUNK_TOKENS)
+        + 2 * num_heads * size_k * size_v // MAX_CHUNK_TOKENS
+        for each, (num_heads, size_k, size_v) in zip(layers, map(_get_matrix_shape, layers), strict=True)
     ]
