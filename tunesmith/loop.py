@@ -85,6 +85,7 @@ async def run_step(
     train_metrics = await parts.trainer.step(
         trained_groups, policy_version=policy_version, times=dispatcher.take_times(), record=record
     )
+    batch.drop_routes()
     await dispatcher.publish(step)
     trained = time.perf_counter()
 

@@ -44,6 +44,17 @@ def measure_group(group: Group) -> PathCost:
     return PathCost(num_tokens=num_tokens, num_pairs=num_pairs)
 
 
+def drop_routes(run: Trajectory) -> Trajectory:
+    """The trajectory without the routes of its turns, which only training needs."""
+    if all(turn.routes is None for turn in run.turns):
+        return run
+    return replace(run, turns=tuple(replace(turn, routes=None) for turn in run.turns))
+
+
+def drop_group_routes(group: Group) -> Group:
+    return replace(group, trajectories=tuple(map(drop_routes, group.trajectories)))
+
+
 NO_TASK = Task(task_id="", index=0, row={})
 """In a reference: the first rank knows the task."""
 NO_TOKENS = Turn(

@@ -181,7 +181,8 @@ def build_row(
 
 def routed(model: PreTrainedModel, samples: Sequence[Sample], trie: Trie, row: PackedRow) -> Any:
     """Within, routers compute the row of a trie: with its recorded routes, and a weight for each sampled token."""
-    if (routing := getattr(model, ROUTING, None)) is None:
+    routing = getattr(model, ROUTING, None)
+    if routing is None or not (routing.has_replay or routing.balance_coef or torch.is_grad_enabled()):
         return nullcontext()
     is_sampled_E = ~np.array([each.is_expert for each in samples])[trie.sample_E]
     weight_T = np.bincount(trie.parent_E, is_sampled_E, minlength=trie.num_tokens)
