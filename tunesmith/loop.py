@@ -86,6 +86,7 @@ async def run_step(
         trained_groups, policy_version=policy_version, times=dispatcher.take_times(), record=record
     )
     batch.drop_routes()
+    progress.finished.clear()  # saved by now
     await dispatcher.publish(step)
     trained = time.perf_counter()
 

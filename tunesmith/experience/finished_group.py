@@ -45,10 +45,8 @@ def measure_group(group: Group) -> PathCost:
 
 
 def drop_routes(run: Trajectory) -> Trajectory:
-    """The trajectory without the routes of its turns, which only training needs."""
-    if all(turn.routes is None for turn in run.turns):
-        return run
-    return replace(run, turns=tuple(replace(turn, routes=None) for turn in run.turns))
+    """The trajectory without routes, which only training needs."""
+    return replace(run, turns=tuple(turn if turn.routes is None else replace(turn, routes=None) for turn in run.turns))
 
 
 def drop_group_routes(group: Group) -> Group:

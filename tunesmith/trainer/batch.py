@@ -196,7 +196,7 @@ def gather_routes(samples: Sequence[Sample], trie: Trie) -> np.ndarray | None:
     if first is None:
         return None
     routes_TLK = np.full((trie.num_tokens, *first.shape[1:]), -1, dtype=first.dtype)
-    starts = np.flatnonzero(np.diff(trie.owner_T, prepend=-1) | (np.diff(trie.depth_T, prepend=-1) != 1)).tolist()
+    starts = np.flatnonzero(np.diff(trie.owner_T, prepend=-1)).tolist()
     for start, end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
         if (routes := samples[trie.owner_T[start]].routes) is not None:
             routes_TLK[start:end] = routes[trie.depth_T[start] :][: end - start]

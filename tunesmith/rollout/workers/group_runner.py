@@ -154,10 +154,9 @@ class GroupRunner:
                 record=record,
                 prepare=prepare,
             )
-        without_routes = drop_routes(trajectory)
-        self.progress.add([without_routes], is_kept=request.is_trained)
-        trajectory = trajectory if request.is_trained else without_routes
+        trajectory = trajectory if request.is_trained else drop_routes(trajectory)
         group.add(trajectory)
+        self.progress.add([trajectory], is_kept=request.is_trained)
         return trajectory
 
     def _note_end(self, group: RunningGroup, task: asyncio.Task[None]) -> None:
