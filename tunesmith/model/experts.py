@@ -61,7 +61,7 @@ def use_experts(model: PreTrainedModel) -> None:
     for router in find_routers(model):
         if not hasattr(router, "recorded"):
             router.recorded = router.replayed = router.counted = None
-            router.__class__ = _wrap_router(type(router))
+            router.__class__ = _wrap_router(router.__class__)
 
 
 def find_routers(model: nn.Module) -> list[Any]:
@@ -71,7 +71,7 @@ def find_routers(model: nn.Module) -> list[Any]:
 
 
 @cache
-def _wrap_router(kind: type) -> type:
+def _wrap_router(kind: Any) -> type:
     """A router's class with `run_router` as its forward: one function for all layers, which are compiled once."""
     forward = kind.forward
     return type(kind.__name__, (kind,), {"forward": lambda router, *inputs: run_router(forward, router, *inputs)})
