@@ -85,6 +85,8 @@ async def run_step(
     train_metrics = await parts.trainer.step(
         trained_groups, policy_version=policy_version, times=dispatcher.take_times(), record=record
     )
+    batch.drop_routes()
+    progress.finished.clear()  # saved by now
     await dispatcher.publish(step)
     trained = time.perf_counter()
 

@@ -102,7 +102,6 @@ KEPT_NONE = ("sliding_window", "attention_chunk_size", "q_lora_rank", "n_inner",
 BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 LATENT = {"num_key_value_heads": 4}
 AXES = {"mrope_section": [2, 1, 1]}
-MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3"), LATENT),
     **dict.fromkeys(("mistral4", "sarvam_mla", "youtu"), LATENT),
@@ -113,7 +112,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "paddleocr_vl": {"mrope_section": [4, 2, 2]},
     "step3p7": {"sliding_window": WINDOW},
     "helium": {"head_dim": 8},
-    **dict.fromkeys(("granitemoehybrid", "bamba"), MIXED),
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
 }
 """What single families need besides."""
 TOWER = {
@@ -154,6 +154,8 @@ def shrink(config: PretrainedConfig, own: dict[str, Any]) -> PretrainedConfig:
     if "qk_rope_head_dim" in dir(config):
         del sizes["head_dim"]
     for name in BY_LAYER:
+        if isinstance(getattr(type(config), name, None), property):
+            continue  # it follows from others
         if isinstance(values := getattr(config, name, None), (list, tuple)) and values:
             sizes[name] = choose_layers(list(values))
     if "mrope_section" in own:

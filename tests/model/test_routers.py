@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DeepseekV2Config
 
 from routes import GATES
-from tiny_models import CONFIGS, MIXTURES, RECURRENT, build_tiny
+from tiny_models import CONFIGS, LATENT_SIZES, MIXTURES, RECURRENT, build_tiny
 from trainable_models import build_trainable
 from tunesmith.config import LoraSection, TrainerSection
 from tunesmith.errors import ModelError
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.experts import RouteRecorder, RowRouting, build_route, find_routers
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
+from tunesmith.model.towers import find_auto_class
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 20)[None]
@@ -124,6 +126,24 @@ def test_compiled_layers_follow_routes_that_change_between_rows():
         assert counter.frame_count == num_graphs, "layers share their graphs"
         for each, other in zip(found, expected, strict=True):
             torch.testing.assert_close(each, other)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_replayed_expert_outside_of_the_groups_that_the_router_chose_has_its_gate(is_compiled):
+    """DeepSeek-V2 takes gates from scores in which all groups but the chosen ones are masked."""
+    config = DeepseekV2Config(
+        **LATENT_SIZES | {"n_group": 4, "topk_group": 1}, topk_method="group_limited_greedy", routed_scaling_factor=3.0
+    )
+    model = find_auto_class(config).from_config(config)
+    use_plan_attention(model)
+    router, hidden, chosen = find_routers(model)[0], torch.randn(4, 32), torch.tensor([[0, 7], [1, 2], [3, 4], [5, 6]])
+    forward = (
+        torch.compile(type(router).forward, backend="eager", fullgraph=True) if is_compiled else type(router).forward
+    )
+    router.replayed = (chosen.to(torch.int8), torch.zeros(4, dtype=torch.bool), 8)
+    logits, gates, found = forward(router, hidden)
+    assert torch.equal(found, chosen)
+    torch.testing.assert_close(gates, 3 * logits.softmax(-1).gather(1, chosen))
 
 
 def test_models_without_routers_are_refused():

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tunesmith.algorithms.algorithm import compute_group_advantages, has_advantage, resolve_algorithm
@@ -176,6 +177,23 @@ def test_groups_whose_references_were_sent_train_as_those_that_were_sent_whole(n
     expected, _ = build_samples(whole, advantages)
     found = sorted((each for part in results[False][0] for each in part), key=lambda each: each.trajectory_index)
     assert found == expected
+
+
+def test_routes_stay_on_the_ranks_that_train_with_them():
+    routes = np.zeros((6, 1, 2), dtype=np.int8)
+    groups = [build_group(task, num_tokens=60 if task.index == 1 else 5) for task in TASKS]
+    whole = []
+    for group in groups:
+        runs = [
+            replace(run, turns=tuple(replace(turn, routes=routes) for turn in run.turns)) for run in group.trajectories
+        ]
+        whole.append(replace(group, trajectories=tuple(runs)))
+    _, record, metrics, trainers = make_step(whole, has_tokens=False)
+    assert metrics["cluster/num_moved_groups"] > 0
+    assert all(sample.routes is not None for trainer in trainers for sample in trainer.samples)
+    ((saved, _),) = record.saved
+    turns = {index: [turn for run in group.trajectories for turn in run.turns] for index, group in enumerate(saved)}
+    assert [all(turn.routes is None for turn in turns[index]) for index in turns] == [False, True, True] * 2
 
 
 def test_demonstrations_follow_the_groups_of_the_step():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tunesmith.experience.finished_group import drop_group_routes
 from tunesmith.metric import merge_metrics
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -96,6 +97,10 @@ class Batch:
         they were."""
         self.collected = [whole.get(index, group) for index, group in enumerate(self.collected)]
         self.groups = [whole.get(index, group) for index, group in zip(self.positions, self.groups, strict=True)]
+
+    def drop_routes(self) -> None:
+        """After training, which alone needs them: a resumed run reads the groups from files, which have none."""
+        self.collected, self.groups = (list(map(drop_group_routes, each)) for each in (self.collected, self.groups))
 
     def compute_metrics(self) -> dict[str, float]:
         """Operator metrics merged over rounds (plain floats averaged over groups), and counts of rounds, tasks and

@@ -44,6 +44,15 @@ def measure_group(group: Group) -> PathCost:
     return PathCost(num_tokens=num_tokens, num_pairs=num_pairs)
 
 
+def drop_routes(run: Trajectory) -> Trajectory:
+    """The trajectory without routes, which only training needs."""
+    return replace(run, turns=tuple(turn if turn.routes is None else replace(turn, routes=None) for turn in run.turns))
+
+
+def drop_group_routes(group: Group) -> Group:
+    return replace(group, trajectories=tuple(map(drop_routes, group.trajectories)))
+
+
 NO_TASK = Task(task_id="", index=0, row={})
 """In a reference: the first rank knows the task."""
 NO_TOKENS = Turn(

@@ -98,10 +98,7 @@ class ReplayBuffer:
         for group, position in zip(groups, positions, strict=True):
             oldest = find_oldest_version(group.trajectories) if has_older_tokens else None
             version = policy_version if oldest is None else min(oldest, policy_version)
-            # a resumed run reads the groups from files, which have no routes
-            runs = [(run, [replace(turn, routes=None) for turn in run.turns]) for run in group.trajectories]
-            kept = replace(group, trajectories=tuple(replace(run, turns=tuple(turns)) for run, turns in runs))
-            self._entries.append(Entry(step=step, position=position, policy_version=version, group=kept))
+            self._entries.append(Entry(step=step, position=position, policy_version=version, group=group))
         self._sort()
         del self._entries[self._settings.capacity :]
 

@@ -111,7 +111,7 @@ def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
     for turn in turns:
         if not turn.sampled_ids:
             continue
-        open_chains = [chain for chain in chains if extends(turn, chain[-1])]
+        open_chains = [chain for chain in chains if extends(turn.prompt_ids, chain[-1])]
         if open_chains:
             max(open_chains, key=lambda chain: len(chain[-1].prompt_ids) + len(chain[-1].sampled_ids)).append(turn)
         else:
@@ -119,14 +119,10 @@ def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
     return chains
 
 
-def extends(turn: Turn, earlier: Turn) -> bool:
-    """Whether the prompt of a turn begins with all tokens of an earlier one."""
-    num_prompt, num_tokens = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.sampled_ids)
-    return (
-        len(turn.prompt_ids) >= num_tokens
-        and turn.prompt_ids[num_prompt:num_tokens] == earlier.sampled_ids
-        and turn.prompt_ids[:num_prompt] == earlier.prompt_ids
-    )
+def extends(prompt_ids: tuple[int, ...], turn: Turn) -> bool:
+    """Whether a prompt begins with all tokens of a turn."""
+    num_prompt, num_tokens = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
+    return prompt_ids[num_prompt:num_tokens] == turn.sampled_ids and prompt_ids[:num_prompt] == turn.prompt_ids
 
 
 def _expand_advantage(trajectory: Trajectory, advantage: float | tuple[float, ...]) -> dict[int, float]:
@@ -170,7 +166,7 @@ def _merge_turns(
 
 def _merge_routes(turns: Sequence[Turn], last: Turn) -> np.ndarray | None:
     """The routes of all tokens of a turn, those of earlier turns as they were when these were sampled."""
-    found = [turn for turn in turns if turn.routes is not None and (turn is last or extends(last, turn))]
+    found = [turn for turn in turns if turn.routes is not None and (turn is last or extends(last.prompt_ids, turn))]
     if not found:
         return None
     shape, first = (len(last.prompt_ids) + len(last.sampled_ids), *found[0].routes.shape[1:]), 0

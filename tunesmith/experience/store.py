@@ -383,7 +383,7 @@ class RolloutFiles:
         modified = path.stat().st_mtime_ns
         known = self._steps_of_merged.get(path)
         if known is None or known[0] != modified:
-            known = (modified, list_row_groups(parquet))
+            known = (modified, {find_step(parquet, index): index for index in range(parquet.num_row_groups)})
             self._steps_of_merged[path] = known
         if step not in known[1]:
             raise StorageError(f"there are no rollouts of step {step} in {path}")
@@ -398,11 +398,6 @@ def open_rollouts(path: Path) -> pq.ParquetFile:
             raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
     check_format(path, parquet.schema_arrow)
     return parquet
-
-
-def list_row_groups(parquet: pq.ParquetFile) -> dict[int, int]:
-    """Step -> row group of a merged file."""
-    return {find_step(parquet, index): index for index in range(parquet.num_row_groups)}
 
 
 def read_row_group(parquet: pq.ParquetFile, row_group: int | None, columns: Sequence[str]) -> pa.Table:

@@ -100,17 +100,23 @@ class _ReplayedChoice(TorchFunctionMode):
     def __init__(self, expert_TK: Tensor, changed_T: Tensor, num_experts: int) -> None:
         super().__init__()
         self.expert_TK, self.changed_T, self.num_experts = expert_TK, changed_T, num_experts
+        self.scores_TE: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        # routers with groups of experts choose groups before
-        if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self.num_experts:
+        # routers with groups of experts choose groups before, and mask the scores of other groups
+        is_known = func in (torch.topk, Tensor.topk, Tensor.masked_fill)
+        if not is_known or args[0].dim() != 2 or args[0].shape[1] != self.num_experts:
+            return output
+        scores_TE = args[0] if self.scores_TE is None else self.scores_TE
+        if func is Tensor.masked_fill:
+            self.scores_TE = scores_TE
             return output
         own_TK, expert_TK = output[1], self.expert_TK[: len(args[0])].long()
         expert_TK = torch.where(expert_TK == UNKNOWN, own_TK, expert_TK)
         is_same_TK = (own_TK[:, :, None] == expert_TK[:, None, :]).any(dim=1)
         self.changed_T[: len(own_TK)].logical_or_(~is_same_TK.all(dim=1))
-        return args[0].gather(1, expert_TK), expert_TK
+        return scores_TE.gather(1, expert_TK), expert_TK
 
 
 class _AddedLoss(torch.autograd.Function):

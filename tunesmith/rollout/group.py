@@ -35,7 +35,7 @@ class GroupRequest:
     has_branches: bool = False
     """Whether its rollouts branch, as `rollout.branching`."""
     is_trained: bool = True
-    """False: only the rewards are used, as a baseline."""
+    """False: it is a baseline or an evaluation."""
 
     @property
     def index(self) -> int:
@@ -89,7 +89,7 @@ def build_requests(
     sampling: Sampling | None = None,
     has_branches: bool = False,
 ) -> list[GroupRequest]:
-    """Requests for tasks that are started together, one for each."""
+    """Requests of an evaluation for tasks that are started together, one for each."""
     return [
         GroupRequest(
             number=index,
@@ -98,6 +98,7 @@ def build_requests(
             seed=(seed, step, index),
             sampling=sampling,
             has_branches=has_branches,
+            is_trained=False,
         )
         for index, task in enumerate(tasks)
     ]

@@ -84,7 +84,8 @@ def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["num_sampled_tokens"] = float(sum(num_sampled))
     metrics["num_prompt_tokens"] = float(sum(len(turn.prompt_ids) for turn in turns))
     if trajectories:
-        metrics["num_truncated"] = float(sum(_is_truncated(t) for t in trajectories))
+        lasts = [trajectory.turns[-1] for trajectory in trajectories if trajectory.turns]
+        metrics["num_truncated"] = float(sum(turn.stop_reason in TRUNCATED for turn in lasts))
         metrics["turns_mean"] = len(turns) / len(trajectories)
         metrics["sampled_tokens_mean"] = statistics.fmean(num_sampled)
         metrics["sampled_tokens_max"] = float(max(num_sampled))
@@ -94,11 +95,6 @@ def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics["sampled_tokens_per_turn_max"] = float(max(len(turn.sampled_ids) for turn in turns))
         metrics["context_tokens_max"] = float(max(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in turns))
     return metrics
-
-
-def _is_truncated(trajectory: Trajectory) -> bool:
-    """Whether the last turn ended at `max_tokens` or at the end of the context."""
-    return bool(trajectory.turns) and trajectory.turns[-1].stop_reason in TRUNCATED
 
 
 def collect_reported(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:

@@ -181,7 +181,8 @@ def build_row(
 
 def routed(model: PreTrainedModel, samples: Sequence[Sample], trie: Trie, row: PackedRow) -> Any:
     """Within, routers compute the row of a trie: with its recorded routes, and a weight for each sampled token."""
-    if (routing := getattr(model, ROUTING, None)) is None:
+    routing = getattr(model, ROUTING, None)
+    if routing is None or not (routing.has_replay or routing.balance_coef or torch.is_grad_enabled()):
         return nullcontext()
     is_sampled_E = ~np.array([each.is_expert for each in samples])[trie.sample_E]
     weight_T = np.bincount(trie.parent_E, is_sampled_E, minlength=trie.num_tokens)
@@ -195,7 +196,7 @@ def gather_routes(samples: Sequence[Sample], trie: Trie) -> np.ndarray | None:
     if first is None:
         return None
     routes_TLK = np.full((trie.num_tokens, *first.shape[1:]), -1, dtype=first.dtype)
-    starts = np.flatnonzero(np.diff(trie.owner_T, prepend=-1) | (np.diff(trie.depth_T, prepend=-1) != 1)).tolist()
+    starts = np.flatnonzero(np.diff(trie.owner_T, prepend=-1)).tolist()
     for start, end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
         if (routes := samples[trie.owner_T[start]].routes) is not None:
             routes_TLK[start:end] = routes[trie.depth_T[start] :][: end - start]

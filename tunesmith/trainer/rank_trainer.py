@@ -30,7 +30,7 @@ from tunesmith.cluster.links import Link
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.batch import Batch
-from tunesmith.experience.finished_group import FinishedGroup, measure_group
+from tunesmith.experience.finished_group import FinishedGroup, drop_group_routes, measure_group
 from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.packing import combine_cost
 from tunesmith.trainer.sharding.sharded_model import find_sharding, iter_whole_weights
@@ -271,7 +271,8 @@ class RankTrainer:
 
     def _hand_over(self, part: TrainPart) -> None:
         """Hand the first rank the groups that it has references to; all ranks do, or receive."""
-        self.ranks.gather_objects({number: self.kept[number] for number in part.referenced if number in self.kept})
+        groups = {number: self.kept[number] for number in part.referenced if number in self.kept}
+        self.ranks.gather_objects({number: drop_group_routes(group) for number, group in groups.items()})
 
     def _receive(self, groups: StepGroups) -> None:
         """Complete the batch with the groups of other ranks."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
 from small_runs import build_small_run, list_apples, write_splits
-from tiny_models import get_config
-from tunesmith import WorkflowOutput
+from tiny_models import SIZES, get_config
+from tunesmith import DatasetConfig, WorkflowOutput
+from tunesmith.config import ModelSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.pocket import build_pocket_tokenizer
+from tunesmith.rollout.recording.replay import RecordedChoice
+from tunesmith.runs.policy import check_trained_model
+from tunesmith.types import Completion, Turn
 
 REPLAY = ("trainer.routing_replay=true", "save_interval_steps=1")
 
@@ -77,6 +82,53 @@ def test_rollouts_in_flight_keep_their_routes(folder, tmp_path):
     metrics = read_metrics(run("rollout.max_staleness=1", workflow_func=ask_twice))
     assert max(step["staleness/max"] for step in metrics) == 1
     assert all(step["routing/unrecorded"] == 0 for step in metrics)
+
+
+def count_routes() -> int:
+    """Turns and completions with routes that something refers to."""
+    gc.collect()
+    return sum(isinstance(each, Turn | Completion) and each.routes is not None for each in gc.get_objects())
+
+
+def test_routes_live_until_a_step_has_trained_them_and_evaluations_keep_none(folder, tmp_path):
+    counts, data = [], write_splits(tmp_path, list_apples(4))
+
+    async def ask_counted(task, model):
+        counts.append(count_routes())
+        return await ask_twice(task, model)
+
+    run = build_small_run(tmp_path, str(folder), data, *REPLAY, workflow_func=ask_counted)
+    run("rollout.max_concurrency=1", "evaluation.interval_steps=1", eval_dataset=DatasetConfig(path=data, split="test"))
+    training, evaluation = list(range(0, 16, 2)), [0] * 4
+    assert counts == [*training, *evaluation] * 2
+
+
+def test_branches_receive_the_routes_of_their_parent_and_a_record_holds_each_once(folder, tmp_path):
+    counts, data = [], write_splits(tmp_path, list_apples(4))
+
+    async def ask_counted(task, model):
+        output = await ask_twice(task, model)
+        counts.append((count_routes(), sum(isinstance(each, RecordedChoice) for each in gc.get_objects())))
+        return output
+
+    branching = ("initial_rollouts=2", "base_probability=1.0")
+    run = build_small_run(tmp_path, str(folder), data, *REPLAY, workflow_func=ask_counted, steps=1)
+    (metrics,) = read_metrics(run(*(f"rollout.branching.{each}" for each in branching)))
+    assert metrics["routing/unrecorded"] == metrics["routing/changed"] == 0 and metrics["mismatch/kl"] < 1e-9
+    assert metrics["rollout/num_branched_rollouts"] > 0
+    assert max(num_choices for _, num_choices in counts) > 4
+    assert max(num_routes for num_routes, _ in counts) <= 16, "8 rollouts of two turns"
+
+
+def test_replay_is_refused_for_routers_that_do_not_choose_the_largest_scores(tmp_path):
+    tokenizer = build_pocket_tokenizer()
+    config = PhimoeConfig(**SIZES | {"vocab_size": len(tokenizer)}, num_local_experts=4)
+    config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), device="cpu", max_model_len=64)
+    check_trained_model(section, TrainerSection(router_aux_loss_coef=0.1))
+    with pytest.raises(ConfigError, match="routing_replay does not support models of type 'phimoe': leave it out"):
+        check_trained_model(section, TrainerSection(routing_replay=True))
 
 
 @pytest.mark.parametrize("setting", ["trainer.routing_replay=true", "trainer.router_aux_loss_coef=0.1"])

@@ -195,7 +195,7 @@ def test_evaluations_run_on_the_samplers_and_do_not_count():
         dispatcher, requests = ranks.dispatcher, build_requests(build_tasks()[:5], size=1, seed=1)
         first = await ranks.drive(dispatcher.evaluate(requests, progress=progress), rng)
         assert [group.task.index for group in first] == [0, 1, 2, 3, 4]
-        assert len(progress.finished) == 5
+        assert progress.num_done == 5
         assert len(await ranks.drive(dispatcher.collect(BATCH_SIZE, step=1), rng)) == BATCH_SIZE
         again = await ranks.drive(dispatcher.evaluate(requests), rng)
         assert [[run.turns for run in g.trajectories] for g in again] == [

@@ -77,7 +77,7 @@ def find_mistake_in_value(schema: Mapping[str, Any], value: Any, accepted: Seque
     elif expected is dict:
         is_right = any(is_same_dict(value, each) for each in accepted if each != "")
     elif inner is dict:
-        is_right = any(is_same_list_of_dicts(value, each) for each in accepted)
+        is_right = any(len(value) == len(each) and all(map(is_same_dict, value, each)) for each in accepted)
     elif expected is list:
         is_right = [normalize(each) for each in value] in [[normalize(item) for item in each] for each in accepted]
     elif expected is str:
@@ -105,10 +105,6 @@ def is_same_dict(value: Any, accepted: Any) -> bool:
         normalize(value[key]) in map(normalize, options) if key in value else "" in options
         for key, options in lists.items()
     )
-
-
-def is_same_list_of_dicts(value: Sequence[Any], accepted: Sequence[Any]) -> bool:
-    return len(value) == len(accepted) and all(map(is_same_dict, value, accepted))
 
 
 def normalize(value: Any) -> Any:

@@ -255,9 +255,9 @@ class Session:
             raise self._translate_error(error, open_turn) from error
         turn = open_turn.to_turn(completion)
         if turn.routes is not None:  # a long conversation would keep those of its first turns many times
-            earlier = (each for each in self._turns.values() if each.routes is not None and extends(turn, each))
+            earlier = (each for each in self._turns.values() if each.routes is not None and extends(prompt_ids, each))
             num_known = max((len(each.prompt_ids) + len(each.sampled_ids) - 1 for each in earlier), default=0)
-            turn = replace(turn, routes=turn.routes[num_known:].copy())
+            turn, completion = replace(turn, routes=turn.routes[num_known:].copy()), replace(completion, routes=None)
         self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tunesmith.errors import ReplayError
+from tunesmith.experience.samples import extends
 from tunesmith.tool_log import RecordedToolCall, ToolLog
 from tunesmith.types import Completion, OnTokens, Sampling, TokenDetails, Turn
 
@@ -179,8 +180,8 @@ class RolloutRecord:
             return False  # the parent has decided on its calls already, the one at the branch point included
         if any(call.num_open for call in self.calls.values()):
             return False
-        earlier = (turn for call in self.calls.values() for turn in call.turns)
-        return any(_extends(prompt_ids, turn) for turn in earlier)
+        earlier = [turn for call in self.calls.values() for turn in call.turns if extends(prompt_ids, turn)]
+        return any(len(prompt_ids) > len(turn.prompt_ids) + len(turn.sampled_ids) for turn in earlier)
 
 
 def deliver_recorded(choice: RecordedChoice, sampling: Sampling, on_tokens: OnTokens | None) -> Completion:
@@ -198,15 +199,6 @@ def drop_details(sampling: Sampling, on_tokens: OnTokens | None) -> OnTokens | N
     if on_tokens is None or sampling.return_entropy or sampling.top_logprobs:
         return on_tokens
     return lambda token_ids, logprobs, details=None: on_tokens(token_ids, logprobs)
-
-
-def _extends(prompt_ids: tuple[int, ...], turn: Turn) -> bool:
-    num_prompt, num_tokens = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
-    return (
-        len(prompt_ids) > num_tokens
-        and prompt_ids[num_prompt:num_tokens] == turn.sampled_ids
-        and prompt_ids[:num_prompt] == turn.prompt_ids
-    )
 
 
 def _describe_difference(one: tuple[int, ...], other: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Self
 
 from tunesmith.errors import RolloutError
+from tunesmith.experience.finished_group import drop_routes
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupRequest, RunningGroup
@@ -153,6 +154,7 @@ class GroupRunner:
                 record=record,
                 prepare=prepare,
             )
+        trajectory = trajectory if request.is_trained else drop_routes(trajectory)
         group.add(trajectory)
         self.progress.add([trajectory], is_kept=request.is_trained)
         return trajectory

@@ -221,7 +221,7 @@ class RankWorker:
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
         groups: list[Group] = await self._link.ask(Evaluate(requests=requests, policy_version=policy_version))
         for group in groups:
-            self.progress.add(group.trajectories)
+            self.progress.add(group.trajectories, is_kept=False)
         return groups
 
     async def take_statistics(self) -> WorkerStatistics:
@@ -334,7 +334,6 @@ class ServedWorker:
                 self._link.answer(await self._count())
             case Evaluate():
                 groups = await worker.evaluate(message.requests, policy_version=message.policy_version)
-                worker.progress.finished.clear()
                 self._link.answer(groups)
             case SendGroups():
                 self._link.answer([self.kept[number] for number in message.numbers])
