@@ -254,6 +254,7 @@ class Session:
             self._record(choice_id, open_turn.to_turn())
             raise self._translate_error(error, open_turn) from error
         turn = open_turn.to_turn(completion)
+        open_turn.deferred = None  # its callback holds the turn: the engine's request would live until a collection
         if turn.routes is not None:  # a long conversation would keep those of its first turns many times
             earlier = (each for each in self._turns.values() if each.routes is not None and extends(turn, each))
             num_known = max((len(each.prompt_ids) + len(each.sampled_ids) - 1 for each in earlier), default=0)
