@@ -148,8 +148,8 @@ class Renderer:
         prompt: Prompt,
         *,
         num_old: int,
-        prompt_ids: Sequence[int],
-        sampled_ids: Sequence[int],
+        prompt_ids: tuple[int, ...],
+        sampled_ids: tuple[int, ...],
         is_ended: bool,
         appended: str = "",
         max_tokens: int | None = None,
@@ -166,14 +166,14 @@ class Renderer:
         if appended:
             is_exact = delta_ids and self._extends_text(sampled_ids, appended)
             start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
-            return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids) if is_exact else None
+            return prompt_ids + (sampled_ids + (delta_ids + start_ids)) if is_exact else None
         if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
         is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
         if is_end_sampled or (is_ended and self._template.end_of_turn is not None):
             delta_ids = delta_ids[1:]
         start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
-        return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids)
+        return prompt_ids + (sampled_ids + (delta_ids + start_ids))
 
     def build_call_prefix(
         self, name: str | None, prompt_ids: Sequence[int], *, has_grammar: bool = False
