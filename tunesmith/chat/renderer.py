@@ -59,6 +59,10 @@ NUM_TAIL_IDS = 16
 """Last ids of a prompt that are decoded to check whether it opens a <think> block."""
 
 
+END_OF_REPLY = Message(role="assistant", content=SENTINEL)
+"""A reply of which nothing but the end matters."""
+
+
 class PromptTooLongError(ValueError):
     """The text cannot fit the context however it is tokenized."""
 
@@ -135,6 +139,8 @@ class Renderer:
 
     def encode_content(self, text: str, *, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of text inside a message; special tokens that it spells are plain text. `max_tokens` as in `render`."""
+        if not text:
+            return ()
         self._check_length(text, max_tokens)
         return self._encode_delta(text if self._special_tokens is None else self._special_tokens.escape(text))
 
@@ -148,8 +154,8 @@ class Renderer:
         prompt: Prompt,
         *,
         num_old: int,
-        prompt_ids: Sequence[int],
-        sampled_ids: Sequence[int],
+        prompt_ids: tuple[int, ...],
+        sampled_ids: tuple[int, ...],
         is_ended: bool,
         appended: str = "",
         max_tokens: int | None = None,
@@ -166,14 +172,14 @@ class Renderer:
         if appended:
             is_exact = delta_ids and self._extends_text(sampled_ids, appended)
             start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
-            return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids) if is_exact else None
+            return prompt_ids + (sampled_ids + (delta_ids + start_ids)) if is_exact else None
         if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
         is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
         if is_end_sampled or (is_ended and self._template.end_of_turn is not None):
             delta_ids = delta_ids[1:]
         start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
-        return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids)
+        return prompt_ids + (sampled_ids + (delta_ids + start_ids))
 
     def build_call_prefix(
         self, name: str | None, prompt_ids: Sequence[int], *, has_grammar: bool = False
@@ -315,7 +321,7 @@ class Renderer:
         the argument of the last call. A last attempt leaves the calls out.
         """
         calls = [ToolCall(call_id=call.call_id, name=call.name, arguments="{}") for call in reply.tool_calls]
-        content = Message(role="assistant", content=SENTINEL + appended)
+        content = Message(role="assistant", content=SENTINEL + appended) if appended else END_OF_REPLY
         if not calls:
             return [content]
         last = replace(calls[-1], arguments=json.dumps({"a": SENTINEL}))

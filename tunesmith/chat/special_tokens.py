@@ -24,8 +24,8 @@ ESCAPE = "\U0010fffd"
 """First character of an escape sequence; the second character identifies the string."""
 FIRST_CODE_POINT = 0x100000
 """Code point of the second character of the first escape sequence; also in a private-use plane."""
-NUM_PREFIX_CHARACTERS = 2
-"""Length of the prefixes used as a fast filter: messages without any of them contain no special token."""
+PREFIX_LENGTHS = (1, 2)
+"""Lengths of the prefixes used as fast filters: messages without any of one length contain no special token."""
 LONG_CHARACTERS = 32768
 """`encode` blocks other threads, 20 ms and more for longer texts; these go through the batch call, which does not."""
 
@@ -48,13 +48,14 @@ class SpecialTokens:
         self._pattern = _build_pattern(strings)
         first, last = chr(FIRST_CODE_POINT), chr(FIRST_CODE_POINT + len(strings) - 1)
         self._escape_pattern = re.compile(f"{ESCAPE}[{first}-{last}]")
-        self._prefixes = tuple({text[:NUM_PREFIX_CHARACTERS].encode() for text in strings})
+        self._prefixes = [tuple({text[:length].encode() for text in strings}) for length in PREFIX_LENGTHS]
 
     def escape(self, value: Any) -> Any:
         """Escape all strings in a JSON value; returns the value itself if none contains a special token."""
         cache_key = build_cache_key(value)
-        if cache_key is not None and not any(prefix in cache_key for prefix in self._prefixes):
-            return value
+        for prefixes in self._prefixes if cache_key is not None else ():
+            if not any(map(cache_key.__contains__, prefixes)):
+                return value
         return self._escape_all(value)
 
     def _escape_all(self, value: Any) -> Any:

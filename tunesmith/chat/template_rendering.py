@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
+from jinja2.runtime import new_context
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -81,13 +82,17 @@ class JinjaTemplate:
             "documents": None,
             "add_generation_prompt": has_generation_prompt,
         }
-        context = {**names, **request, **self._tokenizer.special_tokens_map, **variables}
-        return "".join(template.root_render_func(template.new_context(context, shared=True)))
+        # not `template.new_context`, which makes a set of all global names for templates that import others
+        context = new_context(
+            template.environment, template.name, template.blocks, {**names, **request, **variables}, shared=True
+        )
+        return "".join(template.root_render_func(context))
 
     def _compile(self, source: str) -> tuple[Template, Mapping[str, Any], bool]:
-        """The compiled template, its global names, and whether it renders from neighboring messages only."""
+        """The compiled template, the names it knows, and whether it renders from neighboring messages only."""
         template = chat_template_utils._compile_jinja_template(source)
-        return template, dict(template.globals), is_rendered_from_neighbors(template.environment.parse(source))
+        names = {**template.globals, **self._tokenizer.special_tokens_map}
+        return template, names, is_rendered_from_neighbors(template.environment.parse(source))
 
     def _render_by_tokenizer(
         self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
-from served import TOOLS, USER, build_service, get_engine
+from served import TOOLS, USER, build_service, create_completion, get_engine
 
+from tunesmith.chat.parsers import IncrementalParser
 from tunesmith.errors import ConfigError
+from tunesmith.rollout.recording.open_turn import OpenTurn
 
 pytestmark = pytest.mark.anyio
 
@@ -98,3 +101,14 @@ async def test_base_url_is_the_servers_url_or_an_error():
             completion = await client.chat.completions.create(model=model.model_name, messages=USER)
         assert completion.choices[0].message.content == "fine"
     assert not hasattr(service.open(seed=3).model, "base_url")
+
+
+async def test_a_finished_call_leaves_no_cycles_to_the_garbage_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        await create_completion(build_service("fine"))
+        left = [type(each).__name__ for each in gc.get_objects() if isinstance(each, OpenTurn | IncrementalParser)]
+    finally:
+        gc.enable()
+    assert left == []

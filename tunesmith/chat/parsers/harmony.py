@@ -46,7 +46,8 @@ class HarmonyParser(IncrementalParser):
         text = self._buffer.lstrip()
         if not is_end and any(tag.startswith(text) and tag != text for tag in HEADER_STARTS):
             return False
-        self._parse_state = self._parse_header if text.startswith(HEADER_STARTS) else self._parse_text
+        has_header = text.startswith(HEADER_STARTS)
+        self._parse_state = HarmonyParser._parse_header if has_header else HarmonyParser._parse_text
         self._is_new_message = True
         return True
 
@@ -62,11 +63,11 @@ class HarmonyParser(IncrementalParser):
         self._is_new_message = True
         channel, recipient = _CHANNEL.search(before), _RECIPIENT.search(before)
         if recipient is not None and recipient.group(1) != "assistant":
-            self._parse_state = self._parse_call
+            self._parse_state = HarmonyParser._parse_call
         elif channel is not None and channel.group(1) == "analysis":
-            self._parse_state = self._parse_reasoning
+            self._parse_state = HarmonyParser._parse_reasoning
         else:
-            self._parse_state = self._parse_text
+            self._parse_state = HarmonyParser._parse_text
         return True
 
     def _split(self, is_end: bool) -> tuple[str, bool]:
@@ -118,7 +119,7 @@ class HarmonyParser(IncrementalParser):
         else:
             self._add_call(call)
             if self._is_single_call:
-                self._parse_state = self._parse_discarded
+                self._parse_state = HarmonyParser._parse_discarded
                 return True
         return self._end_message(has_ended)
 
@@ -134,7 +135,7 @@ class HarmonyParser(IncrementalParser):
 
     def _end_message(self, has_ended: bool) -> bool:
         if has_ended:
-            self._parse_state = self._parse_header
+            self._parse_state = HarmonyParser._parse_header
         return has_ended
 
 

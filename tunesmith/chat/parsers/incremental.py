@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers.call_format import ReadCall
@@ -62,7 +63,8 @@ class IncrementalParser(ABC):
         self._is_single_call = is_single_call
         self._stop = StopStrings(stop, keeps_stop=keeps_stop)
         self._buffer = prefix
-        self._parse_state: Callable[[bool], bool] = self._parse_start
+        self._parse_state: Callable[[Any, bool], bool] = type(self)._parse_start
+        """A method that is not bound: the parser would refer to itself, and be freed only as garbage is collected."""
         self._held_space = ""
         """Whitespace that is left out unless content follows."""
         self._reasoning: list[str] = []
@@ -93,7 +95,7 @@ class IncrementalParser(ABC):
 
     def _advance(self, text: str, *, is_end: bool) -> Delta:
         self._buffer += self._stop.cut(text, is_end=is_end)
-        while self._parse_state(is_end or self.is_stopped):
+        while self._parse_state(self, is_end or self.is_stopped):
             pass
         if is_end:
             self._end_content()

@@ -61,9 +61,9 @@ class ReplyParser(IncrementalParser):
         self._num_read = 0
         """Characters of the block when it was last read."""
         if not has_reasoning:
-            self._parse_state = self._parse_content
+            self._parse_state = ReplyParser._parse_content
         elif is_reasoning_open:
-            self._parse_state = self._parse_reasoning
+            self._parse_state = ReplyParser._parse_reasoning
         self._has_call = False
         self._strips_content_start = has_reasoning and is_reasoning_open
         self._is_content_empty = True
@@ -74,9 +74,9 @@ class ReplyParser(IncrementalParser):
 
     def _is_plain(self, text: str) -> bool:
         """Whether a complete reply is content alone, verbatim: it has no tags, and none are open."""
-        if self._has_frame or self._parse_state == self._parse_reasoning or self._first_openers:
+        if self._has_frame or self._parse_state == ReplyParser._parse_reasoning or self._first_openers:
             return False
-        is_reasoning = self._parse_state == self._parse_start and text.lstrip().startswith(self._tags.opening)
+        is_reasoning = self._parse_state == ReplyParser._parse_start and text.lstrip().startswith(self._tags.opening)
         return not is_reasoning and not any(opener in text for opener in self._openers)
 
     def _end_content(self) -> None:
@@ -90,11 +90,11 @@ class ReplyParser(IncrementalParser):
         if text.startswith(self._tags.opening):
             self._buffer = text[len(self._tags.opening) :]
             self._strips_content_start = True
-            self._parse_state = self._parse_reasoning
+            self._parse_state = ReplyParser._parse_reasoning
         elif self._tags.opening.startswith(text) and not is_end:
             return False
         else:
-            self._parse_state = self._parse_content
+            self._parse_state = ReplyParser._parse_content
         return True
 
     def _parse_reasoning(self, is_end: bool) -> bool:
@@ -102,7 +102,7 @@ class ReplyParser(IncrementalParser):
         if tag:
             self._add_reasoning(before.rstrip())
             self._buffer = after
-            self._parse_state = self._parse_content
+            self._parse_state = ReplyParser._parse_content
             return True
         num_held = 0 if is_end else count_overlap(before, self._tags.closing)
         ready = before[: len(before) - num_held].rstrip()
@@ -122,7 +122,7 @@ class ReplyParser(IncrementalParser):
             self._add_content(self._buffer[:start])
             self._buffer = self._buffer[start:]
             self._num_read = 0
-            self._parse_state = self._parse_block
+            self._parse_state = ReplyParser._parse_block
             return True
         num_held = 0 if is_end else max((count_overlap(self._buffer, tag) for tag in self._openers), default=0)
         self._add_content(self._buffer[: len(self._buffer) - num_held])
@@ -159,7 +159,8 @@ class ReplyParser(IncrementalParser):
             self._add_content(self._buffer[: block.length])
         self._add_calls(block)
         self._buffer = self._buffer[block.length :]
-        self._parse_state = self._parse_discarded if block.calls and self._is_single_call else self._parse_content
+        is_last = block.calls and self._is_single_call
+        self._parse_state = ReplyParser._parse_discarded if is_last else ReplyParser._parse_content
         return True
 
     def _add_calls(self, block: Block) -> None:

@@ -27,9 +27,9 @@ SHORT_SLEEP_S = 0.01
 """The loop waits for timers due within this time: agents sleep for a millisecond to let others run."""
 SLEEP_BUDGET_S = 0.25
 """Longest total sleep between two steps; without it, an agent that polls for its own completion would wait forever."""
-MIN_NEW_OBJECTS = 100_000
-"""Generation-0 threshold of the garbage collector while the loop runs: with 10,000 it takes a tenth of the time of a
-model call."""
+MIN_NEW_OBJECTS = 500_000
+"""Generation-0 threshold of the garbage collector while the loop runs. A collection looks at each token of recorded
+turns: with 100,000 it takes a tenth of the time of model calls. On a GPU the trainer collects in each update anyway."""
 NUM_ITERATIONS_BETWEEN_STEPS = 3
 """On other event loops: a result is delivered, its coroutine resumes, and its next request arrives."""
 

@@ -26,7 +26,7 @@ from tunesmith.errors import EngineError
 from tunesmith.experience.samples import extends
 from tunesmith.rollout.recording.open_turn import OpenTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
-from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyText, ReplyTexts
+from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
@@ -53,10 +53,6 @@ class SessionCall:
     conversation: Conversation
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
-
-    @property
-    def keys(self) -> tuple[MatchKey, ...]:
-        return self.conversation.keys
 
 
 class Session:
@@ -108,7 +104,7 @@ class Session:
         """By digest of the conversation up to the reply, and scope."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
-        self._reply_texts = ReplyTexts()
+        self._reply_texts = ReplyTexts(renderer)
         self._seen_requests: set[tuple[int, str]] = set()
 
     async def admit(self, prompt: Prompt) -> SessionCall:
@@ -216,7 +212,10 @@ class Session:
         A `seed` in the request is combined with the session's: equal seeds repeat within a trajectory, but not across
         a group. `prefix_ids` are the start of the reply that is not sampled (a forced tool call).
         """
-        await self._enter()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.is_closed:
+            raise SessionClosedError
         choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
@@ -254,6 +253,7 @@ class Session:
             self._record(choice_id, open_turn.to_turn())
             raise self._translate_error(error, open_turn) from error
         turn = open_turn.to_turn(completion)
+        open_turn.deferred = None  # its callback holds the turn: the engine's request would live until a collection
         if turn.routes is not None:  # a long conversation would keep those of its first turns many times
             earlier = (each for each in self._turns.values() if each.routes is not None and extends(prompt_ids, each))
             num_known = max((len(each.prompt_ids) + len(each.sampled_ids) - 1 for each in earlier), default=0)
@@ -264,13 +264,6 @@ class Session:
         if self.record is not None:
             self.record.finish(choice_id, turn, completion)
         return completion
-
-    async def _enter(self) -> None:
-        """Wait at the gate; raise if the session is closed."""
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.is_closed:
-            raise SessionClosedError
 
     def _translate_error(self, error: Exception, open_turn: OpenTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
@@ -293,20 +286,19 @@ class Session:
         turn = self._turns.get(choice_id)
         if turn is None:
             return
-        if call.prompt.reply_start:
-            reply = replace(reply, content=call.prompt.reply_start + reply.content)
-        if not reply.tool_calls:
-            has_reasoning = reply.reasoning is not None
-            is_cut = turn.stop_reason in ("stop", "length") and turn.prompt_ids == call.prompt_ids
-            sampled = self._renderer.decode_text(turn.sampled_ids, has_reasoning=has_reasoning) if is_cut else ""
-            text = None if has_reasoning else reply.content + cut_stop
-            whole_text = sampled and call.prompt.reply_start + sampled
-            recorded = ReplyText(choice_id=choice_id, turn=turn, text=text, whole_text=whole_text)
-            self._reply_texts.add((call.keys, call.scope), recorded)
+        reply_start = call.prompt.reply_start
+        if reply_start:
+            reply = replace(reply, content=reply_start + reply.content)
         digest, keys = call.conversation.identify_reply(reply)
+        recorded = RecordedReply(
+            choice_id=choice_id, turn=turn, keys=keys, message=reply, reply_start=reply_start, cut_stop=cut_stop,
+            has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
+        )  # fmt: skip
+        if not reply.tool_calls:
+            self._reply_texts.add((call.conversation.keys, call.scope), recorded)
         existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest, call.scope] = RecordedReply(choice_id=choice_id, turn=turn, keys=keys)
+            self._replies[digest, call.scope] = recorded
 
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
@@ -353,12 +345,7 @@ class Recorder:
         """Keys of sessions closed since the last two calls of `compute_stats`; their late calls are counted."""
 
     def open_session(
-        self,
-        *,
-        seed: int,
-        sampling: Sampling,
-        order: tuple[int, ...] = (),
-        is_recorded: bool = True,
+        self, *, seed: int, sampling: Sampling, order: tuple[int, ...] = (), is_recorded: bool = True
     ) -> Session:
         """Open a session; its key is random and cannot be guessed.
 
@@ -367,13 +354,7 @@ class Recorder:
         """
         key = secrets.token_urlsafe(16)
         session = Session(
-            self.engine,
-            self.renderer,
-            key=key,
-            seed=seed,
-            order=order,
-            sampling=sampling,
-            is_recorded=is_recorded,
+            self.engine, self.renderer, key=key, seed=seed, order=order, sampling=sampling, is_recorded=is_recorded
         )
         self._sessions[key] = session
         return session
