@@ -354,8 +354,8 @@ EXAMPLES: Mapping[Goal, tuple[Mapping[str, Any], str]] = {
     "reflect": (
         FLAWED,
         (
-            "<reflection>Step 2 is doubtful: I divided by 3, but the question says that four friends share the price. I "
-            "compute the share again.</reflection>"
+            "<reflection>Step 2 is doubtful: I divided by 3, but the question says that four friends share the price. "
+            "I compute the share again.</reflection>"
         ),
     ),
 }
