@@ -1,29 +1,96 @@
-"""Questions of GSM8K for the agent with the Python tool, and what Pareto sampling and fine-tuning are compared with: a
-random choice of mixed questions, and repaired trajectories whose wrong beginnings are not trained."""
+"""Questions of GSM8K for the agent with the Python tool, demonstrations of its format, and what Pareto sampling and
+fine-tuning are compared with: a random choice of mixed questions, and repaired trajectories whose wrong beginnings are
+not trained."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.chat.parsers import THINK_CLOSE
-from tunesmith.environments import Transcript
+from tunesmith.commands.prepare.rows import check_calculations
+from tunesmith.config import EnvironmentSection
+from tunesmith.engine.event_loop.notebook import run_outside_of_loops
+from tunesmith.environments import Environment, Transcript
 from tunesmith.judges.numeric import extract_marked
+from tunesmith.runs.load_config import build_section
+from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.load import write_rows
+from tunesmith.tasks.solutions import Calculation, Solution, SolutionError, parse_solution
 
 
-def take_questions(out_dir: Path, *, folder: str, num_train: int, num_test: int, seed: int) -> dict[str, int]:
-    """Draw train.jsonl and test.jsonl from the files of these names; answers are their last numbers."""
+def take_questions(
+    out_dir: Path,
+    *,
+    folder: str,
+    num_train: int,
+    num_test: int,
+    num_demonstrated: int,
+    max_calculations: int,
+    seed: int,
+) -> dict[str, int]:
+    """Draw train.jsonl and test.jsonl from the files of these names, and demonstrated.jsonl from other rows of the
+    first one; answers are their last numbers. Questions whose solution has more calculations are left out."""
     counts = {}
-    for split, number in (("train", num_train), ("test", num_test)):
+    for split, parts in (
+        ("train", {"train": num_train, "demonstrated": num_demonstrated}),
+        ("test", {"test": num_test}),
+    ):
         rows = load_json_lines(Path(folder) / f"{split}.jsonl")
-        chosen = random.Random(f"{seed}/{split}").sample(rows, number)
-        answers = [{**row, "answer": extract_marked(row["answer"]), "ability": "math"} for row in chosen]
-        counts[f"{split} questions"] = write_rows(out_dir / f"{split}.jsonl", answers)
+        short = [row for row in rows if 0 < len(read_calculations(row["answer"])) <= max_calculations]
+        chosen = iter(random.Random(f"{seed}/{split}").sample(short, sum(parts.values())))
+        for name, number in parts.items():
+            written = [
+                {**row, "answer": extract_marked(row["answer"]), "solution": row["answer"], "ability": "math"}
+                for row in islice(chosen, number)
+            ]
+            counts[f"{name} questions"] = write_rows(out_dir / f"{name}.jsonl", written)
     return counts
+
+
+def read_calculations(solution: str) -> tuple[Calculation, ...]:
+    """The calculations of a worked solution; none if the calculator does not confirm them."""
+    try:
+        return check_calculations(parse_solution(solution)).calculations
+    except SolutionError:
+        return ()
+
+
+def write_demonstrations(out_dir: Path, *, questions: str, environment: Mapping[str, Any], seed: int) -> dict[str, int]:
+    """Write conversations.jsonl: worked solutions in the agent's format, their calculations run by its Python tool.
+
+    Every second solution, drawn at random, calls the tool for its last calculation alone.
+    """
+    agent = load_environment(build_section(EnvironmentSection, environment))
+    rng = random.Random(f"{seed}/demonstrations")
+    plans = []
+    for row in load_json_lines(Path(questions)):
+        solution = check_calculations(parse_solution(row["solution"]))
+        if rng.random() < 0.5:
+            while len(solution.calculations) > 1:
+                solution = solution.join(0)
+        plans.append((row["question"], solution))
+    made = run_outside_of_loops(lambda: asyncio.run(_demonstrate_all(plans, agent)))
+    kept = [agent.build_conversation(each) for each in made if not (each.failed_calls or each.refused_calls)]
+    return {"conversations": write_rows(out_dir / "conversations.jsonl", kept)}
+
+
+async def _demonstrate_all(plans: Sequence[tuple[str, Solution]], agent: Environment) -> list[Transcript]:
+    return [await demonstrate(question, solution, agent) for question, solution in plans]
+
+
+async def demonstrate(question: str, solution: Solution, agent: Environment) -> Transcript:
+    """The transcript of a solution whose calculations are calls of Python."""
+    transcript = agent.begin(question)
+    for text, calculation in zip(solution.texts, solution.calculations, strict=False):
+        thought, code = text or f"{calculation.expression} =", f"print({calculation.expression})"
+        transcript = await agent.execute(agent.write_call(transcript, tool="python", thought=thought, text=code))
+    return agent.write_answer(transcript, thought=solution.texts[-1] or solution.answer, text=solution.answer)
 
 
 def draw_mixed(out_dir: Path, *, data: str, num_selected: int, correct_at: float, seed: int) -> dict[str, int]:

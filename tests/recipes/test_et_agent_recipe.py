@@ -15,7 +15,7 @@ from recipes.et_agent.mathematics import leave_wrong_beginnings
 from recipes.world import World, generate
 from recipes.world.config import build_config
 from recipes.world.expert import iter_plans
-from tunesmith import run_pipeline
+from tunesmith import prepare_model, run_pipeline
 from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
@@ -169,11 +169,68 @@ def find_results(row: dict) -> list[str]:
     return [part["text"] for part in row["messages"][-1]["content"] if part["weight"] == 0]
 
 
+DEMONSTRATED = (
+    r"<think>Tom has (\d+) pens and buys (\d+) more. So he has \1\+\2=</think>\n<python>print\(\1\+\2\)</python>\n"
+    r"<result>\n(\d+)\n</result>\n<think>\3 pens.</think>\n<answer>\\boxed\{\3\}</answer>"
+)
+PARTS = ("train", "demonstrated")
+FEW = (
+    "stages.questions.args.num_train=8", "stages.questions.args.num_test=2", "stages.questions.args.num_demonstrated=6",
+    "variables.environment.max_tokens=24", "variables.engine.max_num_seqs=8", "variables.engine.kv_cache_gib=0.1",
+    "stages.base.max_steps=1", "stages.rft.max_steps=1", "stages.rft_rollouts.max_steps=1",
+    "stages.rft_masked.max_steps=1", "stages.rft_dropped.max_steps=1",
+    "stages.flywheel.num_rollouts=1", "stages.flywheel.num_iterations=1", "stages.flywheel.roles.judge=null",
+    "stages.flywheel.extra_tokens=8", "stages.rollouts.num_rollouts=1",
+    "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
+    "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
+    "stages.curriculum.count=1", "stages.curriculum.values.sigma=[0.2]", "stages.random.count=1",
+    "stages.random.values.sigma=[0.2]", "stages.eval.evaluation.num_samples=1",
+)  # fmt: skip
+FEW_STEPS = (
+    "total_steps=1", "save_interval_steps=1", "algorithm.batch_size=2", "algorithm.group_size=4",
+    "trainer.warmup_steps=0", "rollout.branching.initial_rollouts=2",
+)  # fmt: skip
+
+
+def test_mathematics_runs_to_its_end(tmp_path, monkeypatch):
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        rows = [
+            {"question": f"Tom has {a} pens and buys {a + 1} more. How many has he?", "answer": solve(a, a + 1)}
+            for a in range(14)
+        ]
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "judge_of_tests.py").write_text(SOURCE)
+    pocket = str(prepare_model("pocket", tmp_path / "pocket"))
+    for name, value in {"MODEL": pocket, "LARGE": pocket, "GSM8K": str(tmp_path / "gsm8k")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(FOLDER.parents[1])
+    curriculum, random = "stages.curriculum.stages", "stages.random.stages"
+    judged = ["stages.flywheel", "stages.rollouts", f"{curriculum}.pass_rate", f"{curriculum}.rl"]
+    judged += [f"{random}.random_pass_rate", f"{random}.random_rl"]
+    changes = [f"{each}.judge={tmp_path}/judge_of_tests.py:judge" for each in judged]
+    changes += [f"{each}.num_runs=4" for each in (f"{curriculum}.pass_rate", f"{random}.random_pass_rate")]
+    changes += [f"{each}.{change}" for each in (f"{curriculum}.rl", f"{random}.random_rl") for change in FEW_STEPS]
+    run_pipeline(FOLDER / "mathematics.yaml", overrides=[f"folder={tmp_path}/run", *FEW, *changes])
+    demonstrations = read(tmp_path / "run" / "demonstrations" / "conversations.jsonl")
+    turns = ["".join(part["text"] for part in row["messages"][-1]["content"]) for row in demonstrations]
+    assert len(turns) == 6 and all(re.fullmatch(DEMONSTRATED, turn) for turn in turns)
+    questions = [{row["question"] for row in read(tmp_path / "run" / "questions" / f"{name}.jsonl")} for name in PARTS]
+    assert not questions[0] & questions[1] and len(questions[0]) == 8
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert all(f"| {name} " in report for name in ("prompted", "base", "rft", "rl", "rl_random", "rft_dropped"))
+
+
+def solve(a: int, b: int) -> str:
+    return f"Tom has {a} pens and buys {b} more. So he has {a}+{b}=<<{a}+{b}={a + b}>>{a + b} pens.\n#### {a + b}"
+
+
 def test_the_pipelines_for_a_gpu_are_valid(monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     further = "stages.eval.eval_datasets={amc23: {path: amc23.jsonl, fields: {ability: math}}}"
     names = [stage.name for stage in plan_stages(load_pipeline(FOLDER / "mathematics.yaml", [further]))]
     assert {"rl_3", "random_rl_3"} < set(names) and names[-5:-1] == ["masked", "dropped", "rft_masked", "rft_dropped"]
+    assert names.index("rl_3") + 1 == names.index("eval") and names[-1] == "eval_arms"
     stages = plan_stages(load_pipeline(FOLDER / "smollm2.yaml"))
     assert [stage.name for stage in stages][-1] == "eval" and "rl_2" in [stage.name for stage in stages]
     flywheel = next(stage for stage in stages if stage.name == "flywheel")

@@ -238,7 +238,10 @@ class FlywheelProgress:
 
 
 def check_stage(config: FlywheelConfig) -> None:
-    check_run(config.to_run_config(), models=[config.model.path])
+    run, roles = config.to_run_config(), set(config.roles.model_dump().values())
+    # a model that has a role is used, whether the judge takes auxiliary models or not
+    others = {name: each for name, each in run.auxiliary_models.items() if name not in roles}
+    check_run(run.model_copy(update={"auxiliary_models": others}), models=[config.model.path])
     load_role_functions(config)
 
 
