@@ -9,9 +9,8 @@ from tunesmith.cluster.links import NO_LINKS, Links
 from tunesmith.http_server import serve_app
 from tunesmith.rollout.openai_server.app import EndpointApp
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.task_server.app import ServerLimits, build_task_app
+from tunesmith.rollout.task_server.app import ServerLimits, build_live_app, build_task_app
 from tunesmith.rollout.task_server.live import LiveSessions
-from tunesmith.rollout.task_server.live_app import build_live_app
 from tunesmith.rollout.task_server.queue import TaskQueue
 from tunesmith.rollout.task_server.rank_queue import share_queue
 
