@@ -200,8 +200,8 @@ COMMANDS: tuple[Command, ...] = (
         has_ranks=True,
         kind="rl",
         stage_config="tunesmith.config:RlStage",
-        stage="tunesmith.commands.tune.stage:run_stage",
-        check="tunesmith.commands.tune.stage:check_stage",
+        stage="tunesmith.commands.tune.tune:run_stage",
+        check="tunesmith.commands.tune.tune:check_stage",
         has_model=True,
         output="model",
         mutable_keys="tunesmith.runs.run_folder:MUTABLE_KEYS",
@@ -304,7 +304,7 @@ COMMANDS: tuple[Command, ...] = (
         kind="collect",
         stage_config="tunesmith.config:CollectStage",
         stage="tunesmith.commands.collect.run:run_stage",
-        check="tunesmith.commands.tune.stage:check_stage",
+        check="tunesmith.commands.tune.tune:check_stage",
     ),
     Command(
         name="pass-rate",
@@ -331,7 +331,7 @@ COMMANDS: tuple[Command, ...] = (
         kind="pass_rate",
         stage_config="tunesmith.config:PassRateStage",
         stage="tunesmith.commands.pass_rate:run_stage",
-        check="tunesmith.commands.tune.stage:check_stage",
+        check="tunesmith.commands.tune.tune:check_stage",
     ),
     Command(
         name="eval",

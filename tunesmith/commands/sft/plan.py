@@ -14,7 +14,7 @@ from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import ConversationDataSection, OfflineConfig
 from tunesmith.errors import DataError
 from tunesmith.model.load import load_section_tokenizer
-from tunesmith.monitor.trackers import check_trackers
+from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.policy import check_trained_model
 from tunesmith.types import Sample
 
