@@ -12,8 +12,8 @@ from typing import Any
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
-from tunesmith.commands.sft.conversation_rows import load_conversation_rows
 from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.commands.sft.plan import load_conversation_rows
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
 from tunesmith.config import (
