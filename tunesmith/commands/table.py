@@ -600,7 +600,7 @@ COMMANDS: tuple[Command, ...] = (
             Option("split", "Split of a Hugging Face data set; train by default."),
             SEARCH_KNOB,
         ),
-        run="tunesmith.retrieval.command:build",
+        run="tunesmith.retrieval.server:build",
         config="tunesmith.retrieval.settings:IndexSettings",
         first_line="reading {corpus}",
     ),
@@ -614,7 +614,7 @@ COMMANDS: tuple[Command, ...] = (
             Option("api_key", "Key that requests must carry; better set TUNESMITH_SEARCH_API_KEY.", key="api_key"),
             SEARCH_KNOB,
         ),
-        run="tunesmith.retrieval.command:serve",
+        run="tunesmith.retrieval.server:serve",
         config="tunesmith.retrieval.settings:ServerSettings",
     ),
     Command(
