@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.chat.client import create_chat_completion
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript
+from tunesmith.judges import llm
 from tunesmith.judges.llm import quote
 
 WRITTEN = ("thought", "forced")
@@ -335,10 +335,9 @@ class TruncatedReplyError(Exception):
 
 async def ask(model: Any, prompt: str) -> str:
     """The reply to one prompt."""
-    choice = (await create_chat_completion(model, [{"role": "user", "content": prompt}])).choices[0]
-    if choice.finish_reason != "stop":
+    if (reply := await llm.ask(model, prompt)) is None:
         raise TruncatedReplyError("the reply of the role was truncated at its token limit")
-    return choice.message.content or ""
+    return reply
 
 
 def ask_for_step(request: RoleRequest) -> str:
