@@ -1,20 +1,18 @@
 """A worker on another rank: the messages, its end on the first rank, and its end on its own.
 
-The first rank sends calls of methods of `ServedWorker` and never waits for a collective meanwhile, so that the event
-loops of all ranks go on. Messages of a link arrive in the order in which they were sent. Calls whose result the first
-rank needs are answered, one after the other; nothing else is waited for. A rank sends `GroupFinished` and `WindowEnded`
-whenever they happen.
-
-A step of a run whose groups end with the step, on the link to one rank:
+The first rank calls methods of `ServedWorker`, and a rank those of `RankWorker` that begin with `note`. The first rank
+never waits for a collective meanwhile, so that the event loops of all ranks go on. Messages of a link arrive in the
+order in which they were sent. Calls whose result is needed are answered, one after the other; nothing else is waited
+for. A step of a run whose groups end with the step, on the link to one rank:
 
     first rank                                   rank
 
-    Call("set_version", (3, None))          ->   its engine samples with version 3
+    set_version(3, None)                    ->   its engine samples with version 3
                                             <-   Answer([])
-    Call("start", ((number 13, 15),))       ->
-                                            <-   GroupFinished(number=15, group=reference, ...)
-                                            <-   GroupFinished(number=13, group=reference, ...)
-    Call("pause")                           ->   its engine pauses
+    start(requests number 13 and 15)        ->
+                                            <-   note_finished(15, reference, cost)
+                                            <-   note_finished(13, reference, cost)
+    pause()                                 ->   its engine pauses
                                             <-   Answer(WorkerStatistics(...))
 
     (the update: both ranks take part in its collectives)
@@ -30,10 +28,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from tunesmith.cluster.links import Link
+from tunesmith.cluster.links import Call, Link
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.finished_group import FinishedGroup, GroupReference, PathCost, build_reference, measure_group
 from tunesmith.experience.replay import find_oldest_version
@@ -44,30 +42,6 @@ from tunesmith.rollout.workers.group_runner import is_stale
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
 from tunesmith.types import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a method of `ServedWorker`."""
-
-    method: str
-    arguments: tuple[Any, ...] = ()
-    is_answered: bool = False
-    """Whether the first rank receives the result."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFinished:
-    number: int
-    group: Group | GroupReference
-    """A reference: the rank keeps the group."""
-    cost: PathCost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowEnded:
-    phase: int
-    window: WindowState
 
 
 class RankWorker:
@@ -137,7 +111,7 @@ class RankWorker:
         # a rank that only samples goes on with weights that it has; one that trains was paused for the update
         if not self.only_samples or policy_version != self._version:
             self._version = policy_version
-            dropped += await self._ask("set_version", policy_version, self._num_weights)
+            dropped += await self._link.ask_for("set_version", policy_version, self._num_weights)
         # groups that such a rank has sent are known only here, so they age here
         if self.only_samples:
             ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
@@ -149,39 +123,39 @@ class RankWorker:
 
     def start(self, requests: Sequence[GroupRequest]) -> None:
         self._running |= {request.number: request for request in requests}
-        self._link.send(Call("start", (requests,)))
+        self._link.call("start", requests)
 
     def begin_window(self) -> None:
         if self._has_phases:
             self._window = "sampling"
-            self._link.send(Call("begin_window", (self._phase,)))
+            self._link.call("begin_window", self._phase)
 
     def end_sampling(self) -> None:
         """Windows that end after this are those of an earlier phase."""
         if self._has_phases:
             self._phase += 1
-            self._link.send(Call("end_sampling"))
+            self._link.call("end_sampling")
 
     def take(self, numbers: Sequence[int]) -> list[FinishedGroup]:
         return [self._finished.pop(number) for number in numbers]
 
     async def fetch(self, numbers: Sequence[int]) -> list[Group]:
-        groups: list[Group] = await self._ask("fetch", numbers)
+        groups: list[Group] = await self._link.ask_for("fetch", numbers)
         return groups
 
     def pause(self) -> None:
         """A rank that only samples goes on."""
         if not self.only_samples:
-            self._statistics = self._ask("pause")
+            self._statistics = self._link.ask_for("pause")
 
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
-        groups: list[Group] = await self._ask("evaluate", requests, policy_version)
+        groups: list[Group] = await self._link.ask_for("evaluate", requests, policy_version)
         for group in groups:
             self.progress.add(group.trajectories)
         return groups
 
     async def take_statistics(self) -> WorkerStatistics:
-        counting, self._statistics = self._statistics or self._ask("take_statistics"), None
+        counting, self._statistics = self._statistics or self._link.ask_for("take_statistics"), None
         counted = await counting
         if counted.branching is not None and self._branching is not None:
             self._branching.stats.add(counted.branching)
@@ -191,39 +165,30 @@ class RankWorker:
         if self._reading is not None:
             self._reading.cancel()
 
-    def _ask(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        return self._link.ask(Call(method, arguments, is_answered=True))
-
     async def _read(self) -> None:
         try:
             while True:
-                self._receive(await self._link.receive())
+                await self._link.carry_out(await self._link.receive(), self)
         except Exception as error:  # noqa: BLE001 - raised where the dispatcher waits
             self._error = error
             self._link.fail(error)
             self.on_change()
 
-    def _receive(self, message: GroupFinished | WindowEnded) -> None:
-        match message:
-            case GroupFinished():
-                self._add(message)
-            case WindowEnded():
-                if message.phase == self._phase:
-                    self._window = message.window
+    def note_window(self, phase: int, window: WindowState) -> None:
+        """A window has ended in the rank's phase `phase`."""
+        if phase == self._phase:
+            self._window = window
         self.on_change()
 
-    def _add(self, message: GroupFinished) -> None:
-        request = self._running.pop(message.number)
-        has_tokens = isinstance(message.group, Group)
-        group = message.group if isinstance(message.group, Group) else message.group.build_group(request.task)
+    def note_finished(self, number: int, sent: Group | GroupReference, cost: PathCost) -> None:
+        """A group has finished; of a reference, the rank keeps the group."""
+        request = self._running.pop(number)
+        has_tokens = isinstance(sent, Group)
+        group = sent if isinstance(sent, Group) else sent.build_group(request.task)
         self.progress.add(group.trajectories, is_kept=has_tokens and request.is_trained)
-        self._finished[message.number] = FinishedGroup(
-            number=message.number,
-            group=group,
-            has_tokens=has_tokens,
-            rank=0 if self.only_samples else self.rank,
-            cost=message.cost,
-        )
+        rank = 0 if self.only_samples else self.rank
+        self._finished[number] = FinishedGroup(number=number, group=group, has_tokens=has_tokens, rank=rank, cost=cost)
+        self.on_change()
 
 
 class ServedWorker:
@@ -274,9 +239,7 @@ class ServedWorker:
 
     async def follow(self, call: Call) -> None:
         """Do what the first rank asks for."""
-        result = await getattr(self, call.method)(*call.arguments)
-        if call.is_answered:
-            self._link.answer(result)
+        await self._link.carry_out(call, self)
 
     async def set_version(self, policy_version: int, num_weights: int | None) -> list[int]:
         """Drop groups that are too old for a step of this version, and sample with its weights; returns the numbers of
@@ -341,7 +304,7 @@ class ServedWorker:
             for finished in self._worker.take(self._worker.finished):
                 self._report(finished.number, finished.group)
             if self._worker.window in ("waiting", "idle"):
-                self._link.send(WindowEnded(phase=self._phase, window=self._worker.window))
+                self._link.call("note_window", self._phase, self._worker.window)
         except BaseException as error:  # noqa: BLE001 - raised by `receive`
             if not self._failed.done():
                 self._failed.set_exception(error)
@@ -354,4 +317,4 @@ class ServedWorker:
         self._untrained.discard(number)
         # the first rank saves what an aborted phase has finished; here it would pile up
         self._worker.progress.finished.clear()
-        self._link.send(GroupFinished(number=number, group=sent, cost=measure_group(group)))
+        self._link.call("note_finished", number, sent, measure_group(group))
