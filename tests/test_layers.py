@@ -41,7 +41,7 @@ LAYERS = [
 RAISED = "tunesmith.compat.agentscope"
 """The sub-package on a higher layer than the rest of its package: AgentScope's names of the public API."""
 INNER_LAYERS = {
-    "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}, {"command"}],
+    "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
     "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}, {"vllm"}],
     "commands": [
         {"table", "references"},

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
         DatasetConfig,
         PromptTuneConfig,
         TaskSelectorConfig,
+        TinkerConfig,
         TunerModelConfig,
     )
-    from tunesmith.compat.tinker_config import TinkerConfig
     from tunesmith.config import EvalConfig, ExportSection, PreferenceConfig, PrepareSection, RunConfig, SftConfig
     from tunesmith.model.prepare import prepare_model
     from tunesmith.monitor.metric_table import MetricTable
@@ -76,9 +76,9 @@ MODULES = {
     "tunesmith.commands.tune_prompt.prompt_runs": ("PromptTuneResult",),
     "tunesmith.commands.tune_prompt.tune": ("tune_prompt",),
     "tunesmith.compat.agentscope_config": (
-        "AlgorithmConfig", "DatasetConfig", "PromptTuneConfig", "TaskSelectorConfig", "TunerModelConfig",
+        "AlgorithmConfig", "DatasetConfig", "PromptTuneConfig", "TaskSelectorConfig", "TinkerConfig",
+        "TunerModelConfig",
     ),
-    "tunesmith.compat.tinker_config": ("TinkerConfig",),
     "tunesmith.config": (
         "EvalConfig", "ExportSection", "PreferenceConfig", "PrepareSection", "RunConfig", "SftConfig",
     ),

@@ -166,7 +166,7 @@ def serve(
 ) -> TuneResult:
     """Train agents that run as programs of their own and take tasks over HTTP (docs/serve.md)."""
     settings = load_settings(find_command("serve"), config, overrides)
-    result: TuneResult = run_agents("tunesmith.commands.serve.run:run_serving", settings, judge=judge_func)
+    result: TuneResult = run_agents("tunesmith.commands.serve:run_serving", settings, judge=judge_func)
     return result
 
 

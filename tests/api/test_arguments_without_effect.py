@@ -9,7 +9,7 @@ import pytest
 
 from tunesmith import DatasetConfig, JudgeOutput, TaskSelectorConfig, TunerModelConfig, WorkflowOutput, select_model
 from tunesmith.commands.pass_rate import measure_pass_rates
-from tunesmith.commands.sft.conversation_rows import load_conversation_rows
+from tunesmith.commands.sft.plan import load_conversation_rows
 from tunesmith.config import ConversationDataSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.load_config import load_section

@@ -15,13 +15,12 @@ import torch
 from conditions import HANG_S, wait_until
 from free_ports import find_free_port
 from tunesmith.cluster import process_group
-from tunesmith.cluster.rank_errors import LAUNCHED, TORCHRUN, WATCH_NAME, watch_launcher
-from tunesmith.cluster.rank_info import RankInfo
+from tunesmith.cluster.rank_info import LAUNCHED, TORCHRUN, WATCH_NAME, RankInfo, watch_launcher
 from tunesmith.errors import ConfigError
 
 RANK = """
 import os, time
-from tunesmith.cluster.rank_errors import TORCHRUN, watch_launcher
+from tunesmith.cluster.rank_info import TORCHRUN, watch_launcher
 os.environ[TORCHRUN] = "x"
 watch_launcher()
 print(1)

@@ -11,10 +11,10 @@ from tunesmith.commands.table import find_command
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
+    TinkerConfig,
     TunerModelConfig,
     translate_tune_arguments,
 )
-from tunesmith.compat.tinker_config import TinkerConfig
 from tunesmith.compat.trinity_algorithms import ADVANTAGES
 from tunesmith.config import (
     AlgorithmSection,

@@ -12,7 +12,7 @@ from engines import GREEDY, build_engine, build_prompts, compute_reference_logit
 from host_bursts import build_burst_engine
 from tiny_models import build_tiny
 from trainable_models import build_trainable
-from tunesmith.engine.core.snapshots import SnapshotPool
+from tunesmith.engine.core.block_manager import SnapshotPool
 from tunesmith.errors import EngineError
 from tunesmith.experience.samples import build_trie
 from tunesmith.model.forward.attention import run_body

@@ -15,7 +15,6 @@ from tunesmith import JudgeOutput
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import BranchingSection, EnvironmentSection
 from tunesmith.environments import Environment, TaskEnvironment, play, tool_agent
-from tunesmith.environments.built_in import build_python_tool
 from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
 from tunesmith.rollout.branching.tree import Branching
@@ -25,6 +24,7 @@ from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.signature import check_workflow_branches
 from tunesmith.rollout.workers.group_runner import GroupRunner
+from tunesmith.tools.python.tool import PythonTool
 from tunesmith.tools.tool import Tool
 from tunesmith.types import Sampling, Task
 
@@ -279,7 +279,7 @@ def sandbox_settings():
 
 
 async def test_a_branch_has_the_variables_of_its_parents_python_session(sandbox_settings):
-    tool = build_python_tool(sandbox_settings, is_session=True)
+    tool = PythonTool(sandbox_settings).build_tool(is_session=True)
     words = ("n = globals().get('n', 0) + 1; print(n)", "n = globals().get('n', 0) + 10; print(n)")
     group, _, stats = await run_group([tool], tool="python", words=words)
     assert [run.failure for run in group.trajectories] == [None] * 8

@@ -10,7 +10,6 @@ import pytest
 
 from sandboxes import require_isolation
 from tunesmith.config import PythonToolSection
-from tunesmith.environments.built_in import build_python_tool
 from tunesmith.errors import SandboxError
 from tunesmith.tools.python.tool import PythonTool
 
@@ -18,7 +17,7 @@ from tunesmith.tools.python.tool import PythonTool
 def build(timeout_s, *, is_session=False):
     require_isolation("seccomp")
     section = PythonToolSection(isolation="seccomp", num_workers=1)
-    return replace(build_python_tool(section, is_session=is_session), timeout_s=timeout_s)
+    return replace(PythonTool(section).build_tool(is_session=is_session), timeout_s=timeout_s)
 
 
 def call_together(tool, *codes):

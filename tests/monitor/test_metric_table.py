@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tunesmith.monitor.metric_table import draw_curve
-from tunesmith.monitor.metrics_log import MetricsLog
+from tunesmith.monitor.metrics_file import MetricsLog
 
 RECORDS = [
     {"step": 0, "kind": "eval", "eval/test/reward": 0.25},

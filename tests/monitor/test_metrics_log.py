@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tunesmith.errors import StorageError
-from tunesmith.monitor.metrics_log import MetricsLog, Series
+from tunesmith.monitor.metrics_file import MetricsLog, Series
 
 
 def test_metrics_are_followed_line_by_line(tmp_path):

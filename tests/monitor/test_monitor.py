@@ -17,7 +17,7 @@ from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.monitor.trackers import EXTRAS
+from tunesmith.monitor.tracker import EXTRAS
 from tunesmith.storage import RunPaths
 
 

@@ -16,8 +16,7 @@ from tunesmith.config import MonitorSection
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.monitor.tracker import load_run_id
-from tunesmith.monitor.trackers import EXTRAS, check_trackers
+from tunesmith.monitor.tracker import EXTRAS, check_trackers, load_run_id
 from tunesmith.storage import RunPaths
 
 METRICS = {"rollout/reward_mean": 0.25, "eval/test/pass@4": 0.75, "train/loss": -0.5}

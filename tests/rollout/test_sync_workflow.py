@@ -14,7 +14,7 @@ from tunesmith import WorkflowOutput
 from tunesmith.config import RolloutSection
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.rollout.signature import check_workflow_function
-from tunesmith.rollout.sync_code import BlockingCallError, call_on_loop
+from tunesmith.rollout.user_code import BlockingCallError, call_on_loop
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ from test_trainer import build_trainer, score
 
 from trainable_models import build_trainable
 from tunesmith.errors import TrainingError
-from tunesmith.trainer.sharding.collective_times import CollectiveTimes
+from tunesmith.trainer.sharding.sharded_adamw import CollectiveTimes
 from tunesmith.trainer.trainer import FREEZE_CALL, FULL_INTERVAL, HostWork
 
 

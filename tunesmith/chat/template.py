@@ -2,9 +2,9 @@
 
 Capabilities are detected once by rendering small probe conversations: tools, tool calls and results, the system role,
 and the token that ends an assistant message. The format of tool calls is the one whose parser reads the rendered probe
-call back (`call_probe`). Missing features, and tool calls in a format that no parser reads, are replaced by text
-(`template_fallback`): tools are described in the system message, calls and results become text blocks, a system message
-is merged into the user message.
+call back (`call_probe`). Missing features, and tool calls in a format that no parser reads, are replaced by text: tools
+are described in the system message, calls and results become text blocks, a system message is merged into the user
+message. The wording is the one that Hermes-style models are trained on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tunesmith.chat.call_probe import PROBE, PROBE_CALL_ID, SENTINEL, RenderedCall, find_rendered_call
-from tunesmith.chat.messages import Message, ToolCall
+from tunesmith.chat.messages import Message, ToolCall, load_arguments
 from tunesmith.chat.parsers import (
     CALL_CLOSE,
     CALL_FORMATS,
@@ -34,14 +35,89 @@ from tunesmith.chat.parsers import (
 )
 from tunesmith.chat.parsers.call_format import Tools
 from tunesmith.chat.special_tokens import SpecialTokens
-from tunesmith.chat.template_fallback import (
-    HERMES_EXAMPLE,
-    describe_tools_in_system,
-    merge_system_into_user,
-    write_calls_as_text,
-)
 from tunesmith.chat.template_rendering import JinjaTemplate, Variables
 from tunesmith.errors import ConfigError
+
+TOOLS_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+{format}"""
+
+HERMES_FORMAT = """For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+{example}"""
+OTHER_FORMAT = """For each function call, write:
+{example}"""
+HERMES_EXAMPLE = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+
+
+def describe_tools_in_system(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, example: str = HERMES_EXAMPLE
+) -> list[Message]:
+    """Describe tools in the system message, for templates without tools; `example`: how the model writes a call."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    call_format = (HERMES_FORMAT if example == HERMES_EXAMPLE else OTHER_FORMAT).format(example=example)
+    prompt = TOOLS_PROMPT.format(tools=lines, format=call_format)
+    if messages and messages[0].role == "system":
+        first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
+        return [first, *messages[1:]]
+    return [Message(role="system", content=prompt), *messages]
+
+
+def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Write tool calls and results as text blocks, for templates that do not render them.
+
+    Consecutive results share one user message.
+    """
+    converted: list[Message] = []
+    was_result = False
+    for message in messages:
+        is_result = message.role == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            if was_result:
+                text = f"{converted.pop().content}\n{text}"
+            converted.append(Message(role="user", content=text))
+        elif message.tool_calls:
+            blocks = [message.content] if message.content else []
+            blocks += [_format_call(call) for call in message.tool_calls]
+            content = "\n".join(blocks)
+            converted.append(
+                Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name)
+            )
+        else:
+            converted.append(message)
+        was_result = is_result
+    return converted
+
+
+def _format_call(call: ToolCall) -> str:
+    name, arguments = (json.dumps(each, ensure_ascii=False) for each in (call.name, load_arguments(call.arguments)))
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
+    """Prepend each system message to the next user message, for templates without a system role."""
+    converted: list[Message] = []
+    pending: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            pending.append(message.content)
+        elif message.role == "user" and pending:
+            converted.append(replace(message, content="\n\n".join([*pending, message.content])))
+            pending = []
+        else:
+            converted.append(message)
+    if pending:
+        converted.append(Message(role="user", content="\n\n".join(pending)))
+    return converted
+
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
 """Tags that stay visible in decoded text although some tokenizers mark them as special tokens."""
@@ -60,7 +136,7 @@ FALLBACK_CALL = RenderedCall(
     tail=f"}}\n{CALL_CLOSE}",
     example=HERMES_EXAMPLE,
 )
-"""How `template_fallback` writes calls."""
+"""How `write_calls_as_text` writes calls."""
 
 NUM_CONTEXT_MESSAGES = 2
 """Messages that replace the history before a reply: the first one and the one right before the reply."""

@@ -19,8 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from tunesmith.cli.usage import name_corrections
-from tunesmith.cluster.rank_errors import watch_launcher
-from tunesmith.cluster.rank_info import find_rank_info
+from tunesmith.cluster.rank_info import find_rank_info, watch_launcher
 from tunesmith.commands.table import COMMANDS, DEBUG, GROUPS, REQUIRED, Command, Option, import_named
 from tunesmith.runs.process import exit_despite_threads, run_guarded
 

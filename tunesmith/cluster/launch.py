@@ -16,8 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tunesmith.cluster.rank_errors import LAUNCHED
-from tunesmith.cluster.rank_info import use_loopback
+from tunesmith.cluster.rank_info import LAUNCHED, use_loopback
 from tunesmith.errors import RankError
 
 MONITOR_INTERVAL_S = 0.1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import pickle
 import secrets
@@ -36,6 +37,15 @@ LOST = "another rank has ended: its own message says why; resume the run from it
 @dataclass(frozen=True, slots=True)
 class Alive:
     """The event loop of the sender runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method of the object that carries out the messages on the other rank."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    is_answered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,14 @@ class Link:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._streams[1].write(HEADER.pack(len(data)) + data)
 
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method on the other rank without waiting for it."""
+        self.send(Call(method, arguments, is_answered=False))
+
+    def ask_for(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method on the other rank, for its result."""
+        return self.ask(Call(method, arguments, is_answered=True))
+
     def ask(self, question: object) -> asyncio.Future[Any]:
         """Send a message that the other rank answers, after others; the answer arrives while someone waits in
         `receive`."""
@@ -88,6 +106,14 @@ class Link:
     def answer(self, value: object) -> None:
         """Answer the oldest question of the other rank."""
         self.send(Answer(value))
+
+    async def carry_out(self, call: Call, target: object) -> None:
+        """Make a call of the other rank on the target, and send the result if it waits for it."""
+        result = getattr(target, call.method)(*call.arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        if call.is_answered:
+            self.answer(result)
 
     def fail(self, error: Exception) -> None:
         """Nothing is received any more: questions raise the error, unless there was another before."""

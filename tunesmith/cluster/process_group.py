@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tunesmith.cluster.rank_errors import watch_launcher
-from tunesmith.cluster.rank_info import RankInfo
+from tunesmith.cluster.rank_info import RankInfo, watch_launcher
 from tunesmith.cluster.ranks import Ranks, rank_errors
 from tunesmith.errors import ConfigError
 

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tunesmith.cluster.rank_errors import is_launched
-from tunesmith.cluster.rank_info import find_rank_info, is_ray_worker
+from tunesmith.cluster.rank_info import find_rank_info, is_launched, is_ray_worker
 from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
 from tunesmith.config import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tunesmith.compat.tinker_config import TinkerConfig, translate_adapter
+from tunesmith.compat.agentscope_config import TinkerConfig, translate_adapter
 from tunesmith.compat.trinity_algorithms import (
     move_for_critic,
     read_advantage_args,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from tunesmith.config.section import Needs, Section, write_without
+from tunesmith.config.section import Needs, Section
 
 OWN = Needs("kind", "tunesmith")
 VLLM = Needs("kind", "vllm")
@@ -40,6 +40,7 @@ class VllmSection(Section):
 class EngineSection(Section):
     """The sampling engine: batch sizes, KV cache and GPU execution."""
 
+    later_knobs: ClassVar[tuple[str, ...]] = ("max_speculating_seqs",)
     kind: Literal["tunesmith", "vllm"] = "tunesmith"
     """Engine that samples. tunesmith: this process, from the weights that the trainer updates; vllm: vLLM in a process
     of its own, for models that one GPU cannot sample from; it receives the weights after every step (extra `vllm`)."""
@@ -80,10 +81,6 @@ class EngineSection(Section):
     """While at most this many requests run and none wait, several tokens of a request are drafted from its own text and
     from finished replies of its group, and verified in one forward where that pays; samples stay those of the model.
     0: never."""
-
-    @model_serializer(mode="wrap")
-    def _write_later_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return write_without(self, write, "max_speculating_seqs")
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from tunesmith.config.section import Needs, Section
 
@@ -16,6 +23,7 @@ BUILT_IN_TOOLS = ("python", "calculator", "search")
 class ToolSection(Section):
     """One tool of an environment."""
 
+    later_knobs: ClassVar[tuple[str, ...]] = ("tool", "mcp")
     tool: str | None = None
     """A built-in tool (python, calculator, search), or `module:name` or `file.py:name` of a tool or an async
     function."""
@@ -58,13 +66,6 @@ class ToolSection(Section):
     def source(self) -> str:
         """The tool or the MCP server, as the file names it."""
         return self.tool or (self.mcp if isinstance(self.mcp, str) else " ".join(self.mcp or ()))
-
-    @model_serializer(mode="wrap")
-    def _write_source(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With either `tool` or `mcp`: digests of files that earlier versions wrote stay the same."""
-        written: dict[str, Any] = write(self)
-        written.pop("mcp" if self.mcp is None else "tool", None)
-        return written
 
 
 ENVIRONMENT_TASKS = "environment"
@@ -133,7 +134,7 @@ class EnvironmentSection(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _write_own_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _write(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
         others = TASK_KNOBS if self.name is None else AGENT_KNOBS
         unset = () if self.python else ("python",)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from tunesmith.config.engine import EngineSection
 from tunesmith.config.environment import EnvironmentSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.rollout import RolloutSection
 from tunesmith.config.run import DatasetSection, MonitorSection, RunConfig
-from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, Needs, NumThreads, Section, Unused, write_without
+from tunesmith.config.section import ROLLOUT_KNOBS, TASK_KNOBS, Needs, NumThreads, Section, Unused
 
 OperatorName = Literal[
     "rollout", "rewrite_redundant", "refine_thoughts", "repair_flaw", "hint_after_flaw", "hint_at_end", "reflect"
@@ -45,6 +45,7 @@ class RolesSection(Section):
 class FlywheelConfig(Section):
     """A flywheel over the questions of a data set; its result is a file of judged trajectories."""
 
+    later_knobs: ClassVar[tuple[str, ...]] = ("role_max_tokens",)
     model: ModelSection
     """The model whose trajectories are collected."""
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
@@ -95,10 +96,6 @@ class FlywheelConfig(Section):
     """Threads of torch's CPU kernels."""
     has_progress: bool = True
     """Print a line for every batch."""
-
-    @model_serializer(mode="wrap")
-    def _write_later_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return write_without(self, write, "role_max_tokens")
 
     @model_validator(mode="after")
     def _check_roles(self) -> Self:

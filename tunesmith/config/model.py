@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from tunesmith.config.section import Needs, Section, Temperature, write_without
+from tunesmith.config.section import Needs, Section, Temperature
 
 CALL_FORMATS = {
     "harmony": "harmony:HARMONY",
@@ -56,6 +56,7 @@ def refuse_dropout(lora: LoraSection | None, reason: str) -> None:
 class ServedModelSection(Section):
     """Loading and sampling of a local model."""
 
+    later_knobs: ClassVar[tuple[str, ...]] = ("numerics",)
     max_model_len: int = Field(default=4096, ge=2)
     """Maximum context length in tokens, prompt and completion together; lower it to save memory. A model with LongRoPE
     (Phi-3 and Phi-4 with long contexts) uses its long frequencies for all sequences, short ones too, if this exceeds
@@ -98,10 +99,6 @@ class ServedModelSection(Section):
     text; the harmony parser of tool calls always separates it."""
     trust_remote_code: bool = False
     """Execute Python code that comes with the model. Enable it only for sources you trust."""
-
-    @model_serializer(mode="wrap")
-    def _write_later_knobs(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return write_without(self, write, "numerics")
 
 
 class ModelSection(ServedModelSection):

@@ -8,7 +8,7 @@ config.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -54,6 +54,7 @@ class SelectorSection(Section):
 class DatasetSection(DataSection):
     """A data set of tasks."""
 
+    later_knobs: ClassVar[tuple[str, ...]] = ("fields",)
     path: str
     """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id; in a
     file whose `environment` has a name, `environment` stands for its tasks."""
@@ -69,12 +70,6 @@ class DatasetSection(DataSection):
     """Selection of training tasks; evaluations run all tasks."""
     weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
-
-    @model_serializer(mode="wrap")
-    def _leave_out_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Files and digests of sets without added fields have no such key."""
-        values: dict[str, Any] = dump(self)
-        return {key: value for key, value in values.items() if key != "fields" or value}
 
 
 class TrainerSection(Section):
@@ -290,9 +285,9 @@ class RunConfig(Section):
     """Ranks that run and train the tasks of a step together."""
 
     @model_serializer(mode="wrap")
-    def _write_learning_rate(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+    def _write(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Run folders and digests hold the learning rate itself, which later defaults do not change."""
-        values: dict[str, Any] = dump(self)
+        values: dict[str, Any] = write(self)
         if "trainer" in values and not info.exclude_unset:
             values["trainer"]["learning_rate"] = self.learning_rate
         return values

@@ -18,15 +18,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    SerializationInfo,
     SerializerFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -130,6 +132,9 @@ class Section(BaseModel):
     """A group of knobs; an unknown key is an error that suggests the nearest known key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    later_knobs: ClassVar[tuple[str, ...]] = ()
+    """Knobs that are written only if they are changed: digests of files that earlier versions wrote, which lack them,
+    stay the same."""
 
     @model_validator(mode="before")
     @classmethod
@@ -176,6 +181,11 @@ class Section(BaseModel):
                         section.refuse_knobs(condition.knobs, condition.explain(self), where=where)
         return self
 
+    @model_serializer(mode="wrap")
+    def _write(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        return {name: each for name, each in values.items() if name not in self.later_knobs or self.is_changed(name)}
+
     def list_shared(self, kind: type[Section]) -> dict[str, Any]:
         """The knobs that another kind of section has too, with their values here."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in kind.model_fields}
@@ -198,13 +208,6 @@ class Section(BaseModel):
                 getattr(self, name).refuse_knobs((inner,), explanation, where=f"{where}.{name}")
             elif self.is_changed(name):
                 raise ValueError(f"{where}.{self.show(name)} {explanation}, or leave out {name}")
-
-
-def write_without(section: Section, write: SerializerFunctionWrapHandler, *names: str) -> dict[str, Any]:
-    """The values of a section without knobs that are at their default: digests of files that earlier versions wrote,
-    which lack them, stay the same."""
-    values: dict[str, Any] = write(section)
-    return {name: value for name, value in values.items() if name not in names or section.is_changed(name)}
 
 
 class DataSection(Section):

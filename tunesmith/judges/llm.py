@@ -68,14 +68,19 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
             answer=quote(transcript.answer),
         )
         for _ in range(NUM_ATTEMPTS):
-            completion = await create_chat_completion(model, [{"role": "user", "content": quoted}])
-            choice = completion.choices[0]
-            score = parse_score(choice.message.content or "") if choice.finish_reason == "stop" else None
-            if score is not None:
+            if (score := parse_score(await ask(model, quoted) or "")) is not None:
                 return score
         return None
 
     return score_by_model
+
+
+async def ask(model: Any, prompt: str, *, example: tuple[str, str] | None = None) -> str | None:
+    """The reply to one prompt, after an example of a prompt and its reply; None if it was truncated."""
+    shown = zip(("user", "assistant"), example or (), strict=False)
+    messages = [{"role": role, "content": text} for role, text in (*shown, ("user", prompt))]
+    choice = (await create_chat_completion(model, messages)).choices[0]
+    return choice.message.content or "" if choice.finish_reason == "stop" else None
 
 
 def find_auxiliary(auxiliary_models: Mapping[str, Any], name: str) -> Any:

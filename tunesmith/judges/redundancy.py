@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunesmith.chat.client import create_chat_completion
-from tunesmith.judges.llm import AUXILIARY_NAME, Scorer, find_auxiliary, quote
+from tunesmith.judges.llm import AUXILIARY_NAME, Scorer, ask, find_auxiliary, quote
 from tunesmith.judges.transcript import Transcript
 
 NUM_VOTES = 10
@@ -58,8 +57,7 @@ def build_conciseness_score(*, auxiliary_model: str = AUXILIARY_NAME, num_votes:
 
 async def ask_for_vote(model: Any, prompt: str) -> bool | None:
     """Whether one reply finds the trajectory redundant; None if it does not say."""
-    choice = (await create_chat_completion(model, [{"role": "user", "content": prompt}])).choices[0]
-    return parse_vote(choice.message.content or "") if choice.finish_reason == "stop" else None
+    return parse_vote(await ask(model, prompt) or "")
 
 
 def parse_vote(reply: str) -> bool | None:

@@ -9,8 +9,7 @@ from typing import IO, Any
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.monitor.metrics_file import Kind, MetricsFile
-from tunesmith.monitor.tracker import TrackedRun, flatten
-from tunesmith.monitor.trackers import build_trackers, check_trackers
+from tunesmith.monitor.tracker import TrackedRun, build_trackers, check_trackers, flatten
 from tunesmith.storage import RunPaths
 
 

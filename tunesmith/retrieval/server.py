@@ -9,6 +9,8 @@ checked by hand, so that each refusal names what is wrong.
 
 Concurrent searches are ranked in batches, in threads. While one batch is searched the next one collects, so a batch
 grows with the load and a lone query never waits for others. The event loop only hands over queries and results.
+
+`build` and `serve` are the commands `tunesmith search build` and `tunesmith search serve`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
+import sys
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +32,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tunesmith.http_server import BodyTooLargeError, has_key, read_body
+from tunesmith.http_server import BodyTooLargeError, format_url, has_key, open_listener, read_body, run_app
 from tunesmith.retrieval.index.ranking import Ranking
-from tunesmith.retrieval.index.search import SearchIndex
-from tunesmith.retrieval.settings import ServerSettings
+from tunesmith.retrieval.index.search import SearchIndex, build_index
+from tunesmith.retrieval.settings import IndexSettings, ServerSettings
 
 Search = tuple[str, int]
 """A normalized query and its top_n. The index is fixed for the life of a server."""
@@ -337,3 +341,31 @@ def _read_queries(values: dict[str, Any], *, is_batch: bool) -> list[str]:
 def _show(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+API_KEY_VARIABLE = "TUNESMITH_SEARCH_API_KEY"
+
+
+def build(settings: IndexSettings, *, corpus: str, out: str, name: str | None = None, split: str | None = None) -> str:
+    """Build an index in the folder `out`."""
+    info = build_index(corpus, out, settings, name=name, split=split)
+    return f"{info.num_passages} passages, {info.settings.kind} index {info.index_hash}: {out}"
+
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a search may keep the event loop from the interpreter; Python's default is ten times as long."""
+
+
+def serve(settings: ServerSettings, *, index: str) -> None:
+    """Serve an index until the process is interrupted; the API key may come from the environment."""
+    settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(API_KEY_VARIABLE)})
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    opened = SearchIndex(index, device=settings.device)
+    with open_listener(settings.host, settings.port, knob="port") as listener:
+        info, url = opened.info, format_url(listener, settings.host)
+        # programs that start the server wait for this line
+        print(
+            f"serving {info.num_passages} passages ({info.settings.kind}, index {info.index_hash}) on {url}", flush=True
+        )
+        app, has_key = build_app(opened, settings), settings.api_key is not None
+        run_app(app, listener, has_key=has_key, public_url=url, lifespan="on")

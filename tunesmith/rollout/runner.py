@@ -32,9 +32,8 @@ from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider, RecordedCalls
 from tunesmith.rollout.signature import is_sync_function, list_parameters
-from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.rollout.time_limit import UncountedTime
-from tunesmith.rollout.user_coroutine import UserCoroutine
+from tunesmith.rollout.user_code import ThreadCall, UserCoroutine
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
 from tunesmith.tool_log import CURRENT_LOG
 from tunesmith.types import (

@@ -39,7 +39,7 @@ def describe_failures(groups: Sequence[Group], max_failure_rate: float) -> str |
     )
 
 
-def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout") -> dict[str, float]:
+def compute_rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, failures, turns, tokens, stop reasons, and the metrics that workflows and judges return.
 
     Returned metrics are named `rollout/<metric>/mean`, `/max`, `/min` and `/count`; built-in ones have no second slash.
@@ -49,7 +49,7 @@ def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout")
     metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
     metrics |= _compute_failures(trajectories) | _compute_sizes(trajectories)
     metrics |= _compute_reported(trajectories)
-    named = {f"{prefix}/{name}": value for name, value in metrics.items()}
+    named = {f"rollout/{name}": value for name, value in metrics.items()}
     if trajectories:
         named["perf/trajectory_s_mean"] = statistics.fmean(t.duration_s for t in trajectories)
         named["perf/trajectory_s_max"] = max(t.duration_s for t in trajectories)

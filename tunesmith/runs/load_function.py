@@ -228,7 +228,8 @@ def change_limits(tool: Tool, section: ToolSection, names: Sequence[str]) -> Too
 def load_tool(section: ToolSection) -> Tool:
     """A built-in tool, or the tool, async function, or builder of a tool that the section names."""
     # deferred as in load_environment
-    from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
+    from tunesmith.tools.calculator import build_calculator_tool
+    from tunesmith.tools.python.tool import PythonTool
 
     name = section.tool
     assert name is not None
@@ -239,7 +240,7 @@ def load_tool(section: ToolSection) -> Tool:
             settings = build_section(PythonToolSection, limit | section.settings)
         except ConfigError as error:
             raise ConfigError(f"{knob}: settings: {error}") from error
-        tool = build_python_tool(settings, is_session=section.is_session)
+        tool = PythonTool(settings).build_tool(is_session=section.is_session)
     elif name == "calculator":
         tool = build_calculator_tool()
     elif name == "search":

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import typer
 
-from tunesmith.cluster.rank_errors import is_launched, record_rank_error
+from tunesmith.cluster.rank_info import is_launched, record_rank_error
 from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, exit_on_signal, lacks_host_memory
 
 EXIT_GRACE_S = 5.0

@@ -33,7 +33,7 @@ import yaml
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import RolloutFiles
-from tunesmith.monitor.metrics_log import MetricsLog
+from tunesmith.monitor.metrics_file import MetricsLog
 from tunesmith.storage import (
     CHECKPOINT,
     DONE,

@@ -263,7 +263,7 @@ def describe_interruption(config: RunConfig, root: Path, *, total_steps: int | N
     return f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command{resume}{name}"
 
 
-def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:
+def archive_later_steps(paths: RunPaths, *, after: int) -> Path | None:
     """Move files of steps after `after` (of all steps if it is 0) to a new archive folder; return it.
 
     Checkpoints are moved first and metrics are copied, so that an interrupted call can be repeated.
@@ -272,7 +272,7 @@ def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = N
     has_metrics = any(record["step"] > after for record in load_metrics(paths.metrics))
     if not moved and not has_metrics:
         return None
-    archive = name_aside(paths.root / ARCHIVE_PREFIX, now=now)
+    archive = name_aside(paths.root / ARCHIVE_PREFIX)
     with storage_errors(archive, "write"):
         archive.mkdir()
         for path in moved:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from tunesmith.tools.tool import Tool, ToolInputError
+
 MAX_CHARACTERS = 500
 MAX_DEPTH = 50
 MAX_EXPONENT = 1000
@@ -57,7 +59,7 @@ BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 }
 
 
-class ExpressionError(ValueError):
+class ExpressionError(ToolInputError):
     """The expression cannot be computed; the message states the reason."""
 
 
@@ -76,6 +78,15 @@ def answer_call(name: str, arguments: str) -> str:
     if not isinstance(given, dict) or given.keys() != {"expression"}:
         return f'Error: {expected} takes one argument, as in {{"expression": "2 * 3"}}'
     return calculate(given["expression"])
+
+
+def build_calculator_tool() -> Tool:
+    """The `Tool` of an environment."""
+
+    async def run(expression: str) -> str:
+        return format_number(compute_expression(expression))
+
+    return Tool(**CALCULATOR_TOOL["function"], text_argument="expression", run=run)
 
 
 def calculate(expression: str) -> str:

@@ -25,8 +25,7 @@ from tunesmith.commands.doctor.optimizer import (
 from tunesmith.commands.doctor.record import CheckFinding, compute_slope_t, find_longest_streak, open_run, split_ends
 from tunesmith.commands.doctor.rewards import find_reward_trend
 from tunesmith.config import ModelSection, RunConfig
-from tunesmith.monitor.metrics_file import format_line
-from tunesmith.monitor.metrics_log import Series
+from tunesmith.monitor.metrics_file import Series, format_line
 from tunesmith.runs.load_config import dump_config
 
 RISING = np.linspace(0, 1, 40)

@@ -6,7 +6,7 @@ import pytest
 
 from chat_templates import LLAMA3, QWEN25
 from exported_models import build_tokenizer, save_tiny
-from tunesmith.commands.export.gguf.modelfile import write_template
+from tunesmith.commands.export.gguf.files import write_template
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection
 from tunesmith.storage import check_complete, load_json

@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 
 from conversation_examples import ROW, TOOL
 from fakes import build_chat_tokenizer
-from tunesmith.commands.sft.conversation_rows import hold_out, load_conversation_rows
 from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.commands.sft.plan import hold_out, load_conversation_rows
 from tunesmith.config import ConversationDataSection
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.model.pocket import build_pocket_tokenizer

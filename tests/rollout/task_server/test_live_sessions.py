@@ -10,9 +10,8 @@ import pytest
 from single_run import TASK, build_service
 
 from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.app import ServerLimits, serve_live
 from tunesmith.rollout.task_server.live import LiveSessions
-from tunesmith.rollout.task_server.serve import serve_live
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,8 @@ from single_run import TASK, build_service
 from conditions import until
 from tunesmith.cluster.links import Link, Links
 from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.app import ServerLimits, serve_tasks
 from tunesmith.rollout.task_server.queue import TaskQueue
-from tunesmith.rollout.task_server.serve import serve_tasks
 from tunesmith.types import Trajectory
 
 pytestmark = pytest.mark.anyio

@@ -14,9 +14,8 @@ from single_run import TASK, build_service
 
 from conditions import HANG_S, until
 from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, ServerLimits
+from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, ServerLimits, serve_tasks
 from tunesmith.rollout.task_server.queue import TaskQueue
-from tunesmith.rollout.task_server.serve import serve_tasks
 from tunesmith.types import JudgeOutput, Trajectory
 
 pytestmark = pytest.mark.anyio

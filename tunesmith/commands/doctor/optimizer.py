@@ -23,7 +23,7 @@ from tunesmith.commands.doctor.record import (
     split_ends,
 )
 from tunesmith.commands.doctor.rewards import is_solved
-from tunesmith.monitor.metrics_log import Series
+from tunesmith.monitor.metrics_file import Series
 
 MIN_RELATIVE_UPDATE = 1e-6
 """RMS of an update relative to that of the weights. A learning rate of 1e-6 gives 1e-5 to 1e-4; below 1e-6 a thousand

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, Section, SftConfig
 from tunesmith.errors import StorageError
-from tunesmith.monitor.metrics_log import RECENT_SHARE, Series
+from tunesmith.monitor.metrics_file import RECENT_SHARE, Series
 from tunesmith.runs.load_config import build_section, load_values
 from tunesmith.runs.record import RunKind, RunRecord, RunState, find_run_folder, find_run_folders
 

@@ -29,7 +29,7 @@ from tunesmith.commands.doctor.record import (
 )
 from tunesmith.commands.eval.sample_scores import Difference, compare_paired
 from tunesmith.config import RunConfig
-from tunesmith.monitor.metrics_log import Series
+from tunesmith.monitor.metrics_file import Series
 
 MAX_EQUAL_SHARE = 0.75
 """Half of the groups without variance is usual in good runs; at three quarters most of the sampling is wasted."""

@@ -37,7 +37,7 @@ def quantize_file(source: Path, target: Path, *, file_type: str, num_threads: in
 class GgufModel:
     """A GGUF file loaded by llama.cpp; freed by `close`."""
 
-    def __init__(self, path: Path, *, context: int, num_threads: int, has_weights: bool = True) -> None:
+    def __init__(self, path: Path, *, context: int, num_threads: int) -> None:
         with capture_errors() as errors:
             try:
                 self._llama = llama_cpp.Llama(
@@ -47,8 +47,7 @@ class GgufModel:
                     n_ubatch=context,
                     n_threads=num_threads,
                     n_threads_batch=num_threads,
-                    logits_all=has_weights,
-                    vocab_only=not has_weights,
+                    logits_all=True,
                     type_k=F32,
                     type_v=F32,
                     verbose=False,

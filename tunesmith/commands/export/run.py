@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.commands.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf
-from tunesmith.commands.export.gguf.modelfile import MODELFILE, build_modelfile
+from tunesmith.commands.export.gguf.files import MODELFILE, GgufPlan, build_modelfile, check_gguf_files, plan_gguf
 from tunesmith.commands.export.model_card import Card, read_key, write_card
 from tunesmith.commands.export.push import check_push, push_folder
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits

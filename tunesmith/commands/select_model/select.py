@@ -47,7 +47,7 @@ from tunesmith.rollout.signature import (
     list_parameters,
 )
 from tunesmith.rollout.statistics import collect_reported
-from tunesmith.rollout.sync_code import ThreadCall
+from tunesmith.rollout.user_code import ThreadCall
 from tunesmith.types import JudgeOutput, JudgeType, Trajectory, WorkflowOutput, WorkflowType
 
 if TYPE_CHECKING:

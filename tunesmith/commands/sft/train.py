@@ -41,7 +41,7 @@ from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.monitor.trackers import check_trackers
+from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.early_stopping import EarlyStopping
 from tunesmith.runs.extra_models import load_reference
 from tunesmith.runs.memory import fit_offline

@@ -1,33 +1,48 @@
-"""Validate a training run and prepare its data before models load."""
+"""Validate a training run and prepare its data before models load: its tasks, and what selects them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
-from tunesmith.commands.sft.conversation_rows import load_conversation_rows
 from tunesmith.commands.sft.conversations import ConversationReader
+from tunesmith.commands.sft.plan import load_conversation_rows
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
 from tunesmith.commands.tune.learning_check import check_sampling_is_random
-from tunesmith.commands.tune.load_tasks import build_live_feed, build_task_feed
-from tunesmith.config import AlgorithmSection, ConversationDataSection, ModelSection, RolloutSection, RunConfig
+from tunesmith.config import (
+    AlgorithmSection,
+    ConversationDataSection,
+    DatasetSection,
+    ModelSection,
+    RolloutSection,
+    RunConfig,
+    SelectorSection,
+)
 from tunesmith.errors import ConfigError
 from tunesmith.experience.replay import ExpertFeed, ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
-from tunesmith.monitor.trackers import check_trackers
+from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.extra_models import check_extra_models, check_sharded_models
 from tunesmith.runs.load_function import CustomComponents, load_component
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.contamination import count_shared_tasks
-from tunesmith.tasks.selector import TaskFeed
+from tunesmith.tasks.selector import Mixture, Selector, TaskFeed
+from tunesmith.tasks.table import (
+    apply_task_operators,
+    build_own_selector,
+    build_selector,
+    check_selector,
+    compute_weights,
+)
 from tunesmith.types import Task
 
 
@@ -199,3 +214,56 @@ def load_expert_feed(algorithm: AlgorithmSection, model: ModelSection, seed: int
     num_rollouts = algorithm.batch_size * algorithm.group_size
     num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_rollouts - ROUNDING)
     return ExpertFeed(demonstrations, num_per_step=num_per_step, seed=seed)
+
+
+def build_task_feed(
+    sets: Mapping[str, DatasetSection],
+    knobs: Mapping[str, str],
+    custom: CustomComponents,
+    *,
+    seed: int,
+    load_set: Callable[..., list[Task]],
+) -> tuple[TaskFeed, dict[str, float]]:
+    """Read the training sets, apply their operators and build their selectors; also return the operators' metrics.
+
+    `knobs` are the names of the sets in the run file; `load_set(section, name=...)` reads one.
+    """
+    if not sets:
+        raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
+    tasks_of: dict[str, list[Task]] = {}
+    selectors: dict[str, Selector] = {}
+    metrics: dict[str, float] = {}
+    for name, section in sets.items():
+        load = partial(load_component, knob=f"{knobs[name]}.operators")
+        tasks_of[name], counted = apply_task_operators(load_set(section, name=name), section.operators, load=load)
+        metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
+        given, selector_knob = custom.selectors.get(name), f"{knobs[name]}.task_selector"
+        selectors[name] = build_set_selector(
+            section.task_selector, tasks_of[name], given, seed=seed, knob=selector_knob
+        )
+    tasks = [task for each in tasks_of.values() for task in each]
+    selector = next(iter(selectors.values()))
+    if len(sets) > 1:
+        sizes = {name: len(each) for name, each in tasks_of.items()}
+        weights = compute_weights({name: section.weight for name, section in sets.items()})
+        selector = Mixture(selectors, sizes, weights=weights, seed=seed)
+    return TaskFeed(tasks, selector), metrics
+
+
+def build_live_feed(*, batch_size: int, seed: int) -> TaskFeed:
+    """Tasks without content, one for each group of a step: each rollout is a live conversation."""
+    tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(batch_size)]
+    section = SelectorSection(selector_type="sequential")
+    selector = build_selector(section, tasks, seed=seed, load=partial(load_component, knob="task_selector"))
+    return TaskFeed(tasks, selector)
+
+
+def build_set_selector(
+    section: SelectorSection, tasks: Sequence[Task], given: Any, *, seed: int, knob: str
+) -> Selector:
+    """The selector of one training set: the caller's object `given`, or the one in the config."""
+    if given is None:
+        return build_selector(section, tasks, seed=seed, load=partial(load_component, knob=knob))
+    if hasattr(given, "select") and not isinstance(given, type):
+        return check_selector(given, name=section.selector_type)
+    return build_own_selector(given, tasks, section=section, seed=seed if section.seed is None else section.seed)

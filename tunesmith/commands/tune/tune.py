@@ -1,7 +1,7 @@
 """A training run, from its config to its last checkpoint.
 
 Checks that need no weights come first. Then the models load, and each step is run, saved, logged, evaluated and
-committed.
+committed. A stage of a pipeline is such a run in the folder of the stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +22,7 @@ from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
-from tunesmith.commands.stage import describe_run
+from tunesmith.commands.stage import ChooseModel, StageResult, check_run, describe_device, describe_run
 from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
@@ -56,15 +56,17 @@ from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
+from tunesmith.monitor.tracker import check_trackers
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
-from tunesmith.runs.load_function import CustomComponents
+from tunesmith.runs.load_function import CustomComponents, load_functions
 from tunesmith.runs.memory import fit_run
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.policy import BuildModel, Policy, load_actors
+from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import TrainingResult, require_path
 from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
 from tunesmith.storage import check_free_space, save_json
@@ -428,3 +430,48 @@ class Training:
 
 def is_due(step: int, interval_steps: int) -> bool:
     return interval_steps > 0 and step % interval_steps == 0
+
+
+def check_stage(config: RunConfig) -> None:
+    check_run(config, models=[config.model.path])
+    check_trackers(config.monitor.trackers)
+
+
+def run_stage(config: RunConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Train in the folder `out_dir`, or resume there."""
+    location = {
+        "checkpoint_root_dir": str(out_dir.parent.parent),
+        "project": out_dir.parent.name,
+        "name": out_dir.name,
+        "continue_from_checkpoint": True,
+    }
+    config = config.model_copy(update=location)
+    workflow, judge = load_functions(config)
+    result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_model(config))
+    if result.checkpoint is None:
+        raise ConfigError(f"the run ended before its first step, so it has no model: {result.stop_reason}")
+    return StageResult(
+        model=result.checkpoint,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        **describe_training(RunRecord(result.folder)),
+    )
+
+
+def describe_training(run: RunRecord) -> dict[str, Any]:
+    """Sampled tokens and figures of all steps of a run."""
+
+    def list_values(name: str) -> list[float]:
+        series = run.metrics.get(name, "train")
+        return [] if series is None else series.finite.values.tolist()
+
+    rewards = list_values("rollout/reward_mean")
+    figures: dict[str, Any] = {"steps": len(run.metrics.train_steps)}
+    if rewards:
+        tenth = max(1, len(rewards) // 10)
+        figures["mean reward of the first tenth of the steps"] = sum(rewards[:tenth]) / tenth
+        figures["mean reward of the last tenth of the steps"] = sum(rewards[-tenth:]) / tenth
+    for name, key in (("seconds of rollouts", "perf/rollout_s"), ("seconds of training", "perf/train_s")):
+        figures[name] = sum(list_values(key))
+    figures["failed rollouts"] = int(sum(list_values("rollout/num_failed")))
+    figures["largest mismatch of sampler and trainer (KL)"] = max([0.0, *list_values("mismatch/kl")])
+    return {"tokens": int(sum(list_values("rollout/num_sampled_tokens"))), "figures": figures}

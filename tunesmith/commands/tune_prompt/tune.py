@@ -28,6 +28,7 @@ from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
+from tunesmith.environments.sets.random_state import WithoutThread
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.rollout.failures import shorten
@@ -281,27 +282,9 @@ class LoopSearch:
             self._is_stopped = True
 
 
-class _OtherThreadsOnly:
-    """A text stream that drops what one thread writes.
-
-    DSPy prints progress bars from its thread and has no switch for them. `contextlib.redirect_stdout` would silence the
-    workflows and the run's own progress too, which print from the event loop's thread meanwhile.
-    """
-
-    def __init__(self, stream: Any, thread: threading.Thread) -> None:
-        self._stream = stream
-        self._thread = thread
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.current_thread() is self._thread else self._stream.write(text)
-
-
 @contextlib.contextmanager
 def silence(thread: threading.Thread) -> Iterator[None]:
-    """Within: nothing that `thread` writes to stdout and stderr is shown."""
-    out, err = (cast(Any, _OtherThreadsOnly(stream, thread)) for stream in (sys.stdout, sys.stderr))
+    """Within: nothing that `thread` writes to stdout and stderr is shown; DSPy has no switch for its progress bars."""
+    out, err = (cast(Any, WithoutThread(stream, thread)) for stream in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield

@@ -22,9 +22,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.engine.core.block_manager import BlockPool, compute_salt, hash_block
+from tunesmith.engine.core.block_manager import BlockPool, SnapshotPool, compute_salt, hash_block
 from tunesmith.engine.core.request import Request
-from tunesmith.engine.core.snapshots import SnapshotPool
 
 MIN_HEADROOM = 16
 """Blocks by which even a short request can grow before its keys and values continue elsewhere in the cache."""

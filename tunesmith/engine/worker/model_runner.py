@@ -31,9 +31,9 @@ from tunesmith.engine.batch.kv_cache import (
     list_slots,
 )
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
+from tunesmith.engine.core.block_manager import SnapshotPool
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
-from tunesmith.engine.core.snapshots import SnapshotPool
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.decoder_trace import trace_decoder
 from tunesmith.engine.cpu.layers import CpuLayers

@@ -10,13 +10,12 @@ draws from the process-wide generators during a call would draw from the environ
 from __future__ import annotations
 
 import contextlib
-import io
 import random
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import numpy as np
 
@@ -33,7 +32,7 @@ class OwnRandomState:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """A block that draws from this state and prints nothing."""
-        with _lock, contextlib.redirect_stdout(_WithoutThread(sys.stdout)):
+        with _lock, contextlib.redirect_stdout(cast(Any, WithoutThread(sys.stdout, threading.current_thread()))):
             saved = swap_state(self._state)
             try:
                 yield
@@ -41,18 +40,19 @@ class OwnRandomState:
                 self._state = swap_state(saved)
 
 
-class _WithoutThread(io.TextIOBase):
-    """A stream that drops what the thread that made it writes, and passes on what others do."""
+class WithoutThread:
+    """A stream that drops what one thread writes, and passes on what others do: `contextlib.redirect_stdout` alone
+    would silence workflows and the run's own progress too, which print from other threads meanwhile."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, thread: threading.Thread) -> None:
         self._stream = stream
-        self._thread = threading.get_ident()
+        self._thread = thread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
+        return len(text) if threading.current_thread() is self._thread else self._stream.write(text)
 
 
 def swap_state(state: Any) -> Any:

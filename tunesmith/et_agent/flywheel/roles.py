@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.chat.client import create_chat_completion
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript
+from tunesmith.judges import llm
 from tunesmith.judges.llm import quote
 
 WRITTEN = ("thought", "forced")
@@ -395,16 +395,11 @@ class TruncatedReplyError(Exception):
 
 async def ask(model: Any, request: RoleRequest, **fields: Any) -> str:
     """The reply to the prompt of a request's goal, which has these fields besides the question."""
-    prompt, (example, reply) = PROMPTS[request.goal], EXAMPLES[request.goal]
-    messages = [
-        {"role": "user", "content": prompt.format(**example)},
-        {"role": "assistant", "content": reply},
-        {"role": "user", "content": prompt.format(question=quote(request.transcript.question), **fields)},
-    ]
-    choice = (await create_chat_completion(model, messages)).choices[0]
-    if choice.finish_reason != "stop":
+    template, (example, answer) = PROMPTS[request.goal], EXAMPLES[request.goal]
+    prompt = template.format(question=quote(request.transcript.question), **fields)
+    if (reply := await llm.ask(model, prompt, example=(template.format(**example), answer))) is None:
         raise TruncatedReplyError("the reply of the role was truncated at its token limit")
-    return choice.message.content or ""
+    return reply
 
 
 def describe_step(request: RoleRequest) -> dict[str, str]:

@@ -46,10 +46,9 @@ from tunesmith.et_agent.flywheel.state import (
     is_correct,
     plan_iteration,
 )
-from tunesmith.judges.llm import quote
 from tunesmith.judges.redundancy import ask_for_vote
 from tunesmith.judges.squad import list_accepted
-from tunesmith.judges.tir import PROMPT
+from tunesmith.judges.tir import build_prompt
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
@@ -429,11 +428,7 @@ async def judge_by_votes(model: Any, row: Mapping[str, Any], transcript: Transcr
     """
     if not transcript.answer:
         return 0.0
-    prompt = PROMPT.format(
-        question=quote(transcript.question),
-        reference=quote("\n".join(list_accepted(row))),
-        answer=quote(transcript.answer),
-    )
+    prompt = build_prompt(transcript.question, list_accepted(row), transcript.answer)
     return count_votes([await ask_for_vote(model, prompt) for _ in range(num_votes)])
 
 

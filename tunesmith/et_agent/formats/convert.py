@@ -26,6 +26,7 @@ from tunesmith.tools.tool import FailureKind
 
 TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
 """The tools of the original, and the argument that the text of the tag is."""
+CALL = re.compile(rf"<({'|'.join(TOOL_ARGUMENTS)})>(.*?)</\1>", re.DOTALL)
 RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 TIMEOUT = re.compile(r"execution timeout|timed out|TimeoutError", re.IGNORECASE)
 ERROR = re.compile(
@@ -35,17 +36,16 @@ ERROR = re.compile(
 )
 
 
-def parse_trajectory(question: str, text: str, *, arguments: Mapping[str, str] = TOOL_ARGUMENTS) -> Transcript:
-    """The transcript of a trajectory's text; `arguments` maps the tags of tools to the argument that they hold.
+def parse_trajectory(question: str, text: str) -> Transcript:
+    """The transcript of a trajectory's text.
 
     A `<result>` counts as the environment's only directly after a call; anywhere else the model wrote it, and it stays
     part of a thought. The segments have the whole text without trailing space. Token counts are unknown and 0.
     """
     written = text.rstrip()
-    call = re.compile(rf"<({'|'.join(map(re.escape, arguments))})>(.*?)</\1>", re.DOTALL)
     segments: list[Segment] = []
     start = position = 0
-    while (found := call.search(written, position)) is not None:
+    while (found := CALL.search(written, position)) is not None:
         result = RESULT.match(written, found.end())
         position = found.end()
         if result is None and found.end() < len(written):
@@ -53,7 +53,7 @@ def parse_trajectory(question: str, text: str, *, arguments: Mapping[str, str] =
         if found.start() > start:
             segments.append(Segment(kind="thought", text=written[start : found.start()]))
         call_id = f"call{sum(each.kind == 'call' for each in segments) + 1}"
-        segments.append(_read_call(found, arguments, call_id))
+        segments.append(_read_call(found, call_id))
         if result is not None:
             segments.append(_read_result(found[1], result, call_id))
             position = result.end()
@@ -63,9 +63,9 @@ def parse_trajectory(question: str, text: str, *, arguments: Mapping[str, str] =
     return Transcript(question=question, segments=tuple(segments), finish=finish, protocol="tags")
 
 
-def _read_call(found: re.Match[str], arguments: Mapping[str, str], call_id: str) -> Segment:
+def _read_call(found: re.Match[str], call_id: str) -> Segment:
     body = found[2].strip("\n")
-    given = {arguments[found[1]]: body if "\n" in body else body.strip()} if body.strip() else None
+    given = {TOOL_ARGUMENTS[found[1]]: body if "\n" in body else body.strip()} if body.strip() else None
     return Segment(kind="call", text=found[0], tool=found[1], arguments=given, call_id=call_id)
 
 

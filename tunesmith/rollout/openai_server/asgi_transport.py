@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Message
 
-from tunesmith.rollout.sync_code import call_on_loop
+from tunesmith.rollout.user_code import call_on_loop
 
 
 class _Exchange:

@@ -1,4 +1,6 @@
-"""The HTTP interface for workers, as an ASGI app.
+"""The HTTP interfaces of a served run, for workers that take tasks and for live traffic: ASGI apps, served for the run.
+
+Workers:
 
     GET or POST /tasks/next                     the next task, or 204 after `wait_s` seconds without one
     POST /trajectories/{attempt_id}/reward      {"reward", "metrics", "response"}: the attempt is done
@@ -10,30 +12,100 @@
 Every error is JSON in the form of the OpenAI API, with one sentence. The attempt's id is its API key and cannot be
 guessed; `/tasks` and `/trajectories` also ask for the key of the queue, if there is one. On several ranks only the
 first hands out tasks; it passes reports for attempts of others on to them (`rank_queue.py`).
+
+Live traffic, where every request but that for health asks for the key of the server, if there is one:
+
+    /v1/...  with the header X-Session-Id       the model endpoint; the header names the conversation
+    /sessions/{session_id}/v1/...               the same, for clients that cannot send the header
+    POST /sessions/{session_id}/reward          {"reward", "metrics", "response"}: feedback
+    GET /health
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
-from starlette.datastructures import URL
+from starlette.datastructures import URL, Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
+from tunesmith.cluster.links import NO_LINKS, Links
+from tunesmith.http_server import has_key, serve_app
 from tunesmith.rollout.failures import WorkerError
-from tunesmith.rollout.openai_server.app import run_while_connected
+from tunesmith.rollout.openai_server.app import EndpointApp, parse_json, read_limited_body, run_while_connected
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.response import build_error
+from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import Attempt, TaskQueue
-from tunesmith.rollout.task_server.request import FailureReport, NextTask, RewardReport, check_key, read_fields
-from tunesmith.types import WorkflowOutput
+from tunesmith.rollout.task_server.rank_queue import share_queue
+from tunesmith.types import MAX_METRIC, MAX_REWARD, WorkflowOutput
+
+SESSION_HEADER = "x-session-id"
+MAX_WAIT_S = 60.0
+MAX_NAME_CHARS = 200
+
+Body = TypeVar("Body", bound=BaseModel)
+Metric = Annotated[float, Field(ge=-MAX_METRIC, le=MAX_METRIC, allow_inf_nan=False)]
+
+
+class NextTask(BaseModel):
+    """Fields or query parameters of `/tasks/next`."""
+
+    model_config = ConfigDict(extra="forbid")
+    worker: str = Field(default="", max_length=MAX_NAME_CHARS)
+    wait_s: float = Field(default=30.0, ge=0, le=MAX_WAIT_S, allow_inf_nan=False)
+
+
+class RewardReport(BaseModel):
+    """Fields of the reward of an attempt, and of the feedback on a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)] | None = None
+    metrics: dict[str, Metric] = Field(default_factory=dict)
+    response: Any = None
+    """What the judge receives; any JSON value."""
+
+    def to_output(self) -> WorkflowOutput:
+        return WorkflowOutput(reward=self.reward, response=self.response, metrics=self.metrics)
+
+
+class FailureReport(BaseModel):
+    """Fields of `/trajectories/{attempt_id}/failure`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    message: str = Field(min_length=1)
+
+
+async def read_fields(request: Request, kind: type[Body], *, max_bytes: int) -> Body:
+    """The fields of a request: its JSON body, or the query of a request without one."""
+    body = await read_limited_body(request.scope, request.receive, max_bytes)
+    fields = parse_json(body) if body else dict(request.query_params)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise ApiError(400, "; ".join(map(_describe, error.errors()))) from error
+
+
+def _describe(error: Any) -> str:
+    """One clause for an invalid field."""
+    where = ".".join(map(str, error["loc"])) or "the request"
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def check_key(scope: Scope, api_key: str | None) -> None:
+    """Raise ApiError unless the request has the key; None asks for no key."""
+    if not has_key(scope, api_key):
+        raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +125,15 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *
     `has_tasks`: False on ranks other than the first.
     """
     handlers = _Handlers(queue, limits)
+
+    async def call_model(scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass model calls of open attempts to the endpoint, and refuse those of others."""
+        attempt_id, _, rest = scope["path"].removeprefix("/attempts/").partition("/")
+        if queue.is_elsewhere(attempt_id):
+            raise ApiError(404, "the model of this attempt is served at the base_url of its task")
+        with queue.find_open(attempt_id).call():
+            await model_app(move_request(scope, f"/t/{attempt_id}/{rest}"), receive, send)
+
     app = Starlette(
         routes=[
             Route("/health", handlers.health, methods=["GET"]),
@@ -60,7 +141,7 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *
             Route("/trajectories/{attempt_id}/reward", handlers.reward, methods=["POST"]),
             Route("/trajectories/{attempt_id}/failure", handlers.failure, methods=["POST"]),
             Route("/trajectories/{attempt_id}/heartbeat", handlers.heartbeat, methods=["POST"]),
-            Mount("/attempts", _ModelRoute(queue, model_app)),
+            Mount("/attempts", call_model),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
@@ -132,8 +213,7 @@ class _Handlers:
             raise ApiError(400, "reward: the judge of the run gives the reward; post the response only")
         if not self._queue.has_judge and report.reward is None:
             raise ApiError(400, "reward: missing, and the run has no judge; post a number, or a failure")
-        output = WorkflowOutput(reward=report.reward, response=report.response, metrics=report.metrics)
-        await self._queue.report(attempt_id, output)
+        await self._queue.report(attempt_id, report.to_output())
         return JSONResponse({"status": "accepted"})
 
     async def failure(self, request: Request) -> Response:
@@ -155,22 +235,49 @@ class _Handlers:
         return attempt_id
 
 
-class _ModelRoute:
-    """Passes model calls of open attempts to the endpoint, and refuses those of others."""
+def build_live_app(sessions: LiveSessions, model_app: ASGIApp, limits: ServerLimits) -> ASGIApp:
+    """The app of one run; `model_app` is the model endpoint, with session keys in its paths (`/t/{key}/v1`)."""
 
-    def __init__(self, queue: TaskQueue, model_app: ASGIApp) -> None:
-        self._queue = queue
-        self._model_app = model_app
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "num_open": sessions.num_open, "num_scored": sessions.num_scored})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        attempt_id, _, rest = scope["path"].removeprefix("/attempts/").partition("/")
-        if self._queue.is_elsewhere(attempt_id):
-            raise ApiError(404, "the model of this attempt is served at the base_url of its task")
-        attempt = self._queue.find_open(attempt_id)
-        path = f"/t/{attempt_id}/{rest}"
-        inner = {**scope, "path": path, "raw_path": path.encode(), "root_path": "", "path_params": {}}
-        with attempt.call():
-            await self._model_app(inner, receive, send)
+    async def reward(request: Request) -> Response:
+        check_key(request.scope, limits.api_key)
+        session_id = str(request.path_params["session_id"])
+        sessions.check_open(session_id)
+        report = await read_fields(request, RewardReport, max_bytes=limits.max_body_bytes)
+        if report.reward is None:
+            raise ApiError(400, "reward: missing; post a number")
+        sessions.add_feedback(session_id, report.to_output())
+        return JSONResponse({"status": "accepted"})
+
+    async def call_model(scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass model calls to the endpoint, each in the session that its path or its header names."""
+        check_key(scope, limits.api_key)
+        rest = scope["path"].split("/v1/", 1)[-1]
+        if scope["method"] != "POST":
+            await model_app(move_request(scope, f"/v1/{rest}"), receive, send)
+            return
+        session_id = scope["path_params"].get("session_id") or Headers(scope=scope).get(SESSION_HEADER, "").strip()
+        if not 0 < len(session_id) <= MAX_NAME_CHARS:
+            advice = f"send the header X-Session-Id (1 to {MAX_NAME_CHARS} characters), or use /sessions/ID/v1"
+            raise ApiError(400, f"the request names no conversation: {advice}")
+        live = sessions.find_or_open(session_id)
+        with live.call():
+            await model_app(move_request(scope, f"/t/{live.session.key}/v1/{rest}"), receive, send)
+
+    routes = [
+        Route("/health", health, methods=["GET"]),
+        Route("/sessions/{session_id}/reward", reward, methods=["POST"]),
+        Mount("/sessions/{session_id}/v1", call_model),
+        Mount("/v1", call_model),
+    ]
+    return RequestLimit(Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS), limits.max_requests)
+
+
+def move_request(scope: Scope, path: str) -> Scope:
+    """The request at a path of the model endpoint."""
+    return {**scope, "path": path, "raw_path": path.encode(), "root_path": "", "path_params": {}}
 
 
 class RequestLimit:
@@ -191,3 +298,63 @@ class RequestLimit:
             await self._app(scope, receive, send)
         finally:
             self._num_open -= 1
+
+
+KNOB = "serve.port"
+
+
+@contextlib.asynccontextmanager
+async def serve_tasks(
+    queue: TaskQueue,
+    service: ModelService,
+    limits: ServerLimits,
+    *,
+    host: str,
+    port: int,
+    rank: int = 0,
+    links: Links = NO_LINKS,
+    end_grace_s: float = 0.0,
+) -> AsyncIterator[str]:
+    """Serve until the block ends, and yield the URL; waiting workers then learn that the run has ended.
+
+    So do the others, if they ask for a task within `end_grace_s` seconds. Each rank calls this with links of its own
+    between the first one and the others. Workers take the tasks of all ranks from the first one.
+    """
+    model_app = EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes)
+    app = build_task_app(queue, model_app, limits, has_tasks=rank == 0)
+    public_url = None if limits.public_url is None else limits.public_url.replace("{rank}", str(rank))
+    has_key = limits.api_key is not None
+    async with (
+        serve_app(app, has_key=has_key, host=host, port=port, knob=KNOB, public_url=public_url) as url,
+        share_queue(queue, links, url=url),
+    ):
+        try:
+            yield url
+        finally:
+            queue.finish()
+        await queue.wait_for_workers(end_grace_s)
+
+
+@contextlib.asynccontextmanager
+async def serve_live(
+    sessions: LiveSessions,
+    service: ModelService,
+    limits: ServerLimits,
+    *,
+    host: str,
+    port: int,
+    rank: int = 0,
+    links: Links = NO_LINKS,
+) -> AsyncIterator[str]:
+    """Serve live traffic until the block ends, and yield the URL; there is one rank."""
+    assert rank == 0 and not links.by_rank
+    sessions.bind(service)
+    app = build_live_app(sessions, EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes), limits)
+    server = serve_app(
+        app, has_key=limits.api_key is not None, host=host, port=port, knob=KNOB, public_url=limits.public_url
+    )
+    async with server as url, sessions.watch():
+        try:
+            yield url
+        finally:
+            sessions.finish()

@@ -1,23 +1,23 @@
 """A worker on another rank: the messages, its end on the first rank, and its end on its own.
 
-The first rank sends requests and never waits for a collective meanwhile, so that the event loops of all ranks go on.
-Messages of a link arrive in the order in which they were sent. Of those to a rank, `SetVersion`, `Evaluate`, `Pause`,
-`ReportStatistics` and `SendGroups` are answered, one after the other; nothing else is waited for. A rank sends
-`GroupFinished` and `WindowEnded` whenever they happen.
-
-A step of a run whose groups end with the step, on the link to one rank:
+The first rank calls methods of `ServedWorker`, and a rank those of `RankWorker` that begin with `note`. The first rank
+never waits for a collective meanwhile, so that the event loops of all ranks go on. Messages of a link arrive in the
+order in which they were sent. Calls whose result is needed are answered, one after the other; nothing else is waited
+for. A step of a run whose groups end with the step, on the link to one rank:
 
     first rank                                   rank
-    SetVersion(policy_version=3)            ->   its engine samples with version 3
+
+    set_version(3, None)                    ->   its engine samples with version 3
                                             <-   Answer([])
-    StartGroups(requests=(number 13, 15))   ->
-                                            <-   GroupFinished(number=15, group=reference, ...)
-                                            <-   GroupFinished(number=13, group=reference, ...)
-    Pause()                                 ->   its engine pauses
+    start(requests number 13 and 15)        ->
+                                            <-   note_finished(15, reference, cost)
+                                            <-   note_finished(13, reference, cost)
+    pause()                                 ->   its engine pauses
                                             <-   Answer(WorkerStatistics(...))
+
     (the update: both ranks take part in its collectives)
 
-A rank that only samples receives the weights with `SetVersion`, sends whole groups, and is never paused.
+A rank that only samples receives the weights with `set_version`, sends whole groups, and is never paused.
 
 Ranks that hold groups in flight on CPUs sample in windows of engine steps, so that they stop at a step and not at a
 time: a rank whose window has ended waits until all others are at the end of theirs or have nothing to sample, and the
@@ -28,12 +28,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from tunesmith.cluster.links import Link
+from tunesmith.cluster.links import Call, Link
 from tunesmith.cluster.work_thread import NoThread, WorkThread
-from tunesmith.errors import RankError
 from tunesmith.experience.finished_group import FinishedGroup, GroupReference, PathCost, build_reference, measure_group
 from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.branching.tree import Branching
@@ -43,75 +42,6 @@ from tunesmith.rollout.workers.group_runner import is_stale
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
 from tunesmith.types import Group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetVersion:
-    """Drop groups that are too old for a step of this version, and sample with its weights; answered with the numbers
-    of the dropped ones."""
-
-    policy_version: int
-    num_weights: int | None = None
-    """Number of values that the first rank sends now, in a collective; None: the rank has the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartGroups:
-    requests: Sequence[GroupRequest]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFinished:
-    number: int
-    group: Group | GroupReference
-    """A reference: the rank keeps the group."""
-    cost: PathCost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginWindow:
-    phase: int
-    """Phases of sampling before this one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndSampling:
-    """Make no step until the next window."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowEnded:
-    phase: int
-    window: WindowState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
-    """Stop sampling; answered with `WorkerStatistics`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportStatistics:
-    """Answered with `WorkerStatistics`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
-    """Answered with the groups."""
-
-    requests: Sequence[GroupRequest]
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendGroups:
-    """Answered with these kept groups although no update follows."""
-
-    numbers: Sequence[int]
-
-
-WorkerMessage = SetVersion | StartGroups | BeginWindow | EndSampling | Pause | ReportStatistics | Evaluate | SendGroups
-"""From the first rank."""
 
 
 class RankWorker:
@@ -181,7 +111,7 @@ class RankWorker:
         # a rank that only samples goes on with weights that it has; one that trains was paused for the update
         if not self.only_samples or policy_version != self._version:
             self._version = policy_version
-            dropped += await self._link.ask(SetVersion(policy_version=policy_version, num_weights=self._num_weights))
+            dropped += await self._link.ask_for("set_version", policy_version, self._num_weights)
         # groups that such a rank has sent are known only here, so they age here
         if self.only_samples:
             ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
@@ -193,39 +123,39 @@ class RankWorker:
 
     def start(self, requests: Sequence[GroupRequest]) -> None:
         self._running |= {request.number: request for request in requests}
-        self._link.send(StartGroups(requests=requests))
+        self._link.call("start", requests)
 
     def begin_window(self) -> None:
         if self._has_phases:
             self._window = "sampling"
-            self._link.send(BeginWindow(phase=self._phase))
+            self._link.call("begin_window", self._phase)
 
     def end_sampling(self) -> None:
         """Windows that end after this are those of an earlier phase."""
         if self._has_phases:
             self._phase += 1
-            self._link.send(EndSampling())
+            self._link.call("end_sampling")
 
     def take(self, numbers: Sequence[int]) -> list[FinishedGroup]:
         return [self._finished.pop(number) for number in numbers]
 
     async def fetch(self, numbers: Sequence[int]) -> list[Group]:
-        groups: list[Group] = await self._link.ask(SendGroups(numbers=numbers))
+        groups: list[Group] = await self._link.ask_for("fetch", numbers)
         return groups
 
     def pause(self) -> None:
         """A rank that only samples goes on."""
         if not self.only_samples:
-            self._statistics = self._link.ask(Pause())
+            self._statistics = self._link.ask_for("pause")
 
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
-        groups: list[Group] = await self._link.ask(Evaluate(requests=requests, policy_version=policy_version))
+        groups: list[Group] = await self._link.ask_for("evaluate", requests, policy_version)
         for group in groups:
             self.progress.add(group.trajectories, is_kept=False)
         return groups
 
     async def take_statistics(self) -> WorkerStatistics:
-        counting, self._statistics = self._statistics or self._link.ask(ReportStatistics()), None
+        counting, self._statistics = self._statistics or self._link.ask_for("take_statistics"), None
         counted = await counting
         if counted.branching is not None and self._branching is not None:
             self._branching.stats.add(counted.branching)
@@ -238,33 +168,27 @@ class RankWorker:
     async def _read(self) -> None:
         try:
             while True:
-                self._receive(await self._link.receive())
+                await self._link.carry_out(await self._link.receive(), self)
         except Exception as error:  # noqa: BLE001 - raised where the dispatcher waits
             self._error = error
             self._link.fail(error)
             self.on_change()
 
-    def _receive(self, message: GroupFinished | WindowEnded) -> None:
-        match message:
-            case GroupFinished():
-                self._add(message)
-            case WindowEnded():
-                if message.phase == self._phase:
-                    self._window = message.window
+    def note_window(self, phase: int, window: WindowState) -> None:
+        """A window has ended in the rank's phase `phase`."""
+        if phase == self._phase:
+            self._window = window
         self.on_change()
 
-    def _add(self, message: GroupFinished) -> None:
-        request = self._running.pop(message.number)
-        has_tokens = isinstance(message.group, Group)
-        group = message.group if isinstance(message.group, Group) else message.group.build_group(request.task)
+    def note_finished(self, number: int, sent: Group | GroupReference, cost: PathCost) -> None:
+        """A group has finished; of a reference, the rank keeps the group."""
+        request = self._running.pop(number)
+        has_tokens = isinstance(sent, Group)
+        group = sent if isinstance(sent, Group) else sent.build_group(request.task)
         self.progress.add(group.trajectories, is_kept=has_tokens and request.is_trained)
-        self._finished[message.number] = FinishedGroup(
-            number=message.number,
-            group=group,
-            has_tokens=has_tokens,
-            rank=0 if self.only_samples else self.rank,
-            cost=message.cost,
-        )
+        rank = 0 if self.only_samples else self.rank
+        self._finished[number] = FinishedGroup(number=number, group=group, has_tokens=has_tokens, rank=rank, cost=cost)
+        self.on_change()
 
 
 class ServedWorker:
@@ -313,49 +237,54 @@ class ServedWorker:
                 receiving.cancel()
         return self._failed.result() if self._failed.done() else receiving.result()
 
-    async def follow(self, message: WorkerMessage) -> None:
+    async def follow(self, call: Call) -> None:
         """Do what the first rank asks for."""
-        worker = self._worker
-        match message:
-            case SetVersion():
-                await self._set_version(message)
-            case StartGroups():
-                self._untrained |= {each.number for each in message.requests if not each.is_trained}
-                worker.start(message.requests)
-            case BeginWindow():
-                self._phase = message.phase
-                worker.begin_window()
-            case EndSampling():
-                worker.end_sampling()
-            case Pause():
-                worker.pause()
-                self._link.answer(await self._count())
-            case ReportStatistics():
-                self._link.answer(await self._count())
-            case Evaluate():
-                groups = await worker.evaluate(message.requests, policy_version=message.policy_version)
-                self._link.answer(groups)
-            case SendGroups():
-                self._link.answer([self.kept[number] for number in message.numbers])
-            case _:
-                raise RankError(f"a rank received {type(message).__name__}, which it does not know")
+        await self._link.carry_out(call, self)
+
+    async def set_version(self, policy_version: int, num_weights: int | None) -> list[int]:
+        """Drop groups that are too old for a step of this version, and sample with its weights; returns the numbers of
+        the dropped ones. `num_weights`: number of values that the first rank sends now, in a collective; None: this
+        rank has the weights. New weights are written between two steps of the engine; workflows continue."""
+        worker, take = self._worker, self._take_weights
+        if take is not None:
+            assert num_weights is not None
+            worker.pause()
+            await self._thread.run(lambda: take(num_weights))
+        dropped = await worker.set_version(policy_version)
+        # one that only samples keeps no groups
+        return dropped if take is not None else dropped + self._drop_kept(policy_version)
+
+    async def start(self, requests: Sequence[GroupRequest]) -> None:
+        self._untrained |= {each.number for each in requests if not each.is_trained}
+        self._worker.start(requests)
+
+    async def begin_window(self, phase: int) -> None:
+        """`phase`: phases of sampling before this one."""
+        self._phase = phase
+        self._worker.begin_window()
+
+    async def end_sampling(self) -> None:
+        """Make no step until the next window."""
+        self._worker.end_sampling()
+
+    async def pause(self) -> WorkerStatistics:
+        """Stop sampling."""
+        self._worker.pause()
+        return await self.take_statistics()
+
+    async def evaluate(self, requests: Sequence[GroupRequest], policy_version: int) -> list[Group]:
+        return await self._worker.evaluate(requests, policy_version=policy_version)
+
+    async def fetch(self, numbers: Sequence[int]) -> list[Group]:
+        """These kept groups, although no update follows."""
+        return [self.kept[number] for number in numbers]
+
+    async def take_statistics(self) -> WorkerStatistics:
+        counted = await self._worker.take_statistics()
+        return counted if self._branching is None else replace(counted, branching=self._branching.stats.take())
 
     async def close(self) -> None:
         await self._worker.close()
-
-    async def _set_version(self, message: SetVersion) -> None:
-        """New weights are written between two steps of the engine; workflows continue."""
-        worker, take = self._worker, self._take_weights
-        if take is not None:
-            assert message.num_weights is not None
-            num_weights = message.num_weights
-            worker.pause()
-            await self._thread.run(lambda: take(num_weights))
-        dropped = await worker.set_version(message.policy_version)
-        # one that only samples keeps no groups
-        if take is None:
-            dropped += self._drop_kept(message.policy_version)
-        self._link.answer(dropped)
 
     def _drop_kept(self, policy_version: int) -> list[int]:
         """Forget kept groups that are too old, unless a step has trained them already; returns their numbers."""
@@ -365,10 +294,6 @@ class ServedWorker:
             del self.kept[number]
         return dropped
 
-    async def _count(self) -> WorkerStatistics:
-        counted = await self._worker.take_statistics()
-        return counted if self._branching is None else replace(counted, branching=self._branching.stats.take())
-
     def _note_change(self) -> None:
         """Report groups that have finished and the end of a window."""
         assert self._failed is not None
@@ -377,7 +302,7 @@ class ServedWorker:
             for finished in self._worker.take(self._worker.finished):
                 self._report(finished.number, finished.group)
             if self._worker.window in ("waiting", "idle"):
-                self._link.send(WindowEnded(phase=self._phase, window=self._worker.window))
+                self._link.call("note_window", self._phase, self._worker.window)
         except BaseException as error:  # noqa: BLE001 - raised by `receive`
             if not self._failed.done():
                 self._failed.set_exception(error)
@@ -390,4 +315,4 @@ class ServedWorker:
         self._untrained.discard(number)
         # the first rank saves what an aborted phase has finished; here it would pile up
         self._worker.progress.finished.clear()
-        self._link.send(GroupFinished(number=number, group=sent, cost=measure_group(group)))
+        self._link.call("note_finished", number, sent, measure_group(group))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
@@ -25,6 +27,7 @@ from tunesmith.tools.python.pool import (
     run_in_threads,
 )
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
+from tunesmith.tools.tool import FailureKind, Run, Tool, ToolResult, get_start
 
 
 class PythonSession:
@@ -171,6 +174,36 @@ class PythonTool:
     def schema(self) -> dict[str, Any]:
         """The tool schema of stateless calls."""
         return self.build_schema()
+
+    def build_tool(self, *, is_session: bool = False) -> Tool:
+        """The `Tool` of an environment; with `is_session`, variables are kept during a rollout.
+
+        The sandbox has its own time limit. Neither it nor a `timeout_s` of the tool counts the time that a call waits
+        for a worker, which `max_wait_s` bounds.
+        """
+
+        def bind(python: PythonTool | PythonSession) -> Run:
+            async def run(code: str) -> ToolResult:
+                result = await python(code, on_start=get_start())
+                failure: FailureKind = "" if result.outcome == "ok" else result.outcome
+                return ToolResult(text=result.text, ok=not failure, failure=failure)
+
+            return run
+
+        @asynccontextmanager
+        async def open_session() -> AsyncIterator[Run]:
+            async with self.session() as session:
+                yield bind(session)
+
+        return Tool(
+            **self.build_schema(is_session=is_session)["function"],
+            text_argument="code",
+            run=bind(self),
+            timeout_s=None,
+            has_own_start=True,
+            max_result_chars=self.settings.max_result_chars,
+            open_session=open_session if is_session else None,
+        )
 
     def session(self) -> PythonSession:
         """A stateful session, with a worker of its own that starts with the first call."""

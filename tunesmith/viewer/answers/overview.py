@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tunesmith.commands.doctor.diagnose import diagnose
 from tunesmith.commands.doctor.record import CONFIGS
-from tunesmith.monitor.metrics_log import Series
+from tunesmith.monitor.metrics_file import Series
 from tunesmith.runs.record import RunState
 from tunesmith.storage import load_json, save_json
 from tunesmith.viewer.reading.rollout_index import NO_FAILURE, ROW

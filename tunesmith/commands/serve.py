@@ -13,10 +13,9 @@ from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.http_server import check_port
-from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.app import KNOB, ServerLimits, serve_live, serve_tasks
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
-from tunesmith.rollout.task_server.serve import KNOB, serve_live, serve_tasks
 from tunesmith.runs.load_function import load_function
 from tunesmith.runs.placement import place_server
 from tunesmith.runs.policy import BuildModel

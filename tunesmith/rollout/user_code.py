@@ -1,7 +1,12 @@
-"""Runs a synchronous workflow in a thread of its own, and its model calls on the event loop.
+"""Runs user code: a coroutine, isolated from other rollouts on the same thread, or a synchronous workflow.
 
-The engines wait for the thread while it computes, as for other short calls in threads, and not while it waits for the
-model. A thread cannot be stopped: after a timeout it is abandoned, and its next model call is refused.
+Torch modes (gradients, inference mode, autocast, default dtype) set by a coroutine apply to it only; they are swapped
+in and out around each step, that is the code between two awaits. Each step is timed: a long one has blocked the event
+loop and all other rollouts.
+
+A synchronous workflow runs in a thread of its own, and its model calls on the event loop. The engines wait for the
+thread while it computes, as for other short calls in threads, and not while it waits for the model. A thread cannot be
+stopped: after a timeout it is abandoned, and its next model call is refused.
 """
 
 from __future__ import annotations
@@ -11,11 +16,14 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Generator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
-from tunesmith.user_lines import find_running_line
+from tunesmith.model.torch_modes import UserModes
+from tunesmith.rollout.watchdog import BlockedTime, EventLoopWatchdog
+from tunesmith.user_lines import find_running_line, find_waiting_line
 
 T = TypeVar("T")
 
@@ -127,3 +135,43 @@ class BlockingCallError(BaseException):
 
 
 _current: contextvars.ContextVar[ThreadCall[Any] | None] = contextvars.ContextVar("thread_call", default=None)
+
+
+Output = TypeVar("Output")
+
+
+class UserCoroutine(Generic[Output]):
+    """An awaitable around a user coroutine; await it once."""
+
+    def __init__(self, awaitable: Awaitable[Output], watchdog: EventLoopWatchdog, run: BlockedTime) -> None:
+        """Blocking steps are recorded in the watchdog and in `run`."""
+        self._awaitable = awaitable
+        self._watchdog = watchdog
+        self._run = run
+
+    def find_line(self) -> str | None:
+        """The line of user code at which the coroutine is suspended, or that its thread executes."""
+        awaitable = self._awaitable
+        return awaitable.find_line() if isinstance(awaitable, ThreadCall) else find_waiting_line(awaitable)
+
+    def __await__(self) -> Generator[Any, Any, Output]:
+        steps = self._awaitable.__await__()
+        modes = UserModes()
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            started, has_ended = time.monotonic(), True
+            modes.enter()
+            try:
+                yielded = steps.send(value) if error is None else steps.throw(error)
+                has_ended = False
+            except StopIteration as end:
+                return end.value
+            finally:
+                modes.leave(has_ended=has_ended)
+                self._watchdog.record_step(self._run, time.monotonic() - started)
+            value, error = None, None
+            try:
+                value = yield yielded
+            except BaseException as thrown:  # noqa: BLE001 - exceptions thrown in are forwarded to the user's coroutine
+                error = thrown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tunesmith.cluster.balance import TOLERANCE, balance_work
+from tunesmith.trainer.rank_trainer import TOLERANCE, balance_work
 
 
 def compute_loads(costs, ranks, num_ranks):

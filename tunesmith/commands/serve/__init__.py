@@ -1,1 +1,0 @@
-"""Training on what workers in other processes do."""
