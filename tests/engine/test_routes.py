@@ -80,6 +80,16 @@ def test_the_next_turn_has_the_routes_of_the_first_and_a_new_version_its_own():
     )
 
 
+def test_a_request_that_fills_the_whole_cache_has_its_routes():
+    engine = build("qwen3_moe", kv_cache_tokens=32)
+    (prompt,) = build_prompts(12)
+    (completion,) = generate_all(engine, [prompt], Sampling(max_tokens=60, ignore_eos=True))
+    assert completion.stop_reason == "context" and len(completion.sampled_ids) > 10
+    expected = compute_routes("qwen3_moe", [*prompt, *completion.sampled_ids[:-1]])
+    assert np.array_equal(np.sort(completion.routes), np.sort(expected))
+    assert generate_all(engine, [[*range(3, 50)], prompt], Sampling(max_tokens=2))[0].routes is None, "no room at all"
+
+
 def test_a_cancelled_request_and_an_engine_that_was_not_asked_return_none():
     engine = build("qwen3_moe")
 

@@ -145,12 +145,15 @@ def test_a_request_that_the_whole_cache_cannot_hold_is_unschedulable() -> None:
     scheduler = build_scheduler(num_blocks=2)
     scheduler.add(build_request(0, range(9)))
     scheduler.add(build_request(1, range(20, 28)))
-    assert [request.request_id for request in scheduler.schedule().unschedulable] == [0]
+    (unschedulable,) = scheduler.schedule().unschedulable
+    assert unschedulable.request_id == 0
+    scheduler.remove(unschedulable)
     alone = scheduler.running[0]
     scheduler.commit([])
     alone.num_computed = 8
     alone.extend([7], [-1.0], 0)
     assert scheduler.schedule().unschedulable == [alone]
+    scheduler.remove(alone)
     assert not scheduler.has_requests
     assert scheduler.pool.num_available == 2
 

@@ -89,7 +89,7 @@ class OutputProcessor:
         """Count a step's tokens, complete requests that can never fit, and free places in the waiting queue."""
         self.counts["preemptions"] += scheduled.num_preemptions
         for request in scheduled.unschedulable:
-            self._complete(self.states[request.request_id], "context")
+            self.finish(self.states[request.request_id], "context")
         for chunk in scheduled.chunks:
             state = self.states[chunk.request.request_id]
             if chunk.stop - chunk.start > 1 or chunk.start < len(chunk.request.prompt_ids):

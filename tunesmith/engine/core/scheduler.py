@@ -75,7 +75,7 @@ class SchedulerOutput:
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     unschedulable: list[Request] = field(default_factory=list)
-    """Requests removed because the whole cache cannot hold them."""
+    """Requests that the whole cache cannot hold."""
     num_tokens_left: int = 0
     num_preemptions: int = 0
     may_preempt: bool = True
@@ -166,7 +166,7 @@ class Scheduler:
     def schedule(
         self, *, may_preempt: bool = True, get_forward: Callable[[ScheduledChunk], int] = lambda chunk: 0
     ) -> SchedulerOutput:
-        """Choose the next step's chunks; requests that can never fit are removed and returned as unschedulable.
+        """Choose the next step's chunks; requests that can never fit are returned as unschedulable, to be removed.
 
         Requests in flight are left out. With `may_preempt=False`, requests wait while blocks are short. `get_forward`:
         which of the step's forwards computes a chunk.
@@ -293,7 +293,7 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int, step: SchedulerOutput) -> bool:
         """Hold blocks for `num_tokens`, preempting from the lowest priority up.
 
-        False if the request itself was preempted or removed, or if blocks are short and none may be preempted.
+        False if the request itself was preempted or cannot fit, or if blocks are short and none may be preempted.
         """
         num_missing = -(-num_tokens // self.block_size) - len(request.blocks)
         if num_missing <= 0:
@@ -304,7 +304,6 @@ class Scheduler:
             # `running` is sorted by priority: the last request gives way
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
-                self.remove(request)
                 step.unschedulable.append(request)
                 return False
             self._preempt(victim)
@@ -355,8 +354,7 @@ class Scheduler:
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             self._add_chunk(request, stop, step)
             self._add_ready_blocks(step.chunks[-1], step)
-        gone = admitted.union(request.request_id for request in step.unschedulable)
-        self.waiting = [request for request in self.waiting if request.request_id not in gone]
+        self.waiting = [request for request in self.waiting if request.request_id not in admitted]
 
     def _start(self, request: Request, found: list[int], num_missing: int) -> bool:
         """Hold all blocks of the request's tokens, if one block per running request remains to grow into."""

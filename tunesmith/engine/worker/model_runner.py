@@ -156,7 +156,7 @@ class ModelRunner:
 
     def read_routes(self, request: Request) -> Any:
         """As `Completion.routes`."""
-        if self.cache.routes is None:
+        if self.cache.routes is None or not request.blocks:
             return None
         position_T, size = np.arange(len(request.token_ids) - 1), self.cache.block_size
         return self.cache.routes.read(np.array(request.blocks)[position_T // size] * size + position_T % size)

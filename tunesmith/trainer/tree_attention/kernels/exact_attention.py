@@ -21,7 +21,7 @@ from tunesmith.trainer.tree_attention.cpu import split_segments
 
 
 def build_spans(trie: Trie, num_groups: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The chains of a trie as `attend_spans` takes them: block table [S, P], spans [3, S], tiles [2, I].
+    """The chains of a trie as `run_paged_prefill` takes them: block table [S, P], spans [3, S], tiles [2, I].
 
     `num_groups` are the query heads of a key-value head. Sizes are powers of two, so that rows share CUDA graphs; a
     span of padding has no tokens, and tiles of padding belong to the last span, which is one.
