@@ -55,7 +55,10 @@ def has_key(scope: Scope, key: str | None) -> bool:
 
 def read_header(scope: Scope, name: bytes) -> str:
     """The first header with this name, or empty text."""
-    return next((value.decode("latin-1") for each, value in scope["headers"] if each == name), "")
+    for each, value in scope["headers"]:
+        if each == name:
+            return value.decode("latin-1")
+    return ""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: float = math.inf) -> bytes:
@@ -86,6 +89,37 @@ async def wait_disconnect(receive: Receive) -> None:
     """Return when the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class DisconnectWatch:
+    """Cancels a task once the client of its request is gone, until the watch ends.
+
+    It advances `wait_disconnect` itself, from one future to the next: a task of its own would take as long as parsing
+    the request. The body must have been read.
+    """
+
+    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+        self.is_disconnected = False
+        self._task: asyncio.Task[Any] | None = task
+        self._waiting = wait_disconnect(receive)
+        self._advance()
+
+    def _advance(self, _: object = None) -> None:
+        if self._task is None:
+            return
+        try:
+            self._waiting.send(None).add_done_callback(self._advance)
+        except StopIteration:
+            asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self.is_disconnected = True
+            self._task.cancel()
+
+    def end(self) -> None:
+        self._task = None
+        self._waiting.close()
 
 
 class SocketGuard:
@@ -159,7 +193,7 @@ class _TimedRequest:
     async def receive(self) -> Message:
         if self._has_body:
             return await self._receive()
-        message = None if self._is_late else await self._receive_in_time()
+        message = None if self._is_late else self._receive_at_once() or await self._receive_in_time()
         if message is None:
             if not self._is_late and not self._has_answer:
                 sentence = f"the rest of the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
@@ -169,16 +203,23 @@ class _TimedRequest:
         self._has_body = not message.get("more_body", False)
         return message
 
-    async def _receive_in_time(self) -> Message | None:
-        # The event loop may not have run for as long as that, for instance during an update: what has arrived
-        # meanwhile is read at the second attempt.
-        for _ in range(2):
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S / 2):
-                    return await self._receive()
-            except TimeoutError:
-                continue
+    def _receive_at_once(self) -> Message | None:
+        """What has arrived; most bodies come with their head, and need no timer."""
+        received = self._receive()
+        try:
+            received.send(None)
+        except StopIteration as end:
+            return end.value
+        finally:
+            received.close()
         return None
+
+    async def _receive_in_time(self) -> Message | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._receive()
+        # the event loop may not have run for as long as that, for instance during an update
+        return self._receive_at_once()
 
     async def send(self, message: Message) -> None:
         if not self._is_late:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 import re
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ import pydantic_core
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from tunesmith.http_server import BodyTooLargeError, read_body, read_key, wait_disconnect
+from tunesmith.http_server import BodyTooLargeError, DisconnectWatch, read_body, read_key
 from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, translate_errors
 from tunesmith.rollout.openai_server.fields import ApiError
@@ -32,8 +31,6 @@ from tunesmith.rollout.openai_server.responses_api import ResponsesApi
 from tunesmith.rollout.recording.recorder import Session
 
 Answer = TypeVar("Answer")
-EAGER_START: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
-"""Options of a task that runs at once to its first wait, which saves a round of the event loop."""
 PATH = re.compile(r"(?:/t/([^/]+))?/(?:v1/){1,2}(.+)")
 """Key and route. Anthropic's clients append /v1 to the base URL, which ends with /v1."""
 
@@ -126,25 +123,16 @@ async def run_while_connected(receive: Receive, response: Awaitable[Answer]) -> 
     """Await the response in this task; if the client disconnects first, cancel it and return None."""
     task = asyncio.current_task()
     assert task is not None
-    is_disconnected = False
-
-    def cancel(_: object) -> None:
-        nonlocal is_disconnected
-        is_disconnected = True
-        task.cancel()
-
-    disconnect = asyncio.Task(wait_disconnect(receive), loop=asyncio.get_running_loop(), **EAGER_START)
-    disconnect.add_done_callback(cancel)
+    watch = DisconnectWatch(receive, task)
     try:
         return await response
     except asyncio.CancelledError:
-        if not is_disconnected or task.cancelling() > 1:
+        if not watch.is_disconnected or task.cancelling() > 1:
             raise
         return None
     finally:
-        disconnect.remove_done_callback(cancel)
-        disconnect.cancel()
-        if is_disconnected:
+        watch.end()
+        if watch.is_disconnected:
             task.uncancel()
 
 
