@@ -7,12 +7,12 @@ A `Conversation` holds what grows with it: messages, match keys, and digests tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.chat.memo import build_cache_key
-from tunesmith.chat.messages import MatchKey, MatchKeys, Message, compute_match_keys, parse_messages
+from tunesmith.chat.messages import MatchKey, MatchKeys, Message, build_reply_key, parse_messages
 
 LIST_HEADER_LENGTH = 5
 """Bytes before the items of a list in marshal's format: a type code and the number of items."""
@@ -25,9 +25,8 @@ class Conversation:
     """Messages, and what identifies them."""
 
     messages: tuple[Message, ...] = ()
-    content: bytes | None = b""
-    """The messages as sent, in marshal's format; the content of a conversation begins with that of its start. None if
-    they cannot be written in it."""
+    content: bytes = b""
+    """The messages as sent, in marshal's format, if the conversation is cached; it begins with that of its start."""
     match_keys: MatchKeys = field(default_factory=MatchKeys)
     num_characters: int = 0
     """Characters of content and reasoning in all messages."""
@@ -40,7 +39,7 @@ class Conversation:
     def keys(self) -> tuple[MatchKey, ...]:
         return self.match_keys.keys
 
-    def extend(self, messages: Sequence[Message], *, content: bytes | None = None) -> Conversation:
+    def extend(self, messages: Sequence[Message], *, content: bytes = b"") -> Conversation:
         """This conversation and more messages; `content` is that of all of them."""
         match_keys = self.match_keys.extend(messages)
         digest, reply_digests, num_characters = self.digest, list(self.reply_digests), self.num_characters
@@ -61,7 +60,7 @@ class Conversation:
 
     def identify_reply(self, reply: Message) -> tuple[int, tuple[MatchKey, ...]]:
         """Digest and match keys of this conversation with a reply."""
-        [key] = compute_match_keys([reply])
+        key = build_reply_key(reply)
         return hash((self.digest, key)), (*self.keys, key)
 
 
@@ -81,21 +80,19 @@ class ConversationCache:
         if cache_key is None:
             return parse_messages(raw)
         content = cache_key[LIST_HEADER_LENGTH:]
-        start = self._find_start(lambda each: each.content is not None and content.startswith(each.content))
+        starts = [each for each in self._conversations if content.startswith(each.content)]
+        start = max(starts, key=lambda each: len(each.messages), default=EMPTY)
         num_old = len(start.messages)
         if num_old == len(raw):
             return start.messages
         conversation = start.extend(parse_messages(raw, first=num_old), content=content)
-        self._conversations = [each for each in self._conversations if each is not start][
-            1 - NUM_CACHED_CONVERSATIONS :
-        ]
-        self._conversations.append(conversation)
+        others = [each for each in self._conversations if each is not start]
+        self._conversations = [*others[1 - NUM_CACHED_CONVERSATIONS :], conversation]
         return conversation.messages
 
     def find(self, messages: tuple[Message, ...]) -> Conversation:
         """The conversation of messages that `parse` has returned; a new one for all others."""
-        found = self._find_start(lambda each: each.messages is messages)
-        return found if found is not EMPTY else EMPTY.extend(messages)
-
-    def _find_start(self, is_start: Callable[[Conversation], bool]) -> Conversation:
-        return max(filter(is_start, self._conversations), key=lambda each: len(each.messages), default=EMPTY)
+        for each in self._conversations:
+            if each.messages is messages:
+                return each
+        return EMPTY.extend(messages)

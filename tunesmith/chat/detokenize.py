@@ -45,7 +45,7 @@ class Detokenizer:
 
     def decode_text(self, ids: Sequence[int]) -> str | None:
         """Text of the ids; None if one of them is a hidden special token."""
-        return None if self._hidden_ids.intersection(ids) else self.decode(ids)
+        return self.decode(ids) if self._hidden_ids.isdisjoint(ids) else None
 
     def build_incremental(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self, self._hidden_ids.union(extra_hidden_ids))

@@ -203,23 +203,27 @@ class MatchKeys:
         position_of = {**self.position_of} if any(message.tool_calls for message in messages) else self.position_of
         num_calls, next_result = self.num_calls, self.next_result
         for message in messages:
-            text = message.content.strip()
             if message.role == "assistant":
                 next_result = num_calls
                 for call in message.tool_calls:
                     position_of[call.call_id] = num_calls
                     num_calls += 1
-                calls = tuple((call.name, _canonical_json(call.arguments)) for call in message.tool_calls)
-                keys.append((message.role, text, calls))
+                keys.append(build_reply_key(message))
             elif message.role == "tool":
                 position = position_of.get(message.tool_call_id, next_result) if message.tool_call_id else next_result
                 next_result = position + 1
-                keys.append((message.role, text, position))
+                keys.append((message.role, message.content.strip(), position))
             else:
-                keys.append((message.role, text, message.name))
+                keys.append((message.role, message.content.strip(), message.name))
         return MatchKeys(
             keys=(*self.keys, *keys), position_of=position_of, num_calls=num_calls, next_result=next_result
         )
+
+
+def build_reply_key(message: Message) -> MatchKey:
+    """The match key of a message of the assistant, which does not depend on those before it."""
+    calls = tuple([(call.name, _canonical_json(call.arguments)) for call in message.tool_calls])
+    return message.role, message.content.strip(), calls
 
 
 NO_KEYS = MatchKeys()

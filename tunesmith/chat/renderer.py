@@ -59,6 +59,10 @@ NUM_TAIL_IDS = 16
 """Last ids of a prompt that are decoded to check whether it opens a <think> block."""
 
 
+END_OF_REPLY = Message(role="assistant", content=SENTINEL)
+"""A reply of which nothing but the end matters."""
+
+
 class PromptTooLongError(ValueError):
     """The text cannot fit the context however it is tokenized."""
 
@@ -135,6 +139,8 @@ class Renderer:
 
     def encode_content(self, text: str, *, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of text inside a message; special tokens that it spells are plain text. `max_tokens` as in `render`."""
+        if not text:
+            return ()
         self._check_length(text, max_tokens)
         return self._encode_delta(text if self._special_tokens is None else self._special_tokens.escape(text))
 
@@ -315,7 +321,7 @@ class Renderer:
         the argument of the last call. A last attempt leaves the calls out.
         """
         calls = [ToolCall(call_id=call.call_id, name=call.name, arguments="{}") for call in reply.tool_calls]
-        content = Message(role="assistant", content=SENTINEL + appended)
+        content = Message(role="assistant", content=SENTINEL + appended) if appended else END_OF_REPLY
         if not calls:
             return [content]
         last = replace(calls[-1], arguments=json.dumps({"a": SENTINEL}))

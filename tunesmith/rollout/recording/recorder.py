@@ -26,7 +26,7 @@ from tunesmith.errors import EngineError
 from tunesmith.experience.samples import extends
 from tunesmith.rollout.recording.open_turn import OpenTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
-from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyText, ReplyTexts
+from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
@@ -108,7 +108,7 @@ class Session:
         """By digest of the conversation up to the reply, and scope."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
-        self._reply_texts = ReplyTexts()
+        self._reply_texts = ReplyTexts(renderer)
         self._seen_requests: set[tuple[int, str]] = set()
 
     async def admit(self, prompt: Prompt) -> SessionCall:
@@ -294,20 +294,19 @@ class Session:
         turn = self._turns.get(choice_id)
         if turn is None:
             return
-        if call.prompt.reply_start:
-            reply = replace(reply, content=call.prompt.reply_start + reply.content)
-        if not reply.tool_calls:
-            has_reasoning = reply.reasoning is not None
-            is_cut = turn.stop_reason in ("stop", "length") and turn.prompt_ids == call.prompt_ids
-            sampled = self._renderer.decode_text(turn.sampled_ids, has_reasoning=has_reasoning) if is_cut else ""
-            text = None if has_reasoning else reply.content + cut_stop
-            whole_text = sampled and call.prompt.reply_start + sampled
-            recorded = ReplyText(choice_id=choice_id, turn=turn, text=text, whole_text=whole_text)
-            self._reply_texts.add((call.keys, call.scope), recorded)
+        reply_start = call.prompt.reply_start
+        if reply_start:
+            reply = replace(reply, content=reply_start + reply.content)
         digest, keys = call.conversation.identify_reply(reply)
+        recorded = RecordedReply(
+            choice_id=choice_id, turn=turn, keys=keys, message=reply, reply_start=reply_start, cut_stop=cut_stop,
+            has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
+        )  # fmt: skip
+        if not reply.tool_calls:
+            self._reply_texts.add((call.keys, call.scope), recorded)
         existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest, call.scope] = RecordedReply(choice_id=choice_id, turn=turn, keys=keys)
+            self._replies[digest, call.scope] = recorded
 
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""

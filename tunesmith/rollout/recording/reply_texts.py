@@ -12,9 +12,10 @@ writes after the appended text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tunesmith.chat.messages import MatchKey, Message
+from tunesmith.chat.renderer import Renderer
 from tunesmith.types import Turn
 
 Conversation = tuple[tuple[MatchKey, ...], str]
@@ -27,11 +28,39 @@ ChoiceId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedReply:
-    """A finished turn and the match keys of the conversation up to its reply; later calls may extend it."""
+    """A finished turn and its parsed reply; later calls may extend or continue it."""
 
     choice_id: ChoiceId
     turn: Turn
     keys: tuple[MatchKey, ...]
+    """Match keys of the conversation up to the reply."""
+    message: Message
+    """The reply, with the part that earlier turns wrote."""
+    reply_start: str
+    """That part."""
+    cut_stop: str
+    """The stop string that was cut off it."""
+    has_prefix: bool
+    """The reply began with tokens that were not sampled."""
+
+    @property
+    def text(self) -> str | None:
+        """Up to the end of the stop string; None if the reply has reasoning, which a request cannot continue."""
+        return None if self.message.reasoning is not None else self.message.content + self.cut_stop
+
+    def decode_whole(self, renderer: Renderer) -> str:
+        """With the stop string and what was sampled after it, without reasoning; empty if sampled ids are not text."""
+        if self.turn.stop_reason not in ("stop", "length") or self.has_prefix:
+            return ""
+        has_reasoning = self.message.reasoning is not None
+        sampled = renderer.decode_text(self.turn.sampled_ids, has_reasoning=has_reasoning)
+        return sampled and self.reply_start + sampled
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of prompt and text; an end-of-sequence token is left out."""
+        sampled = self.turn.sampled_ids[:-1] if self.turn.stop_reason == "eos" else self.turn.sampled_ids
+        return self.turn.prompt_ids + sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,40 +74,24 @@ class EarlierTurn:
     """Text that the request's message has after the reply's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyText:
-    """A recorded reply and its text, with the part that earlier turns wrote."""
-
-    choice_id: ChoiceId
-    turn: Turn
-    text: str | None
-    """Up to the end of the stop string; None if the reply has reasoning, which a request cannot continue."""
-    whole_text: str
-    """With the stop string and what was sampled after it, without reasoning; empty if sampled ids are not text."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Ids of prompt and text; an end-of-sequence token is left out."""
-        sampled = self.turn.sampled_ids[:-1] if self.turn.stop_reason == "eos" else self.turn.sampled_ids
-        return self.turn.prompt_ids + sampled
-
-
-@dataclass(slots=True, kw_only=True)
 class ReplyTexts:
-    """The reply texts of one session."""
+    """The replies of one session that call no tools, by their text; it is computed when a request may need it."""
 
-    _replies: dict[Conversation, list[ReplyText]] = field(default_factory=dict)
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._replies: dict[Conversation, list[RecordedReply]] = {}
 
-    def add(self, conversation: Conversation, reply: ReplyText) -> None:
+    def add(self, conversation: Conversation, reply: RecordedReply) -> None:
         self._replies.setdefault(conversation, []).append(reply)
 
-    def find_extended(self, conversation: Conversation, message: Message) -> tuple[ReplyText, str] | None:
+    def find_extended(self, conversation: Conversation, message: Message) -> tuple[RecordedReply, str] | None:
         """The reply whose whole text the message begins with, and the rest of the message."""
-        rests = [(each, _find_rest(message.content, each.whole_text)) for each in self._replies.get(conversation, ())]
-        found = [(each, rest) for each, rest in rests if rest is not None and not message.tool_calls]
+        replies = () if message.tool_calls else self._replies.get(conversation, ())
+        rests = [(each, _find_rest(message.content, each.decode_whole(self._renderer))) for each in replies]
+        found = [(each, rest) for each, rest in rests if rest is not None]
         return max(found, key=lambda each: (-len(each[1]), each[0].choice_id), default=None)
 
-    def find(self, conversation: Conversation, text: str) -> ReplyText | None:
+    def find(self, conversation: Conversation, text: str) -> RecordedReply | None:
         """The reply with the longest text that `text` begins with; of equal texts the last."""
         found = [
             each for each in self._replies.get(conversation, ()) if each.text is not None and text.startswith(each.text)
