@@ -92,15 +92,15 @@ async def wait_disconnect(receive: Receive) -> None:
 
 
 class DisconnectWatch:
-    """Cancels a task once the client of its request is gone, until the watch ends.
+    """Cancels the current task once the client of its request is gone, until the watch ends.
 
     It advances `wait_disconnect` itself, from one future to the next: a task of its own would take as long as parsing
     the request. The body must have been read.
     """
 
-    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
-        self.is_disconnected = False
-        self._task: asyncio.Task[Any] | None = task
+    def __init__(self, receive: Receive) -> None:
+        self._is_disconnected = False
+        self._task = asyncio.current_task()
         self._waiting = wait_disconnect(receive)
         self._advance()
 
@@ -114,10 +114,17 @@ class DisconnectWatch:
 
     def _cancel(self) -> None:
         if self._task is not None:
-            self.is_disconnected = True
+            self._is_disconnected = True
             self._task.cancel()
 
+    @property
+    def has_cancelled(self) -> bool:
+        """Whether the watch, and nobody else, has cancelled the task."""
+        return self._is_disconnected and self._task is not None and self._task.cancelling() <= 1
+
     def end(self) -> None:
+        if self._is_disconnected and self._task is not None:
+            self._task.uncancel()
         self._task = None
         self._waiting.close()
 

@@ -28,18 +28,11 @@ class Detokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden_ids = frozenset(hidden_ids)
         self._bytes_of = build_byte_table(self._backend, hidden_ids=self._hidden_ids)
-        self._last: tuple[Sequence[int], str] = ((), "")
-        """Ids and text of the last reply: it is decoded to be parsed, and again to be recorded."""
 
     def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
         """Text of the ids without special tokens and `extra_hidden_ids`."""
         if self._bytes_of is not None and not extra_hidden_ids:
-            last_ids, text = self._last
-            if ids is not last_ids:
-                text = b"".join(map(self._bytes_of.__getitem__, ids)).decode(errors="replace")
-                if type(ids) is tuple:  # a list may change
-                    self._last = (ids, text)
-            return text
+            return b"".join(map(self._bytes_of.__getitem__, ids)).decode(errors="replace")
         hidden = self._hidden_ids.union(extra_hidden_ids) if extra_hidden_ids else self._hidden_ids
         return self._decode([token_id for token_id in ids if token_id not in hidden])
 

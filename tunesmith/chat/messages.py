@@ -226,12 +226,9 @@ def build_reply_key(message: Message) -> MatchKey:
     return message.role, message.content.strip(), calls
 
 
-NO_KEYS = MatchKeys()
-
-
 def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
     """The match keys of a conversation."""
-    return NO_KEYS.extend(messages).keys
+    return MatchKeys().extend(messages).keys
 
 
 def _canonical_json(text: str) -> str:

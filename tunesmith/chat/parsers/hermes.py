@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.chat.parsers.call_format import (
-    Block,
-    CallFormat,
-    ReadCall,
-    Tools,
-    build_call,
-    find_close,
-    load_json,
-)
+from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, Tools, build_call, find_close, load_json
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 

@@ -28,9 +28,8 @@ SHORT_SLEEP_S = 0.01
 SLEEP_BUDGET_S = 0.25
 """Longest total sleep between two steps; without it, an agent that polls for its own completion would wait forever."""
 MIN_NEW_OBJECTS = 500_000
-"""Generation-0 threshold of the garbage collector while the loop runs: those of 20,000 model calls. A collection looks
-at each token of recorded turns, and with 100,000 takes a tenth of the time of the calls. On a GPU the trainer collects
-in each update anyway."""
+"""Generation-0 threshold of the garbage collector while the loop runs. A collection looks at each token of recorded
+turns: with 100,000 it takes a tenth of the time of model calls. On a GPU the trainer collects in each update anyway."""
 NUM_ITERATIONS_BETWEEN_STEPS = 3
 """On other event loops: a result is delivered, its coroutine resumes, and its next request arrives."""
 

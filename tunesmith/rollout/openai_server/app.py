@@ -121,19 +121,15 @@ def parse_json(body: bytes) -> Any:
 
 async def run_while_connected(receive: Receive, response: Awaitable[Answer]) -> Answer | None:
     """Await the response in this task; if the client disconnects first, cancel it and return None."""
-    task = asyncio.current_task()
-    assert task is not None
-    watch = DisconnectWatch(receive, task)
+    watch = DisconnectWatch(receive)
     try:
         return await response
     except asyncio.CancelledError:
-        if not watch.is_disconnected or task.cancelling() > 1:
+        if not watch.has_cancelled:
             raise
         return None
     finally:
         watch.end()
-        if watch.is_disconnected:
-            task.uncancel()
 
 
 async def _send_json(send: Send, status: int, body: Mapping[str, Any]) -> None:

@@ -16,18 +16,9 @@ from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
 from tunesmith.chat.renderer import Prompt, PromptTooLongError
 from tunesmith.errors import EngineError, ReplayError
 from tunesmith.rollout.openai_server.chat_completion import OpenEvents, PendingChatCompletion, create_completion
-from tunesmith.rollout.openai_server.constraints import (
-    constrain_call,
-    constrain_reply,
-    constrain_text,
-)
+from tunesmith.rollout.openai_server.constraints import constrain_call, constrain_reply, constrain_text
 from tunesmith.rollout.openai_server.fields import ApiError, RequestError
-from tunesmith.rollout.openai_server.request import (
-    ChatRequest,
-    RequestParser,
-    TextRequest,
-    parse_text_request,
-)
+from tunesmith.rollout.openai_server.request import ChatRequest, RequestParser, TextRequest, parse_text_request
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recording.recorder import (
     Recorder,
@@ -84,11 +75,7 @@ class ChatEndpoint:
             raise RequestError(message, param="model", status=404)
 
     async def admit(
-        self,
-        session: Session,
-        fields: Any,
-        *,
-        open_events: OpenEvents | None = None,
+        self, session: Session, fields: Any, *, open_events: OpenEvents | None = None
     ) -> PendingChatCompletion:
         """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `open_events`: of an API
         whose responses have another form."""

@@ -38,12 +38,7 @@ class OpenTurn:
         return self.is_ended and self.task is not None and self.task.uncancel() == 0
 
     def add(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        details: TokenDetails | None,
-        *,
-        policy_version: int,
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None, *, policy_version: int
     ) -> None:
         """Add tokens that the engine reports."""
         self.sampled_ids += token_ids

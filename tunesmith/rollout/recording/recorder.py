@@ -54,10 +54,6 @@ class SessionCall:
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
-    @property
-    def keys(self) -> tuple[MatchKey, ...]:
-        return self.conversation.keys
-
 
 class Session:
     """The model calls of one trajectory; created by `Recorder.open_session`."""
@@ -216,7 +212,10 @@ class Session:
         A `seed` in the request is combined with the session's: equal seeds repeat within a trajectory, but not across
         a group. `prefix_ids` are the start of the reply that is not sampled (a forced tool call).
         """
-        await self._enter()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.is_closed:
+            raise SessionClosedError
         choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
@@ -266,13 +265,6 @@ class Session:
             self.record.finish(choice_id, turn, completion)
         return completion
 
-    async def _enter(self) -> None:
-        """Wait at the gate; raise if the session is closed."""
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.is_closed:
-            raise SessionClosedError
-
     def _translate_error(self, error: Exception, open_turn: OpenTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
         open_turn.collect()
@@ -303,7 +295,7 @@ class Session:
             has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
         )  # fmt: skip
         if not reply.tool_calls:
-            self._reply_texts.add((call.keys, call.scope), recorded)
+            self._reply_texts.add((call.conversation.keys, call.scope), recorded)
         existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
             self._replies[digest, call.scope] = recorded
@@ -353,12 +345,7 @@ class Recorder:
         """Keys of sessions closed since the last two calls of `compute_stats`; their late calls are counted."""
 
     def open_session(
-        self,
-        *,
-        seed: int,
-        sampling: Sampling,
-        order: tuple[int, ...] = (),
-        is_recorded: bool = True,
+        self, *, seed: int, sampling: Sampling, order: tuple[int, ...] = (), is_recorded: bool = True
     ) -> Session:
         """Open a session; its key is random and cannot be guessed.
 
@@ -367,13 +354,7 @@ class Recorder:
         """
         key = secrets.token_urlsafe(16)
         session = Session(
-            self.engine,
-            self.renderer,
-            key=key,
-            seed=seed,
-            order=order,
-            sampling=sampling,
-            is_recorded=is_recorded,
+            self.engine, self.renderer, key=key, seed=seed, order=order, sampling=sampling, is_recorded=is_recorded
         )
         self._sessions[key] = session
         return session

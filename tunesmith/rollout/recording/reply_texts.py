@@ -52,8 +52,7 @@ class RecordedReply:
         """With the stop string and what was sampled after it, without reasoning; empty if sampled ids are not text."""
         if self.turn.stop_reason not in ("stop", "length") or self.has_prefix:
             return ""
-        has_reasoning = self.message.reasoning is not None
-        sampled = renderer.decode_text(self.turn.sampled_ids, has_reasoning=has_reasoning)
+        sampled = renderer.decode_text(self.turn.sampled_ids, has_reasoning=self.message.reasoning is not None)
         return sampled and self.reply_start + sampled
 
     @property

@@ -32,13 +32,7 @@ from tunesmith.rollout.openai_server.app import run_while_connected
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.response import build_error
 from tunesmith.rollout.task_server.queue import Attempt, TaskQueue
-from tunesmith.rollout.task_server.request import (
-    FailureReport,
-    NextTask,
-    RewardReport,
-    check_key,
-    read_fields,
-)
+from tunesmith.rollout.task_server.request import FailureReport, NextTask, RewardReport, check_key, read_fields
 from tunesmith.types import WorkflowOutput
 
 
