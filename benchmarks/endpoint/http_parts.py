@@ -31,7 +31,8 @@ PARTS = {
     "uvicorn: cycle, body, disconnect": ("RequestResponseCycle.", "FlowControl.", "ProxyHeadersMiddleware."),
     "guard, time limit of a body": ("SocketGuard.", "_TimedRequest.", "Timeout.", "timeout"),
     "key, body, disconnect": (
-        "read_key", "read_header", "read_body", "read_limited_body", "wait_disconnect", "run_while_connected",
+        "read_key", "read_header", "read_body", "read_limited_body", "wait_disconnect", "DisconnectWatch.",
+        "run_while_connected",
     ),
     "JSON of the request": ("parse_json",),
     "fields": ("RequestParser.", "_parse_options", "build_cache_key"),

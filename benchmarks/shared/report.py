@@ -11,7 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "tokenizers", "openai", "agentscope")
+PACKAGES = (
+    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "tokenizers", "openai", "agentscope", "uvicorn",
+    "httptools",
+)  # fmt: skip
 
 
 class TimeLimit:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from tunesmith.http_server import BodyTooLargeError, DisconnectWatch, read_body, read_key
 from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
-from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, translate_errors
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, ErrorTranslation
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.messages_api import MessagesApi
 from tunesmith.rollout.openai_server.messages_api import build_error_body as build_message_error
@@ -91,7 +91,7 @@ class EndpointApp:
         if isinstance(handled, dict):
             await _send_json(send, 200, handled)
             return
-        with translate_errors():
+        with ErrorTranslation():
             if handled.request.is_stream:
                 await run_while_connected(receive, stream_completion(handled, send))
             else:

@@ -6,8 +6,7 @@ refused with a reason. Every error that a client can receive is an `ApiError` wi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -36,17 +35,19 @@ NO_KEY_MESSAGE = "no API key: use the key of the trajectory as the API key, or /
 INVALID_KEY_MESSAGE = "the API key belongs to no open trajectory: it is wrong, or the trajectory has ended"
 
 
-@contextlib.contextmanager
-def translate_errors() -> Iterator[None]:
-    """Convert errors of sessions and engines to `ApiError`."""
-    try:
-        yield
-    except (SamplingRefusedError, ReplayError) as error:
-        raise ApiError(400, str(error)) from error
-    except SessionClosedError as error:
-        raise ApiError(401, INVALID_KEY_MESSAGE) from error
-    except EngineError as error:
-        raise ApiError(500, f"the engine failed: {error}") from error
+class ErrorTranslation:
+    """Converts errors of sessions and engines to `ApiError`; a generator would take longer, and a call enters two."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, SamplingRefusedError | ReplayError):
+            raise ApiError(400, str(error)) from error
+        if isinstance(error, SessionClosedError):
+            raise ApiError(401, INVALID_KEY_MESSAGE) from error
+        if isinstance(error, EngineError):
+            raise ApiError(500, f"the engine failed: {error}") from error
 
 
 class ChatEndpoint:
@@ -80,7 +81,7 @@ class ChatEndpoint:
         """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `open_events`: of an API
         whose responses have another form."""
         renderer = self.recorder.renderer
-        with translate_errors():
+        with ErrorTranslation():
             request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
@@ -98,14 +99,14 @@ class ChatEndpoint:
 
     async def count_prompt_tokens(self, session: Session, fields: Any) -> int:
         """Number of prompt tokens of a chat request in this session; nothing is sampled or recorded."""
-        with translate_errors():
+        with ErrorTranslation():
             request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
             return len(await self._admit(session.build_prompt_ids(prompt), param="messages"))
 
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
-        with translate_errors():
+        with ErrorTranslation():
             request = parse_text_request(fields, session.sampling)
             self._check_model(request.model)
             calls = []
@@ -178,5 +179,5 @@ class ChatEndpoint:
     async def complete(self, key: str, fields: Any) -> dict[str, Any]:
         """Response body of a non-streaming chat request."""
         pending = await self.admit(self.find_session(key), fields)
-        with translate_errors():
+        with ErrorTranslation():
             return await create_completion(pending)

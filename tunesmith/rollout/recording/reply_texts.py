@@ -35,9 +35,8 @@ class RecordedReply:
     keys: tuple[MatchKey, ...]
     """Match keys of the conversation up to the reply."""
     message: Message
-    """The reply, with the part that earlier turns wrote."""
+    """The reply, with the part that earlier turns wrote: `reply_start`."""
     reply_start: str
-    """That part."""
     cut_stop: str
     """The stop string that was cut off it."""
     has_prefix: bool
