@@ -212,7 +212,7 @@ class _TimedRequest:
 
     def _receive_at_once(self) -> Message | None:
         """What has arrived; most bodies come with their head, and need no timer."""
-        received = self._receive()
+        received: Any = self._receive()
         try:
             received.send(None)
         except StopIteration as end:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "tokenizers", "openai", "agentscope", "uvicorn",
-    "httptools",
+    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "tokenizers", "openai", "agentscope",
+    "uvicorn", "httptools",
 )  # fmt: skip
 
 

@@ -16,11 +16,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 async def create_chat_completion(
-    model: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    **fields: Any,
+    model: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **fields: Any
 ) -> ChatCompletion:
     """Send one request; `fields` override the model's `options`."""
     request: dict[str, Any] = dict(getattr(model, "options", {})) | fields

@@ -53,8 +53,8 @@ class SpecialTokens:
     def escape(self, value: Any) -> Any:
         """Escape all strings in a JSON value; returns the value itself if none contains a special token."""
         cache_key = build_cache_key(value)
-        for prefixes in self._prefixes if cache_key is not None else ():
-            if not any(map(cache_key.__contains__, prefixes)):
+        for prefixes in self._prefixes:
+            if cache_key is not None and not any(map(cache_key.__contains__, prefixes)):
                 return value
         return self._escape_all(value)
 

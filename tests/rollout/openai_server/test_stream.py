@@ -14,6 +14,7 @@ from served import ADD, SUB, TOKENIZERS, TOOLS, USER, build_service, create_comp
 
 from chat_templates import QWEN25, THINKING
 from fakes import Script
+from tunesmith.rollout.openai_server.app import run_while_connected
 from tunesmith.rollout.service import ModelService
 
 pytestmark = pytest.mark.anyio
@@ -194,3 +195,20 @@ async def test_completions_over_http():
             stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)
             assert join_chunks([chunk async for chunk in stream])["content"] == "both"
         assert len(service.close(bound)) == 2
+
+
+@pytest.mark.parametrize(("waits", "expected"), [(False, "answer"), (True, None)])
+async def test_a_client_that_is_gone_before_the_response_begins_cancels_only_what_waits(waits, expected):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def respond():
+        if waits:
+            await asyncio.Event().wait()
+        return "answer"
+
+    assert await run_while_connected(receive, respond()) == expected
+    await asyncio.sleep(0)  # raises a cancellation that came too late
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0

@@ -295,7 +295,7 @@ class Session:
             has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
         )  # fmt: skip
         if not reply.tool_calls:
-            self._reply_texts.add((call.conversation.keys, call.scope), recorded)
+            self._reply_texts.add((call.keys, call.scope), recorded)
         existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
             self._replies[digest, call.scope] = recorded
