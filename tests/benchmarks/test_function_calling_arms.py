@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,6 @@ def test_the_settings_of_every_arm_are_valid(name, is_small, tmp_path, monkeypat
     for command in ARMS[name].commands:
         whole = ["-m", "tunesmith", *command]
         filled = [queue.fill(each, tmp_path) for each in [*whole, *queue.list_changes(whole)]]
-        changes = [value for key, value in zip(filled, filled[1:], strict=False) if key == "--set"]
+        changes = [value for key, value in pairwise(filled) if key == "--set"]
         assert LOADERS[command[0]](filled[3], changes)
     assert ARMS[name].needs is None or ARMS[name].needs in list(ARMS)[: list(ARMS).index(name)]

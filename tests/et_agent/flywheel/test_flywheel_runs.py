@@ -69,7 +69,7 @@ def values(tmp_path, monkeypatch, pocket_folder):
     rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for n in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
-        "model": {"path": pocket_folder, "max_model_len": 512, "max_tokens": 8, "device": "cpu"},
+        "model": {"path": pocket_folder, "max_model_len": 2048, "max_tokens": 8, "device": "cpu"},
         "roles": {"analyst": "functions.py:analyst", "author": "functions.py:author"},
         "environment": {"tools": ["functions.py:search"], "max_tokens": 16, "prompt": "none"},
         "judge": "functions.py:judge",
@@ -242,7 +242,7 @@ def test_roles_of_the_model_have_a_token_limit_of_their_own_and_say_when_they_re
 
 
 def test_a_role_may_be_an_auxiliary_model(values, tmp_path, pocket_folder):
-    local = {"path": pocket_folder, "max_model_len": 512, "max_tokens": 4}
+    local = {"path": pocket_folder, "max_model_len": 2048, "max_tokens": 4}
     more = {"auxiliary_models": {"big": local}, "roles": {"policy": "big", "analyst": "big", "author": "big"}}
     result = run(values | more | {"num_iterations": 1}, tmp_path / "out")
     assert not any(each["failed"] for each in result.operators.values()) and result.num_tokens == 0
