@@ -54,6 +54,10 @@ class SessionCall:
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
+    @property
+    def keys(self) -> tuple[MatchKey, ...]:
+        return self.conversation.keys
+
 
 class Session:
     """The model calls of one trajectory; created by `Recorder.open_session`."""
