@@ -11,7 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
-    FalconH1Config,
+    Llama4TextConfig,
     OlmoHybridConfig,
     Qwen2AudioConfig,
 )
@@ -246,7 +246,7 @@ SUPPORTED = "supported are text models of transformers in which every layer is o
     ("config", "reason"),
     [
         (OlmoHybridConfig(**SHARED), "'olmo_hybrid' with layers of type linear_attention, full_attention"),
-        (FalconH1Config(**SHARED), "'falcon_h1' with layers of type hybrid"),
+        (Llama4TextConfig(**SHARED), "'llama4_text' with layers of type chunked_attention"),
         (Qwen2AudioConfig(), "'qwen2' .*: transformers has no causal language model for it"),
     ],
 )

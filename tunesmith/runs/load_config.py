@@ -125,13 +125,18 @@ def load_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"cannot read the config file {path}: {first_line(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error.full_key or 'a value'}: {first_line(error)}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
+        if is_too_deep(error):
+            raise ConfigError(f"{path} is nested too deeply to be read") from error
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply to be read") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not a list")
     return loaded
+
+
+def is_too_deep(error: Exception) -> bool:
+    """Whether YAML could not be read for its depth, which newer versions of PyYAML limit themselves."""
+    return isinstance(error, RecursionError) or "maximum nesting depth" in str(error)
 
 
 def describe_folder(path: Path) -> str:
@@ -155,10 +160,10 @@ def apply_override(config: DictConfig, override: str) -> None:
         config.merge_with(given)
         if OmegaConf.select(given, key.strip()) == {}:
             OmegaConf.update(config, key.strip(), {}, merge=False)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, RecursionError) as error:
+        if is_too_deep(error):
+            raise ConfigError(f"the value of the override of {key.strip()} is nested too deeply to be read") from error
         raise ConfigError(f"override {override!r} cannot be applied: {first_line(error)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"the value of the override of {key.strip()} is nested too deeply to be read") from error
 
 
 def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySection:
