@@ -15,7 +15,7 @@ from recipes.et_agent.mathematics import leave_wrong_beginnings
 from recipes.world import World, generate
 from recipes.world.config import build_config
 from recipes.world.expert import iter_plans
-from tunesmith import prepare_model, run_pipeline
+from tunesmith import run_pipeline
 from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
@@ -192,7 +192,7 @@ FEW_STEPS = (
 )  # fmt: skip
 
 
-def test_mathematics_runs_to_its_end(tmp_path, monkeypatch):
+def test_mathematics_runs_to_its_end(tmp_path, pocket_folder, monkeypatch):
     (tmp_path / "gsm8k").mkdir()
     for split in ("train", "test"):
         rows = [
@@ -201,8 +201,7 @@ def test_mathematics_runs_to_its_end(tmp_path, monkeypatch):
         ]
         (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "judge_of_tests.py").write_text(SOURCE)
-    pocket = str(prepare_model("pocket", tmp_path / "pocket"))
-    for name, value in {"MODEL": pocket, "LARGE": pocket, "GSM8K": str(tmp_path / "gsm8k")}.items():
+    for name, value in {"MODEL": pocket_folder, "LARGE": pocket_folder, "GSM8K": str(tmp_path / "gsm8k")}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(FOLDER.parents[1])
     curriculum, random = "stages.curriculum.stages", "stages.random.stages"
