@@ -91,10 +91,11 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
     config = check_policy(section)
     text, code = config.get_text_config(), inspect.getmodule(find_model_class(config))
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    routers = [each for name, each in vars(code).items() if name.endswith("Router") and hasattr(each, "forward")]
+    members = {} if code is None else vars(code)  # None: code of the model's own, which may have any routers
+    routers = [each for name, each in members.items() if name.endswith("Router") and hasattr(each, "forward")]
     # `sparsemixer` of Phi-MoE does not choose the largest scores
     has_choice = has_experts and any("topk" in each.forward.__code__.co_names for each in routers)
-    has_balance = has_experts and hasattr(code, "load_balancing_loss_func")
+    has_balance = has_experts and "load_balancing_loss_func" in members
     for knob, is_supported in {"routing_replay": has_choice, "router_aux_loss_coef": has_balance}.items():
         if getattr(trainer, knob) and not is_supported:
             raise ConfigError(f"trainer.{knob} does not support models of type {text.model_type!r}: leave it out")

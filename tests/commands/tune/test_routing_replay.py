@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,32 @@ def test_knobs_of_routers_are_refused_for_a_dense_model(setting, pocket_folder, 
         ConfigError, match=f"{setting.partition('=')[0]} does not support models of type 'llama': leave"
     ):
         run(setting)
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_modeling_code_of_the_models_own_is_checked_too(pocket_folder, tmp_path):
+    shutil.copytree(pocket_folder, tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text()) | {"model_type": "own_llama"}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }  # fmt: skip
+    for name, text in {
+        "config.json": json.dumps(config), "configuration_own.py": CONFIGURATION, "modeling_own.py": MODELING,
+    }.items():  # fmt: skip
+        (tmp_path / "own" / name).write_text(text)
+    section = ModelSection(path=str(tmp_path / "own"), max_model_len=64, trust_remote_code=True)
+    check_trained_model(section, TrainerSection())
+    with pytest.raises(ConfigError, match="routing_replay does not support models of type 'own_llama'"):
+        check_trained_model(section, TrainerSection(routing_replay=True))
