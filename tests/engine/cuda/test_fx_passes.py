@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from tiny_models import build_tiny
 from trainable_models import build_deep
+from tunesmith.config import LoraSection
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
@@ -23,6 +24,7 @@ from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.worker.model_runner import probe_layers
 from tunesmith.errors import ModelError
+from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import run_body, use_plan_attention
 from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps, fuse_layer
 from tunesmith.model.kernels.prologue import Prologue
@@ -109,8 +111,8 @@ def build_ops(calls: Counter[str]) -> FusedOps:
     def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
         return functional.silu(inputs @ gate_weight.T) * (inputs @ value_weight.T)
 
-    def add_linear(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return total.add_(inputs @ weight.T)
+    def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
+        return total.add_(factor * inputs @ weight.T)
 
     def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
@@ -178,6 +180,38 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_adapters_of_attention_take_one_product_for_their_inputs_and_one_for_each_layer(
+    name: str, dropout: float
+) -> None:
+    model = copy.deepcopy(build_tiny(name))
+    add_adapter(model, LoraSection(r=4, dropout=dropout), base="", dtype=model.dtype)
+    for key, weight in model.named_parameters():
+        if "lora_B" in key:
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * 0.3)
+    model.eval()
+    use_plan_attention(model)
+    ids = torch.randint(0, 97, (11,), generator=torch.Generator().manual_seed(0))
+    expected = model.get_decoder()(input_ids=ids[None]).last_hidden_state[0]
+    merge_weights(model)
+    num_layers = len(model.get_decoder().layers)
+    merged = find_merged_tensors(model.get_decoder())
+    assert [len(group) for group in merged if group[0].shape[0] == 4] == [3] * num_layers + [1] * num_layers
+    calls: Counter[str] = Counter()
+    fused = FusedLayers(model, build_ops(calls), max_positions=32)
+    cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
+    with fused.installed():
+        plan = build_prefill_plan(cache, [Span(0, 0, 11, list(range(3, 10)))], tile_tokens=8, device=CPU)
+        found = run_body(model, ids[None], torch.arange(11)[None], plan)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert calls == {
+        "rms norm": 2 * num_layers + 1, "merged linear of 6": num_layers, "swiglu": num_layers,
+        "add linear": 6 * num_layers, "paged prefill": num_layers,
+    }  # fmt: skip
+
+
 class Rounded:
     """What a quantizing operation returns: not a tensor, so that only products can read it."""
 
@@ -197,7 +231,7 @@ def build_quantized_ops(calls: Counter[str]) -> FusedOps:
         plain,
         merged_linear=lambda inputs, *rest: plain.merged_linear(read(inputs), *rest),
         swiglu=lambda inputs, *rest: plain.swiglu(read(inputs), *rest),
-        add_linear=lambda total, inputs, weight: plain.add_linear(total, read(inputs), weight),
+        add_linear=lambda total, inputs, *rest: plain.add_linear(total, read(inputs), *rest),
         quantized=QuantizedOps(
             rms_norm=lambda *arguments: Rounded(plain.rms_norm(*arguments)),
             swiglu=lambda inputs, *rest: Rounded(plain.swiglu(read(inputs), *rest)),
