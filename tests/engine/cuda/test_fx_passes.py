@@ -356,6 +356,25 @@ def test_a_linear_is_fused_into_a_residual_of_its_own_or_a_wider_dtype_only() ->
 
 
 @torch.inference_mode()
+def test_factors_of_products_are_multiplied_and_a_product_that_is_read_twice_is_not_added_in_place() -> None:
+    x, a, w, v = torch.randn(2, 3, 8), torch.randn(2, 3, 5), torch.randn(8, 5), torch.randn(8, 5)
+
+    def scale(x: Tensor, a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return x + (functional.linear(a, w) + functional.linear(a, v) * 3.0) * 0.5
+
+    def read_twice(x: Tensor, a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        product = functional.linear(a, w) * 3.0
+        return (x + product) * product
+
+    for compute, num_fused in ((scale, 2), (read_twice, 0)):
+        expected = compute(x, a, w, v)
+        output, is_whole, calls = fuse(compute, x.clone(), a, w, v)
+        torch.testing.assert_close(output, expected)
+        assert is_whole
+        assert calls["add linear"] == num_fused
+
+
+@torch.inference_mode()
 def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
     x, y, w = torch.randn(1, 3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
 

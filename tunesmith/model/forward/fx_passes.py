@@ -314,9 +314,10 @@ def _match_products(node: Any, fused_ops: FusedOps) -> list[tuple[Any, ...]]:
     if _is_call(node, {fused_ops.add_linear}):
         first = _match_products(node.args[0], fused_ops)
         return [*first, node.args[1:]] if first else []
-    linear, factor = _match_binary(node, MUL) or (None, None)
-    is_scaled = isinstance(factor, float | int) and _is_linear_without_bias(linear) and len(linear.users) == 1
-    return [(*linear.args[:2], factor)] if is_scaled else []
+    pair = _match_binary(node, MUL)
+    if pair is None or not isinstance(pair[1], float | int):
+        return []
+    return [(*each[:2], pair[1] * (each[2] if len(each) > 2 else 1)) for each in _match_products(pair[0], fused_ops)]
 
 
 def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedOps) -> None:
