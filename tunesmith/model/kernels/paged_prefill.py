@@ -97,7 +97,9 @@ def run_paged_prefill(
         scaling, softcap, epsilon, sliding_window, block_table_RP.stride(0),
         query_1HTD.stride(2), query_1HTD.stride(1), *key_strides,
         GROUPS=num_groups, GROUPS_PAD=groups_pad, ROWS=tile.rows, TOKENS=tile.tokens,
-        HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_SINKS=sinks_H is not None, IS_STEP=is_step,
+        HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_SINKS=sinks_H is not None,
+        # with exact numerics no tile has other operations than another
+        HAS_OPEN_TILES=not (is_exact() or sliding_window), IS_STEP=is_step,
         COPIES=num_copies, QUERIES=max(groups_pad, num_copies),
         PRECISION="ieee" if query_1HTD.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,

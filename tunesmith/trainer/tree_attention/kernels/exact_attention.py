@@ -16,7 +16,7 @@ from tunesmith.experience.samples import Trie
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 from tunesmith.model.kernels.paged_prefill import run_paged_prefill
 from tunesmith.model.kernels.prologue import Prologue
-from tunesmith.model.kernels.span_attention import get_tile_tokens
+from tunesmith.model.kernels.span_attention import EXACT_ROWS, get_tile_tokens
 from tunesmith.trainer.tree_attention.cpu import split_segments
 
 
@@ -36,7 +36,7 @@ def build_spans(trie: Trie, num_groups: int, device: torch.device) -> tuple[Tens
             table_SP[index, :depth] = table_SP[chain.parent, :depth]
         table_SP[index, depth : depth + length] = np.arange(chain.start, chain.end)
         spans_3S[:, index] = chain.start, depth, depth + length
-    tile_tokens = get_tile_tokens(num_groups)
+    tile_tokens = get_tile_tokens(num_groups, EXACT_ROWS)
     num_tiles = -(-lengths // tile_tokens)
     tiles_2I = np.full((2, _round_up(int(num_tiles.sum()))), len(table_SP) - 1, np.int32)
     tiles_2I[0, : num_tiles.sum()] = np.repeat(np.arange(len(chains)), num_tiles)
