@@ -42,9 +42,11 @@ def _scan_chunks(
     # one axis for chunks and heads, as products of batches need it
     growth, keys, new, states = (each.flatten(0, 1) for each in (growth_NH11, keys_NHKL, new_NHLV, states_NHKV))
     old = None if old_NHLK is None else old_NHLK.flatten(0, 1)
-    deltas = new if old is None else torch.empty_like(new)
+    deltas = new if old is None else new.new_empty(new.shape)
     after_MHKV, first, first_end = initial_SHKV, 0, 0
     for num_chunks, num_ends in turns_U2.tolist():
+        if not num_chunks:
+            break
         last, last_end = first + num_chunks, first_end + num_ends
         here = slice(first * num_heads, last * num_heads)
         torch.index_select(after_MHKV, 0, parents_N[first:last], out=states_NHKV[first:last])
