@@ -89,6 +89,11 @@ def _gather(rows_THK: Tensor, index: Tensor) -> Tensor:
     return functional.pad(rows_THK, (0, 0, 0, 0, 1, 0))[index]
 
 
+def get_least_size(device: torch.device) -> int:
+    """Of the axes of tables: torch traces a layer once more for an axis of size 1. On a CPU padding takes longer."""
+    return 1 if device.type == "cpu" else 2
+
+
 class StateTable:
     """From which states the tokens of a row start, and where the states after them go."""
 
@@ -142,8 +147,7 @@ class SegmentTable(StateTable):
         self._device = device
         if num_tokens is None:
             num_tokens = max((segment.end for segment in segments), default=0)
-        # torch traces a layer once more for an axis of size 1, so on a GPU there is none; a CPU would compute it twice
-        least = 1 if device.type == "cpu" else 2
+        least = get_least_size(device)
         sources = [each.source for each in segments if each.source is not None]
         self.sources_S = self._copy(sources * least if len(sources) == 1 else sources)
         self._build(segments, num_tokens, least)
