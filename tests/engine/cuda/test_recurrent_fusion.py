@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 import torch
 import torch._dynamo
+from test_fx_passes import CPU, build_ops
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from test_fx_passes import CPU, build_ops
 from tiny_models import build_tiny
 from tunesmith.engine.batch.kv_cache import KVCache, build_states
 from tunesmith.engine.core.span import Span
@@ -24,7 +24,8 @@ from tunesmith.model.forward.recurrence import CONV, MATRIX, Segment, SegmentTab
 from tunesmith.model.merged_weights import linear_merged, merge_weights
 
 EMPTY_SLOT, NUM_SLOTS = 7, 8
-ROWS = {"two requests": (11, 5), "one request": (9,), "three requests": (3, 12, 70)}
+ROWS = ((11, 5), (9,), (3, 12, 70))
+"""Prompts of the requests of a row."""
 
 
 def build_table(name: str, states: Tensor, slots: Tensor) -> SegmentTable:
@@ -78,11 +79,11 @@ class Requests:
     def _run(self, model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: LayeredPlan) -> Tensor:
         return run_body(model, ids[None], positions[None], plan)[0]
 
-    def compute_whole(self, model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
+    def compute_whole(self, model: PreTrainedModel) -> list[Tensor]:
         """The hidden states of the prefill and of two decode steps, from the modeling code."""
         whole = [model.get_decoder()(input_ids=ids[None]).last_hidden_state[0] for ids in self.ids]
         prefilled = torch.cat([each[:-2] for each in whole])
-        return prefilled, [torch.stack([each[step - 2] for each in whole]) for step in range(2)]
+        return [prefilled, *(torch.stack([each[step - 2] for each in whole]) for step in range(2))]
 
 
 def build_cache(model: PreTrainedModel) -> KVCache:
@@ -94,19 +95,20 @@ def build_cache(model: PreTrainedModel) -> KVCache:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_kinds", "num_merged"),
+    ("name", "merged_of_kind"),
     [
-        ("qwen3_5", 2, [2, 4, 2, 3]),  # products of gate and value, and of the inputs of recurrence or attention
-        ("qwen3_next", 2, [2, 2, 2, 3]),
-        ("lfm2", 1, []),  # layers with attention are fused without a compiler
-        ("granitemoehybrid", 2, [3]),
-        ("falcon_h1", 1, [2, 3]),
-        ("nemotron_h", 1, []),
+        # products of the recurrence's or attention's inputs, and of gate and value
+        ("qwen3_5", [[3, 2], [4, 2]]),
+        ("qwen3_next", [[2, 2], [3, 2]]),
+        ("lfm2", [[2]]),  # its layers with attention are fused without a compiler
+        ("granitemoehybrid", [[], [3]]),
+        ("falcon_h1", [[3, 2]]),  # a layer has both
+        ("nemotron_h", [[]]),
     ],
 )
 @torch.inference_mode()
-def test_all_recurrent_layers_share_a_graph_for_every_number_of_tokens(
-    name: str, num_kinds: int, num_merged: list[int], monkeypatch: pytest.MonkeyPatch
+def test_all_layers_of_a_kind_share_a_graph_that_serves_every_row(
+    name: str, merged_of_kind: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[fx.GraphModule] = []
 
@@ -121,15 +123,23 @@ def test_all_recurrent_layers_share_a_graph_for_every_number_of_tokens(
     use_plan_attention(model)
     merge_weights(model)
     fused = FusedLayers(model, build_ops(Counter()), max_positions=128)
-    decoder_graphs = 0
-    for kind, lengths in ROWS.items():
+    for lengths in ROWS:
         cache, requests = build_cache(model), Requests(lengths)
         with fused.installed():
-            found = requests.prefill(model, cache)
-            num_prefill = len(graphs)
-            decoded = [requests.decode(model, cache, step) for step in range(2)] if len(lengths) > 1 else []
-        expected, expected_steps = requests.compute_whole(model)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        for ours, theirs in zip(decoded, expected_steps, strict=False):
+            found = [requests.prefill(model, cache)]
+            if len(lengths) > 1:  # no decode graph has one row
+                found += [requests.decode(model, cache, step) for step in range(2)]
+        for ours, theirs in zip(found, requests.compute_whole(model), strict=False):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        print(kind, num_prefill, len(graphs), decoder_graphs)
+    for operations in ({"write_states", "paged_prefill"}, {"step_conv", "paged_decode"}):
+        kinds = [each for each in graphs if not operations.isdisjoint(list_names(each))]
+        assert sorted(map(list_merged, kinds)) == merged_of_kind, operations
+
+
+def list_names(graph: fx.GraphModule) -> list[str]:
+    return [str(node.target).removeprefix("tunesmith.").removesuffix(".default") for node in graph.graph.nodes]
+
+
+def list_merged(graph: fx.GraphModule) -> list[int]:
+    """The number of weights of each merged product."""
+    return [len(node.args[1]) for node in graph.graph.nodes if node.target is linear_merged]

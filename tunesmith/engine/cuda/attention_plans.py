@@ -149,8 +149,11 @@ def build_prefill_arrays(block_size: int, spans: Sequence[Span], *, tile_tokens:
 def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
     """Prefill attention of spans concatenated in one row."""
     arrays = build_prefill_arrays(cache.block_size, spans, tile_tokens=tile_tokens)
-    shared = (arrays.slot_mapping_T, arrays.block_table_RP, arrays.spans_3R, arrays.tiles_2I)
-    tensors = [copy_to_device(array, device) for array in shared]
+    # One request more, without tokens, and a tile of it: torch traces layers once more for an axis of size 1.
+    table_RP, spans_3R = np.pad(arrays.block_table_RP, ((0, 1), (0, 0))), np.pad(arrays.spans_3R, ((0, 0), (0, 1)))
+    tiles_2I = np.pad(arrays.tiles_2I, ((0, 0), (0, 1)))
+    tiles_2I[0, -1] = len(spans)
+    tensors = [copy_to_device(each, device) for each in (arrays.slot_mapping_T, table_RP, spans_3R, tiles_2I)]
     blocks_of_layers = zip(cache.keys, cache.values, strict=True)
     return LayeredPlan(
         [PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks_of_layers],

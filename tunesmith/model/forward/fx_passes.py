@@ -277,12 +277,14 @@ def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         if _is_linear_without_bias(node) and node.args[1] in value_of:
             linears_of[node.args[0]].append(node)
     for source, linears in linears_of.items():
+        first = linears[0]
+        linears.sort(key=lambda node: value_of[node.args[1]].data_ptr())  # a layer may call them in another order
         weights = [value_of[node.args[1]] for node in linears]
         for group in find_merged_groups(weights, [None] * len(weights)):
             if len(group) == 1:
                 continue
             nodes = [linears[index] for index in group]
-            with graph.inserting_before(linears[0]):
+            with graph.inserting_before(first):
                 product = graph.call_function(linear_merged, (source, [node.args[1] for node in nodes]))
                 parts = graph.call_method("split", (product, [len(weights[index]) for index in group], -1))
                 new = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]

@@ -71,8 +71,8 @@ class Segment:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by index: 0 is a row of zeros, n the n-th row. The inverse index gathers the gradient, because no row is read
-    twice; to add to rows by index would take longer."""
+    """Rows by index: 0 is a row of zeros, n the n-th row. No row is read twice, so the inverse index gathers the
+    gradient; to add to rows by index would take longer."""
 
     @staticmethod
     def forward(ctx: Any, rows_THK: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -286,9 +286,9 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     else:
         mixed, gate = module.in_proj_qkv(hidden_TC), module.in_proj_z(hidden_TC).view(num_tokens, -1, size)
         rate, step = module.in_proj_b(hidden_TC), module.in_proj_a(hidden_TC)
-    mixed = functional.silu(
-        table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)
-    ).to(hidden_TC.dtype)
+    mixed = functional.silu(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(
+        hidden_TC.dtype
+    )
     wide = torch.promote_types(hidden_TC.dtype, torch.float32)
     query, key, value = mixed.to(wide).split([module.key_dim, module.key_dim, module.value_dim], -1)
     query, key = (
@@ -315,9 +315,7 @@ def _run_mamba2(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     if hasattr(module, "mup_vector"):  # of Falcon-H1, as is the multiplier
         projected = projected * module.mup_vector[0]
     gate, mixed, step = projected.split([module.intermediate_size, module.conv_dim, num_heads], -1)
-    mixed = module.act(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(
-        hidden_TC.dtype
-    )
+    mixed = module.act(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(hidden_TC.dtype)
     wide = torch.promote_types(hidden_TC.dtype, torch.float32)
     size = module.n_groups * module.ssm_state_size
     inputs, key, query = mixed.to(wide).split([module.intermediate_size, size, size], -1)
@@ -386,7 +384,7 @@ def use_recurrent_plans(model: nn.Module) -> None:
 
 @cache  # one class for all layers, which are traced once
 def _build_layer_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A decoder layer that passes its plan as `seq_idx`: in transformers 5.17 it passes nothing else to convolutions."""
+    """A decoder layer that passes its plan as `seq_idx`: transformers 5.17 passes nothing else to convolutions."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original.forward(self, *args, **kwargs | {"seq_idx": kwargs.get("attention_plan")})

@@ -38,7 +38,10 @@ def _scan_chunks(
     turns_U2: Tensor, parents_N: Tensor, ends_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     num_heads, sizes = new_NHLV.shape[1], initial_SHKV.shape[1:]
-    states_NHKV, ended_EHKV = initial_SHKV.new_empty((len(new_NHLV), *sizes)), initial_SHKV.new_empty((len(ends_E), *sizes))
+    states_NHKV, ended_EHKV = (
+        initial_SHKV.new_empty((len(new_NHLV), *sizes)),
+        initial_SHKV.new_empty((len(ends_E), *sizes)),
+    )
     # one axis for chunks and heads, as products of batches need it
     growth, keys, new, states = (each.flatten(0, 1) for each in (growth_NH11, keys_NHKL, new_NHLV, states_NHKV))
     old = None if old_NHLK is None else old_NHLK.flatten(0, 1)
@@ -156,10 +159,10 @@ scan_chunks = torch.ops.tunesmith.scan_chunks.default
 """Compute the states of chunks turn by turn: the state before each chunk [N, H, K, V], d of each chunk (empty without
 `old`), and the states after the chunks `ends` [E, H, K, V].
 
-`new` is U, `old` W, `growth` exp(G_last) and `keys` k exp(G_last - G) of the formulas of `recurrence`. Chunks are in the
-order of their turns. `turns` [U, 2], on the CPU, has the number of chunks and of ends of each turn. `parents` [N] is the
-place of a chunk's predecessor in the turn before, in the first turn a row of `initial`, which has no gradient; `ends`
-are places in their turn.
+`new` is U, `old` W, `growth` exp(G_last) and `keys` k exp(G_last - G) of the formulas of `recurrence`. Chunks are in
+the order of their turns. `turns` [U, 2], on the CPU, has the numbers of chunks and of ends of each turn. `parents` [N]
+is the place of a chunk's predecessor in the turn before, in the first turn a row of `initial`, which has no gradient;
+`ends` are places in their turn.
 """
 scan_chunks_backward = torch.ops.tunesmith.scan_chunks_backward.default
 write_states = torch.ops.tunesmith.write_states.default
