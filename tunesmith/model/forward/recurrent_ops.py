@@ -90,7 +90,7 @@ def _scan_chunks_backward(
     if old_NHLK is None:
         old, new = None, torch.zeros(deltas.shape, dtype=deltas.dtype, device=deltas.device)
     else:
-        old, new = old_NHLK.flatten(0, 1), grad_deltas_NHLV.flatten(0, 1).clone()
+        old, new = old_NHLK.flatten(0, 1), grad_deltas_NHLV.flatten(0, 1).clone(memory_format=torch.contiguous_format)
     counts, last = turns_U2[:, 0].tolist(), len(states_NHKV)
     for turn in reversed(range(len(counts))):
         first = last - counts[turn]
@@ -101,7 +101,7 @@ def _scan_chunks_backward(
             if old is not None:
                 before.baddbmm_(old[here].transpose(1, 2), new[here], alpha=-1)
             parents = after_NHKV[first - counts[turn - 1] : first]
-            parents.index_add_(0, parents_N[first:last], before.view(-1, *sizes))
+            parents.index_add_(0, parents_N[first:last], before.reshape(-1, *sizes))
         last = first
     grad_old = deltas.new_empty(0) if old is None else (new @ states.transpose(1, 2)).neg_().view(old_NHLK.shape)
     grad_growth, grad_keys = (after * states).sum((1, 2)), after @ deltas.transpose(1, 2)
