@@ -65,7 +65,7 @@ def test_chunks_of_the_gated_delta_rule_and_of_mamba_2_are_the_recurrence(num_to
     states = {0: {recurrence.MATRIX: torch.cat([initial, torch.zeros_like(initial)])}}
     segment = recurrence.Segment(start=0, end=num_tokens, source=1, targets=(2, 0))
     table = recurrence.SegmentTable([segment], CPU, states)
-    found = table.apply_rule(0, query, key, value, decay, rate if has_rates else None)
+    found = table.select_layer(0).apply_rule(query, key, value, decay, rate if has_rates else None)
     state = initial[1]
     for token in range(num_tokens):
         state = decay[token].exp()[:, None, None] * state

@@ -11,8 +11,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-MERGED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MERGED_LAYERS = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"),
+)  # fmt: skip
 """Names of sibling layers that receive the same input."""
 
 
@@ -70,6 +74,28 @@ def get_merged_view(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         offset += tensor.numel()
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+torch.library.define(
+    "tunesmith::linear_merged", "(Tensor inputs, Tensor[] weights) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@torch.library.impl("tunesmith::linear_merged", "default")
+def _linear_merged(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    merged = get_merged_view(weights)
+    if merged is not None:
+        return functional.linear(inputs, merged)
+    return torch.cat([functional.linear(inputs, weight) for weight in weights], dim=-1)
+
+
+@torch.library.register_fake("tunesmith::linear_merged")
+def _build_product(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
+linear_merged = torch.ops.tunesmith.linear_merged.default
+"""The products with the weights, side by side: one product if they are merged."""
 
 
 def find_merged_groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:

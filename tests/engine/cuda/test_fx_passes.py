@@ -52,7 +52,7 @@ def rotate(heads_1HTD: Tensor, prologue: Prologue) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor,
     places: list[tuple[int, int]], scaling: float, window: int, softcap: float, sinks: Tensor | None,
-    prologue: Prologue | None,
+    prologue: Prologue | None = None,
 ) -> Tensor:  # fmt: skip
     """Reference attention, token by token; `places` holds each token's request and position."""
     assert sinks is None

@@ -10,16 +10,20 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from recurrent_paths import PATHS, build_row
 from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
+from tunesmith.model.forward.recurrence import SegmentTable
 from tunesmith.trainer import loss_pass as step
 from tunesmith.trainer.batch import DeviceInputs
 from tunesmith.trainer.layers import compiled_layers as compiling
 from tunesmith.trainer.optimizer import MasterAdamW
+from tunesmith.trainer.tree_attention.cpu import split_segments
+from tunesmith.trainer.tree_attention.plan import TreePlan
 
 
 @pytest.fixture
@@ -46,16 +50,49 @@ def run_layers(model, num_tokens: int) -> list[torch.Tensor]:
     return [hidden, *gradients]
 
 
-def test_one_graph_serves_all_layers_and_lengths(compile_function):
-    model = build_trainable("qwen3")
-    expected = [run_layers(model, num_tokens) for num_tokens in (12, 30)]
+@pytest.mark.parametrize(
+    ("name", "num_graphs"),
+    [
+        ("qwen3", 2),  # one for the layers, one for the last norm
+        ("qwen3_5", 3),  # recurrent layers, layers with attention, the last norm
+        ("lfm2", 2),
+    ],
+)
+def test_one_graph_serves_all_layers_of_a_kind_and_all_lengths(compile_function, monkeypatch, name, num_graphs):
+    monkeypatch.setattr("tunesmith.model.forward.recurrence.get_least_size", lambda device: 2)  # as on a GPU
+    model, lengths = build_trainable(name), (12, 30, 130)
+    expected = [run_layers(model, num_tokens) for num_tokens in lengths]
     with compiling.compiled_layers(model):
-        ours = [run_layers(model, num_tokens) for num_tokens in (12, 30)]
+        ours = [run_layers(model, num_tokens) for num_tokens in lengths]
     for all_ours, all_expected in zip(ours, expected, strict=True):
         for a, b in zip(all_ours, all_expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert counters["stats"]["unique_graphs"] == 2, "one for the layers, one for the last norm"
+    assert counters["stats"]["unique_graphs"] == num_graphs
     assert not counters["graph_break"]
+
+
+def test_recurrent_layers_on_a_padded_trie_have_the_gradients_of_eager_layers(compile_function, monkeypatch):
+    """Branches, chunks of several turns, and padding after them, which has no gradient."""
+    monkeypatch.setattr("tunesmith.model.forward.recurrence.get_least_size", lambda device: 2)
+    model, trie = build_trainable("qwen3_5"), build_row(PATHS["over a chunk"])
+    layer = next(each for each in model.get_decoder().layers if each.block_type == "linear_attention")
+    plan, num_tokens = TreePlan(trie, torch.device("cpu")), trie.num_tokens
+    results = []
+    for num_added in (0, 10):
+        plan.segments = SegmentTable(split_segments(trie), torch.device("cpu"), num_tokens=num_tokens + num_added)
+        source = torch.linspace(-1, 1, (num_tokens + 10) * 32, dtype=torch.float64).view(1, -1, 32).sin()
+        source = source[:, : num_tokens + num_added].requires_grad_()
+        angles = (source, source)  # which recurrent layers do not read
+        with compiling.compiled_layers(model) if num_added else nullcontext():
+            output = layer(source, attention_mask=None, position_embeddings=angles, attention_plan=plan)
+        assert output.isfinite().all()
+        output = output[:, :num_tokens]
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        gradients = [each.grad for each in layer.parameters() if each.grad is not None]
+        results.append([output.detach(), source.grad[:, :num_tokens], *gradients])
+        layer.zero_grad()
+    for ours, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_models_with_and_without_float32_residuals_are_compiled_separately(compile_function):

@@ -23,12 +23,14 @@ from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.decode_work import DecodeWork
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
-from tunesmith.model.forward.recurrence import Segment, SegmentTable
+from tunesmith.model.forward.recurrence import SegmentTable, SlotTable
 from tunesmith.model.torch_modes import is_exact
 
 
 class _LayerPlan:
-    """One layer's KV-cache blocks."""
+    """One layer's KV-cache blocks, or the states of a recurrent layer."""
+
+    segments: Any = None
 
     def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor) -> None:
         self.keys = keys_PKZD
@@ -83,11 +85,13 @@ class LayeredPlan:
     """The plans of all layers as one `AttentionPlan` for `run_body`."""
 
     def __init__(
-        self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan], segments: SegmentTable | None = None
+        self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan], segments: SlotTable | SegmentTable | None = None
     ) -> None:
         """`segments` are those of recurrent layers, for models that have such layers."""
         self.layers = layers
         self.segments: Any = segments
+        for index, layer in enumerate(layers if segments else ()):
+            layer.segments = segments.select_layer(index)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return self.layers[get_layer_index(module)].attend(module, query, key, value, options)
@@ -96,8 +100,7 @@ class LayeredPlan:
 def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork, slots_R: Tensor) -> LayeredPlan:
     """Decode attention of requests whose last known token is at the positions of `work`."""
     blocks = zip(cache.keys, cache.values, strict=True)
-    rows = [Segment(start=row, end=row + 1, source=0, targets=(0,)) for row in range(len(slots_R))]
-    table = SegmentTable(rows, slots_R.device, cache.states, slots_R)
+    table = SlotTable(slots_R, cache.states) if cache.states else None
     if is_exact():  # attention adds in the order of prefills
         tiles_20 = block_table_RP.new_empty((2, 0))
         tensors = (work.positions_R, block_table_RP, work.positions_R.expand(3, -1), tiles_20)
@@ -146,8 +149,11 @@ def build_prefill_arrays(block_size: int, spans: Sequence[Span], *, tile_tokens:
 def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
     """Prefill attention of spans concatenated in one row."""
     arrays = build_prefill_arrays(cache.block_size, spans, tile_tokens=tile_tokens)
-    shared = (arrays.slot_mapping_T, arrays.block_table_RP, arrays.spans_3R, arrays.tiles_2I)
-    tensors = [copy_to_device(array, device) for array in shared]
+    # One request more, without tokens, and a tile of it: torch traces layers once more for an axis of size 1.
+    table_RP, spans_3R = np.pad(arrays.block_table_RP, ((0, 1), (0, 0))), np.pad(arrays.spans_3R, ((0, 0), (0, 1)))
+    tiles_2I = np.pad(arrays.tiles_2I, ((0, 0), (0, 1)))
+    tiles_2I[0, -1] = len(spans)
+    tensors = [copy_to_device(each, device) for each in (arrays.slot_mapping_T, table_RP, spans_3R, tiles_2I)]
     blocks_of_layers = zip(cache.keys, cache.values, strict=True)
     return LayeredPlan(
         [PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks_of_layers],

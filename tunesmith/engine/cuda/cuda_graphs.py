@@ -363,10 +363,9 @@ def build_graphs(
     is_compiled: bool,
     fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given.
-    Recurrent layers are not fused."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given."""
     fused = None
-    if is_compiled and not cache.states:
+    if is_compiled:
         merge_weights(model)
         max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)

@@ -18,6 +18,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
@@ -66,7 +67,8 @@ class FusedLayers:
         for module, forward in self._forwards:
             module.__dict__["forward"] = forward
         try:
-            with torch._dynamo.config.patch(settings):
+            # sizes that are equal by chance, such as two rows and two heads, are not one size in the graph
+            with torch._dynamo.config.patch(settings), fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 yield
         finally:
             for module, _ in self._forwards:

@@ -294,7 +294,9 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape | None]:
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     run_body(model, token, token, plan)
     shapes = {layer: LayerShape(*heads) for layer, heads in plan.heads_of_layer.items()}
-    return [shapes.get(layer) for layer in range(max(shapes) + 1)]
+    return [
+        shapes.get(layer) for layer in range(max(*shapes, model.config.get_text_config().num_hidden_layers - 1) + 1)
+    ]
 
 
 def measure_cache_bytes(model: PreTrainedModel, *, has_trainer: bool) -> int:

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from tunesmith.errors import ModelError
 from tunesmith.model.kernels.prologue import Prologue
+from tunesmith.model.merged_weights import find_merged_groups, linear_merged
 from tunesmith.model.torch_modes import is_exact
 
 MUL = {operator.mul, torch.mul, "mul"}
@@ -92,6 +93,7 @@ def compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOp
         return fused.forward
     if ops.quantized is not None:
         raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")
+    _merge_products(module, inputs)
     return cast(Callable[..., Any], compile_fx(module, list(inputs)))
 
 
@@ -276,6 +278,31 @@ def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int) ->
             parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
         for node, part in zip(linears, parts, strict=True):
             _replace_node(node, part)
+
+
+def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """One product for merged weights, which torch's compiler does not know to be adjacent."""
+    graph = module.graph
+    value_of = dict(zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if _is_linear_without_bias(node) and node.args[1] in value_of:
+            linears_of[node.args[0]].append(node)
+    for source, linears in linears_of.items():
+        first = linears[0]
+        linears.sort(key=lambda node: value_of[node.args[1]].data_ptr())  # a layer may call them in another order
+        weights = [value_of[node.args[1]] for node in linears]
+        for group in find_merged_groups(weights, [None] * len(weights)):
+            if len(group) == 1:
+                continue
+            nodes = [linears[index] for index in group]
+            with graph.inserting_before(first):
+                product = graph.call_function(linear_merged, (source, [node.args[1] for node in nodes]))
+                parts = graph.call_method("split", (product, [len(weights[index]) for index in group], -1))
+                new = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
+            for node, part in zip(nodes, new, strict=True):
+                _replace_node(node, part)
+    module.recompile()
 
 
 def _fuse_added_products(graph: fx.Graph, fused_ops: FusedOps) -> None:

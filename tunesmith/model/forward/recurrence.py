@@ -28,10 +28,12 @@ sizes of a head's keys and values.
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,8 +42,11 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from tunesmith.model.arrays import copy_to_device
+from tunesmith.model.forward import recurrent_ops as ops
 
 MAX_CHUNK_TOKENS = 64
+MAX_TAPS = 7
+"""Most tokens before its own that a convolution reads."""
 CONV, MATRIX = "conv", "matrix"
 """Names of a layer's states: the last inputs of its convolution [W - 1, C], and the matrices [H, K, V]."""
 NORM_EPSILON = 1e-6
@@ -65,183 +70,197 @@ class Segment:
     """Slots to which the state at its end goes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """The chunks of one turn."""
+class _Gather(torch.autograd.Function):
+    """Rows by index: 0 is a row of zeros, n the n-th row. No row is read twice, so the inverse index gathers the
+    gradient; to add to rows by index would take longer."""
 
-    chunks: slice
-    parents: Tensor | None
-    """Their predecessors among the chunks of the turn before; None: each has the one of the same index, or none."""
-    ends: Tensor | None
-    """Those of them after which the state goes to `targets`; None: all."""
-    targets: Tensor | None
+    @staticmethod
+    def forward(ctx: Any, rows_THK: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _gather(rows_THK, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _gather(grad, inverse), None, None
 
 
-class SegmentTable:
-    """The segments of a row, which partition its first `num_tokens` tokens; parents come before their children."""
+def _gather(rows_THK: Tensor, index: Tensor) -> Tensor:
+    return functional.pad(rows_THK, (0, 0, 0, 0, 1, 0))[index]
+
+
+def get_least_size(device: torch.device) -> int:
+    """Of the axes of tables: torch traces a layer once more for an axis of size 1. On a CPU padding takes longer."""
+    return 1 if device.type == "cpu" else 2
+
+
+class StateTable:
+    """From which states the tokens of a row start, and where the states after them go."""
+
+    layer_states: Mapping[str, Tensor] | None = None
+
+    def __init__(self, states: States | None) -> None:
+        self.states = states
+
+    def select_layer(self, layer: int) -> Self:
+        """The same for one layer: it has no number, so that all layers share a traced graph."""
+        table = copy.copy(self)
+        table.states, table.layer_states = None, (self.states or {}).get(layer)
+        return table
+
+
+class SlotTable(StateTable):
+    """Each token of a row starts from and ends in its slot; slots may change between two replays of a CUDA graph."""
+
+    def __init__(self, slots_T: Tensor, states: States) -> None:
+        super().__init__(states)
+        self.slots_T = slots_T
+
+    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
+        """See `SegmentTable`."""
+        assert self.layer_states is not None
+        return ops.step_conv(inputs_TC, weight_CW, bias, self.layer_states[CONV], self.slots_T)
+
+    def apply_rule(
+        self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor | None
+    ) -> Tensor:
+        """See `SegmentTable`."""
+        assert self.layer_states is not None
+        states = self.layer_states[MATRIX]
+        return ops.step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states, self.slots_T)
+
+
+class SegmentTable(StateTable):
+    """The segments of a row, which partition its first tokens; parents come before their children. The output of tokens
+    after them, which pad the row, is not defined but finite."""
 
     def __init__(
         self,
         segments: Sequence[Segment],
         device: torch.device,
         states: States | None = None,
-        slots: Tensor | None = None,
+        *,
+        num_tokens: int | None = None,
     ) -> None:
-        """Either all segments without a parent have a source, or none has one. With `slots`, on the device, each token
-        is a segment that starts from and ends in its slot; they may change between two forwards of a CUDA graph."""
-        self.num_tokens = max((segment.end for segment in segments), default=0)
-        self._segments, self._device, self._states = segments, device, states or {}
+        """Either all segments without a parent have a source, or none has one. `num_tokens` includes padding."""
+        super().__init__(states)
+        self._device = device
+        if num_tokens is None:
+            num_tokens = max((segment.end for segment in segments), default=0)
+        least = get_least_size(device)
         sources = [each.source for each in segments if each.source is not None]
-        targets = [slot for each in segments for slot in each.targets]
-        self._sources, self._targets = (self._copy(each) if slots is None else slots for each in (sources, targets))
-        self._has_kernel = slots is not None and device.type == "cuda"
-        self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        self._chunks: tuple[Tensor, Tensor, list[_Turn]] | None = None
+        self.sources_S = self._copy(sources * least if len(sources) == 1 else sources)
+        self._build(segments, num_tokens, least)
 
-    def convolve(self, layer: int, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
         """The causal depthwise convolution [T, C], in float32 or wider."""
         num_before = weight_CW.shape[1] - 1
-        if num_before not in self._taps:
-            self._taps[num_before] = self._build_taps(num_before)
-        taps_WT, tails = self._taps[num_before]
+        assert num_before <= MAX_TAPS, f"a convolution over {num_before + 1} tokens"
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
-        if len(self._sources):
-            context.insert(1, self._states[layer][CONV][self._sources].flatten(0, 1))
+        if self.layer_states is not None:
+            context.append(self.layer_states[CONV][self.sources_S].transpose(0, 1).flatten(0, 1))
         context_XC = torch.cat(context)
         wide = torch.promote_types(inputs_TC.dtype, torch.float32)
-        weight_WC = weight_CW.to(wide).t()
+        # wide before it is read by index, so that gradients are added in that type
+        wide_XC, weight_WC = context_XC.to(wide), weight_CW.to(wide).t()
         output_TC = inputs_TC.to(wide) * weight_WC[-1]
-        for back, index_T in enumerate(taps_WT, 2):
-            output_TC = output_TC + context_XC[index_T].to(wide) * weight_WC[-back]
-        if len(self._targets):
-            last_inputs = context_XC[tails].unflatten(0, (-1, num_before))
-            self._states[layer][CONV].index_copy_(0, self._targets, last_inputs)
+        for back in range(num_before):
+            output_TC = output_TC + wide_XC[self.taps_WT[back, : len(inputs_TC)]] * weight_WC[-2 - back]
+        if self.layer_states is not None:
+            last_inputs = context_XC[self.tails_EW[:, MAX_TAPS - num_before :]]
+            ops.write_states(self.layer_states[CONV], self.targets_E, last_inputs)
         return output_TC if bias is None else output_TC + bias.to(wide)
 
     def apply_rule(
-        self,
-        layer: int,
-        query_THK: Tensor,
-        key_THK: Tensor,
-        value_THV: Tensor,
-        decay_TH: Tensor,
-        rate_TH: Tensor | None,
+        self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor | None
     ) -> Tensor:
         """Output [T, H, V] of the gated delta rule, without rates of Mamba 2; all inputs have the state's type."""
-        if self._has_kernel and value_THV.dtype == torch.float32:
-            from tunesmith.model.kernels.delta_step import step_states  # needs Triton
+        index_P, place_T = self.index_NL.flatten(), self.place_T[: len(value_THV)]
 
-            states = self._states[layer][MATRIX]
-            return step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states=states, slots_T=self._sources)
-        if self._chunks is None:
-            self._chunks = self._build_chunks()
-        index_NL, place_T, turns = self._chunks
+        def divide(each_THK: Tensor) -> Tensor:
+            gathered_PHK = _Gather.apply(each_THK, index_P, place_T)
+            return gathered_PHK.unflatten(0, self.index_NL.shape).transpose(1, 2)
 
-        def divide(each_TH: Tensor) -> Tensor:
-            each = each_TH.view(*each_TH.shape[:2], -1)
-            return functional.pad(each, (0, 0, 0, 0, 0, 1))[index_NL].transpose(1, 2)
-
-        query, key, value, decay_NHL1 = map(divide, (query_THK, key_THK, value_THV, decay_TH))
+        query, key, value, decay_NHL1 = map(divide, (query_THK, key_THK, value_THV, decay_TH[:, :, None]))
         sums = decay_NHL1.cumsum(2)
         last, growth = sums[:, :, -1:], sums.exp()
         is_later_LL = torch.ones(sums.shape[2], sums.shape[2], dtype=torch.bool, device=sums.device).triu(1)
         decays_LL = (sums - sums.transpose(2, 3)).masked_fill(is_later_LL, -torch.inf).exp()
-        keys_KL = key.transpose(2, 3)
-        scores, readers, new = query @ keys_KL * decays_LL, query * growth, value
+        scores, new, old = query @ key.transpose(2, 3) * decays_LL, value, None
         if rate_TH is not None:
-            rate = divide(rate_TH)
+            rate = divide(rate_TH[:, :, None])
             scaled = rate * key
             solved = torch.linalg.solve_triangular(
-                (scaled @ keys_KL * decays_LL).tril(-1),
+                (scaled @ key.transpose(2, 3) * decays_LL).tril(-1),
                 torch.cat([rate * value, scaled * growth], 3),
                 upper=False,
                 unitriangular=True,
             )
             new, old = solved.split([value.shape[3], key.shape[3]], 3)
-            readers = torch.cat([old, readers], 2)
-        keys_KL, growth = (key * (last - sums).exp()).transpose(2, 3), last.exp()
-        if len(self._sources):
-            state = self._states[layer][MATRIX][self._sources]
+        keys_KL = (key * (last - sums).exp()).transpose(2, 3)
+        if self.layer_states is not None:
+            initial = self.layer_states[MATRIX][self.sources_S]
         else:
-            state = value.new_zeros((turns[0].chunks.stop, value.shape[1], key.shape[3], value.shape[3]))
-        outputs = []
-        for turn in turns:
-            here = turn.chunks
-            if turn.parents is not None:
-                state = state[turn.parents]
-            *known, output = (readers[here] @ state).split(query.shape[2], 2)
-            delta = new[here] - known[0] if known else new[here]
-            outputs.append(output + scores[here] @ delta)
-            state = growth[here] * state + keys_KL[here] @ delta
-            if turn.targets is not None:
-                ends = state if turn.ends is None else state[turn.ends]
-                self._states[layer][MATRIX].index_copy_(0, turn.targets, ends)
-        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place_T]
+            initial = value.new_zeros((1, value.shape[1], key.shape[3], value.shape[3]))
+        states, deltas, ended = ops.scan_chunks(
+            initial, new, old, last.exp(), keys_KL, self.turns_U2, self.parents_N, self.ends_E
+        )
+        if self.layer_states is not None:
+            ops.write_states(self.layer_states[MATRIX], self.targets_E, ended)
+        output = (query * growth) @ states + scores @ (new if old is None else deltas)
+        return _Gather.apply(output.transpose(1, 2).flatten(0, 1), place_T, index_P)
 
-    def _copy(self, values: Sequence[int] | np.ndarray) -> Tensor:
+    def _copy(self, values: Sequence[Any] | np.ndarray) -> Tensor:
         return copy_to_device(np.asarray(values, dtype=np.int64), self._device)
 
-    def _build_taps(self, num_before: int) -> tuple[Tensor, Tensor]:
-        """Indices of X, which are a row of zeros, the tails of the sources and the tokens: the inputs before each token
-        [W - 1, T], nearest first, and the last inputs of each target."""
-        first_tail, first_token = 1, 1 + len(self._sources) * num_before
-        taps_TW = np.zeros((self.num_tokens, num_before), dtype=np.int64)
-        histories, tails = list[np.ndarray](), list[np.ndarray]()
-        for segment in self._segments:
-            history = np.zeros(num_before, dtype=np.int64)  # before a sequence there are zeros
-            if segment.parent is not None:
-                history = histories[segment.parent]
-            elif segment.source is not None:
-                history, first_tail = np.arange(first_tail, first_tail + num_before), first_tail + num_before
-            path = np.concatenate([history, np.arange(segment.start, segment.end) + first_token])
-            windows = np.lib.stride_tricks.sliding_window_view(path[:-1], num_before)
-            taps_TW[segment.start : segment.end] = windows[:, ::-1]
-            histories.append(path[len(path) - num_before :])
-            tails += [histories[-1]] * len(segment.targets)
-        return self._copy(taps_TW.T.copy()), self._copy(np.concatenate(tails) if tails else [])
-
-    def _build_chunks(self) -> tuple[Tensor, Tensor, list[_Turn]]:
-        """The token in each place of the chunks [N, L], T where there is none; the place of each token; the turns."""
-        longest = max(segment.end - segment.start for segment in self._segments)
-        size = min(MAX_CHUNK_TOKENS, 1 << (longest - 1).bit_length())
+    def _build(self, segments: Sequence[Segment], num_tokens: int, least: int) -> None:
+        longest = max((segment.end - segment.start for segment in segments), default=1)
+        size = max(least, min(MAX_CHUNK_TOKENS, 1 << (longest - 1).bit_length()))
         turns: list[list[tuple[int, int, int]]] = []  # parent in the turn before, first token, end
         lasts: list[tuple[int, int]] = []  # of each segment the turn of its last chunk, and its place in the turn
-        ends: list[list[tuple[int, int]]] = []  # place in the turn, target
-        for segment in self._segments:
-            turn, parent = (-1, -1) if segment.parent is None else lasts[segment.parent]
+        taps_TW = np.zeros((num_tokens, MAX_TAPS), dtype=np.int64)
+        histories: list[np.ndarray] = []  # of each segment, where its last inputs are
+        num_sources, num_roots = len(self.sources_S), 0
+        for segment in segments:
+            turn, parent, history = -1, 0, np.zeros(MAX_TAPS, dtype=np.int64)  # before a sequence there are zeros
+            if segment.parent is not None:
+                (turn, parent), history = lasts[segment.parent], histories[segment.parent]
+            elif segment.source is not None:
+                # from the end of the context, for layers whose convolutions differ in length
+                parent, history = num_roots, num_roots - np.arange(MAX_TAPS, 0, -1) * num_sources
+                num_roots += 1
+            path = np.concatenate([history, np.arange(segment.start + 1, segment.end + 1)])
+            windows = np.lib.stride_tricks.sliding_window_view(path[:-1], MAX_TAPS)
+            taps_TW[segment.start : segment.end] = windows[:, ::-1]
+            histories.append(path[-MAX_TAPS:])
             for start in range(segment.start, segment.end, size):
                 turn += 1
                 if turn == len(turns):
                     turns.append([])
-                    ends.append([])
                 turns[turn].append((parent, start, min(start + size, segment.end)))
                 parent = len(turns[turn]) - 1
             lasts.append((turn, parent))
-        target = 0
-        for segment, (turn, place) in zip(self._segments, lasts, strict=True):
-            ends[turn] += [(place, target + index) for index in range(len(segment.targets))]
-            target += len(segment.targets)
-        index_NL = np.full((sum(map(len, turns)), size), self.num_tokens, dtype=np.int64)
-        place_T = np.zeros(self.num_tokens, dtype=np.int64)
-        built, first = [], 0
-        for turn, chunks in enumerate(turns):
-            for chunk, (_, start, end) in enumerate(chunks, first):
-                index_NL[chunk, : end - start] = np.arange(start, end)
-                place_T[start:end] = chunk * size + np.arange(end - start)
-            parents, here = [parent for parent, _, _ in chunks], list(range(len(chunks)))
-            is_same = turn == 0 or (parents == here and len(turns[turn - 1]) == len(chunks))
-            places, targets = [place for place, _ in ends[turn]], [target for _, target in ends[turn]]
-            is_all = targets == list(range(len(self._targets)))
-            built.append(
-                _Turn(
-                    slice(first, first + len(chunks)),
-                    None if is_same else self._copy(parents),
-                    None if places == here else self._copy(places),
-                    (self._targets if is_all else self._targets[self._copy(targets)]) if targets else None,
-                )
-            )
-            first += len(chunks)
-        return self._copy(index_NL), self._copy(place_T), built
+        if len(turns) < least:
+            turns += [[] for _ in range(least - len(turns))]
+        if sum(map(len, turns)) < least:
+            turns[0] += [(0, 0, 0)] * (least - len(turns[0]))
+        ends = [(*lasts[index], slot, index) for index, segment in enumerate(segments) for slot in segment.targets]
+        ends = sorted(ends * least if len(ends) == 1 else ends)
+        num_ends = Counter(turn for turn, *_ in ends)
+        chunks = [chunk for turn in turns for chunk in turn]
+        index_NL = np.zeros((len(chunks), size), dtype=np.int64)
+        place_T = np.zeros(num_tokens, dtype=np.int64)
+        for place, (_, start, end) in enumerate(chunks):
+            index_NL[place, : end - start] = np.arange(start + 1, end + 1)
+            place_T[start:end] = np.arange(end - start) + place * size + 1
+        self.index_NL, self.place_T = self._copy(index_NL), self._copy(place_T)
+        self.turns_U2 = torch.tensor([(len(each), num_ends[turn]) for turn, each in enumerate(turns)]).view(-1, 2)
+        self.parents_N, self.taps_WT = self._copy([parent for parent, *_ in chunks]), self._copy(taps_TW.T)
+        self.ends_E, self.targets_E = (self._copy([each[column] for each in ends]) for column in (1, 2))
+        self.tails_EW = self._copy(np.reshape([histories[index] for *_, index in ends], (-1, MAX_TAPS)))
+
+
+Table = SlotTable | SegmentTable
 
 
 def list_sequences(lengths: Sequence[int]) -> list[Segment]:
@@ -250,13 +269,13 @@ def list_sequences(lengths: Sequence[int]) -> list[Segment]:
     return [Segment(start=end - length, end=end) for length, end in zip(lengths, ends, strict=True)]
 
 
-def _run_short_conv(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Tensor:
+def _run_short_conv(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     before, after, inputs = module.in_proj(hidden_TC).chunk(3, dim=-1)
-    mixed = table.convolve(module.layer_idx, before * inputs, module.conv.weight.squeeze(1), module.conv.bias)
+    mixed = table.convolve(before * inputs, module.conv.weight.squeeze(1), module.conv.bias)
     return module.out_proj(after * mixed.to(hidden_TC.dtype))
 
 
-def _run_gated_delta(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Tensor:
+def _run_gated_delta(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     num_tokens, size = len(hidden_TC), module.head_v_dim
     if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next: interleaved by head
         projected = module.fix_query_key_value_ordering(
@@ -267,9 +286,9 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Ten
     else:
         mixed, gate = module.in_proj_qkv(hidden_TC), module.in_proj_z(hidden_TC).view(num_tokens, -1, size)
         rate, step = module.in_proj_b(hidden_TC), module.in_proj_a(hidden_TC)
-    mixed = functional.silu(
-        table.convolve(module.layer_idx, mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)
-    ).to(hidden_TC.dtype)
+    mixed = functional.silu(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(
+        hidden_TC.dtype
+    )
     wide = torch.promote_types(hidden_TC.dtype, torch.float32)
     query, key, value = mixed.to(wide).split([module.key_dim, module.key_dim, module.value_dim], -1)
     query, key = (
@@ -280,7 +299,6 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Ten
     )
     decay = -module.A_log.to(wide).exp() * functional.softplus(step.to(wide) + module.dt_bias.to(wide))
     output_THV = table.apply_rule(
-        module.layer_idx,
         query * module.head_k_dim**-0.5,
         key,
         value.reshape(num_tokens, -1, size),
@@ -291,15 +309,13 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Ten
     return module.out_proj(normed.view(num_tokens, -1))
 
 
-def _run_mamba2(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Tensor:
+def _run_mamba2(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     num_tokens, num_heads = len(hidden_TC), module.num_heads
     projected = module.in_proj(hidden_TC * getattr(module, "ssm_in_multiplier", 1.0))
     if hasattr(module, "mup_vector"):  # of Falcon-H1, as is the multiplier
         projected = projected * module.mup_vector[0]
     gate, mixed, step = projected.split([module.intermediate_size, module.conv_dim, num_heads], -1)
-    mixed = module.act(table.convolve(module.layer_idx, mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(
-        hidden_TC.dtype
-    )
+    mixed = module.act(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(hidden_TC.dtype)
     wide = torch.promote_types(hidden_TC.dtype, torch.float32)
     size = module.n_groups * module.ssm_state_size
     inputs, key, query = mixed.to(wide).split([module.intermediate_size, size, size], -1)
@@ -310,7 +326,7 @@ def _run_mamba2(module: Any, hidden_TC: Tensor, table: SegmentTable) -> Tensor:
     inputs_THV = inputs.reshape(num_tokens, num_heads, -1)
     step_TH = functional.softplus(step.to(wide) + module.dt_bias.to(wide)).clamp(*module.time_step_limit)
     decay_TH = -module.A_log.to(wide).exp() * step_TH
-    output_THV = table.apply_rule(module.layer_idx, query, key, inputs_THV * step_TH[:, :, None], decay_TH, None)
+    output_THV = table.apply_rule(query, key, inputs_THV * step_TH[:, :, None], decay_TH, None)
     output_TC = (output_THV + module.D.to(wide)[:, None] * inputs_THV).flatten(1)
     if isinstance(module.norm, nn.Identity):
         normed = output_TC * functional.silu(gate.to(wide))
@@ -323,7 +339,7 @@ def _normalize(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + NORM_EPSILON)
 
 
-KINDS: Mapping[str, Callable[[Any, Tensor, SegmentTable], Tensor]] = {
+KINDS: Mapping[str, Callable[[Any, Tensor, Table], Tensor]] = {
     "Lfm2ShortConv": _run_short_conv,
     "Lfm2MoeShortConv": _run_short_conv,
     "Qwen3NextGatedDeltaNet": _run_gated_delta,
@@ -350,10 +366,6 @@ def is_recurrent(config: PretrainedConfig) -> bool:
     return not {*RECURRENT_TYPES, HYBRID}.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-_plan: ContextVar[Any] = ContextVar("plan", default=None)
-"""The plan of the decoder layer that runs: some versions of transformers do not pass it on to recurrent layers."""
-
-
 def list_recurrent(model: nn.Module) -> list[Any]:
     """The modules of recurrent layers, in order."""
     return [module for module in model.modules() if type(module).__name__ in KINDS]
@@ -366,34 +378,33 @@ def use_recurrent_plans(model: nn.Module) -> None:
             continue
         if type(module).__name__ in KINDS:
             module.__class__ = _build_class(type(module))
-        elif any(type(child).__name__ in KINDS for child in module.children()):
+        elif type(module).__name__ in ("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer"):
             module.__class__ = _build_layer_class(type(module))
 
 
+@cache  # one class for all layers, which are traced once
 def _build_layer_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A decoder layer that keeps its plan for its recurrent layer, also when its backward computes it again."""
+    """A decoder layer that passes its plan as `seq_idx`: transformers 5.17 passes nothing else to convolutions."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        token = _plan.set(kwargs.get("attention_plan"))
-        try:
-            return original.forward(self, *args, **kwargs)
-        finally:
-            _plan.reset(token)
+        return original.forward(self, *args, **kwargs | {"seq_idx": kwargs.get("attention_plan")})
 
     return type(original.__name__, (original,), {"forward": forward, "runs_plans": True})
 
 
+@cache
 def _build_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
     run = KINDS[original.__name__]
 
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        plan = _plan.get()
+        plan = kwargs.get("attention_plan", kwargs.get("seq_idx"))
         if plan is None:
             return original.forward(self, hidden_states, *args, **kwargs)
         table = plan.segments
-        output_TC = run(self, hidden_states[0, : table.num_tokens], table)
-        return functional.pad(output_TC, (0, 0, 0, hidden_states.shape[1] - table.num_tokens))[None]
+        if table.states is not None:
+            table = table.select_layer(self.layer_idx)
+        return run(self, hidden_states[0], table)[None]
 
     return type(original.__name__, (original,), {"forward": forward, "runs_plans": True})
 

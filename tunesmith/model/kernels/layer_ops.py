@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
-from tunesmith.model.merged_weights import find_merged_groups, get_merged_view
+from tunesmith.model.merged_weights import find_merged_groups, get_merged_view, linear_merged
 
 GATE_TILE = 1024
 
@@ -86,15 +86,7 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
 
 def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
     """SiLU(inputs @ gate_weight.T) * (inputs @ value_weight.T) (Shazeer, 2020)."""
-    return silu_and_mul(compute_gate_value(inputs, gate_weight, value_weight))
-
-
-def compute_gate_value(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-    """The products with both weights, side by side."""
-    merged = get_merged_view((gate_weight, value_weight))
-    if merged is not None:
-        return functional.linear(inputs, merged)
-    return torch.cat([functional.linear(inputs, weight) for weight in (gate_weight, value_weight)], dim=-1)
+    return silu_and_mul(linear_merged(inputs, (gate_weight, value_weight)))
 
 
 def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:

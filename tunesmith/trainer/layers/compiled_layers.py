@@ -21,7 +21,7 @@ from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tunesmith.model.forward.recurrence import is_recurrent
+from tunesmith.model.forward.recurrence import list_recurrent
 from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import exact_attention
@@ -31,13 +31,12 @@ MAX_VARIANTS = 64
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """On a GPU with unquantized weights that are not sharded, without recurrent layers.
+    """On a GPU with unquantized weights that are not sharded.
 
-    torch.compile does not support the kernels of quantized layers, treats the shapes of sharded weights as dynamic, and
-    would trace the turns of every row of recurrent layers.
+    torch.compile does not support the kernels of quantized layers, and treats the shapes of sharded weights as dynamic.
     """
     is_plain = not getattr(model, "is_quantized", False) and find_sharding(model) is None
-    return model.device.type == "cuda" and is_plain and not is_recurrent(model.config)
+    return model.device.type == "cuda" and is_plain
 
 
 def find_compilable(*models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
@@ -79,8 +78,11 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
     compiled = compile_function(type(module).forward)
     exact = fuse_function(type(module).forward) if is_exact() else None
     parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
+    has_states = bool(list_recurrent(module))
 
     def forward(*arguments: Any, **options: Any) -> Any:
+        if has_states and (plan := options.get("attention_plan")) is not None:
+            _ = plan.segments  # built now, since torch would trace how
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

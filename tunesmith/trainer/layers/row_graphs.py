@@ -24,6 +24,7 @@ from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import depends_on_length
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
+from tunesmith.model.forward.recurrence import is_recurrent
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
 from tunesmith.trainer.metrics import PartTotals
 from tunesmith.trainer.sharding.sharded_model import find_sharding
@@ -47,6 +48,7 @@ def can_capture(model: PreTrainedModel) -> bool:
     kinds = [part.get("rope_type") for part in (rotation, *rotation.values()) if isinstance(part, dict)]
     return (
         model.device.type == "cuda"
+        and not is_recurrent(config)
         and find_sharding(model) is None
         and torch.finfo(model.dtype).bits == 16
         and not getattr(model, "is_quantized", False)

@@ -93,7 +93,9 @@ class TreePlan:
     @cached_property
     def segments(self) -> SegmentTable:
         """Built when a recurrent layer reads it."""
-        return SegmentTable(split_segments(self._trie), self._device)
+        num_tokens = self._trie.num_tokens
+        num_added = 0 if self._device.type == "cpu" else -num_tokens % PADDING
+        return SegmentTable(split_segments(self._trie), self._device, num_tokens=num_tokens + num_added)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionPlan.attend`."""
