@@ -280,7 +280,7 @@ def test_a_residual_that_is_read_again_is_not_overwritten() -> None:
     torch.testing.assert_close(output, (kept + a @ w.T) * kept)
     torch.testing.assert_close(x, kept)
     assert is_whole
-    assert not calls
+    assert calls == {"merged linear of 1": 1}
 
 
 @torch.inference_mode()
@@ -331,7 +331,21 @@ def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
     output, is_whole, calls = fuse(compute, x, y, w)
     torch.testing.assert_close(output, compute(x, y, w))
     assert not is_whole
-    assert not calls
+    assert calls == {"merged linear of 1": 2}
+
+
+@torch.inference_mode()
+def test_products_of_other_products_are_fused() -> None:
+    """As in adapters."""
+    x, a, b = torch.randn(1, 3, 8), torch.randn(4, 8), torch.randn(8, 4)
+
+    def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, a), b) * 2
+
+    output, is_whole, calls = fuse(compute, x, a, b)
+    torch.testing.assert_close(output, compute(x, a, b))
+    assert is_whole
+    assert calls == {"merged linear of 1": 2}
 
 
 @torch.no_grad()

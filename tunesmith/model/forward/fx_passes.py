@@ -50,12 +50,12 @@ class FusedOps:
     swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
     add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(total, input, weight) -> total += input @ weight.T in place; the total may be wider."""
+    """(total, input, weight) -> total + input @ weight.T, which may overwrite the total; the total may be wider."""
     attention: Mapping[Any, Callable[..., Tensor]]
     """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
     quantized: QuantizedOps | None = None
-    """Set if products quantize their inputs: `merged_linear` then runs single linear layers too, and the output of a
-    norm or SwiGLU that only products read is quantized at once."""
+    """Set if products quantize their inputs: the output of a norm or SwiGLU that only products read is quantized at
+    once."""
 
 
 def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
@@ -64,10 +64,10 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     _fuse_rms_norms(graph, fused_ops)
     _fuse_rope_into_attention(graph, fused_ops)
     _fuse_swiglu(graph, fused_ops)
-    _merge_linears(graph, fused_ops)
+    _merge_linears(graph, fused_ops, min_linears=2)
     _fuse_residual_adds(graph, fused_ops)
+    _merge_linears(graph, fused_ops, min_linears=1)
     if fused_ops.quantized is not None:
-        _merge_linears(graph, fused_ops, min_linears=1)
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue}
@@ -246,13 +246,13 @@ def _is_linear_without_bias(node: Any) -> bool:
     return _is_call(node, LINEAR) and (len(node.args) < 3 or node.args[2] is None) and not node.kwargs
 
 
-def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int = 2) -> None:
+def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int) -> None:
     """Merge the linear layers that share an input into one call, if there are at least `min_linears`."""
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_call(node, LINEAR) and not node.kwargs:
             linears_of[node.args[0]].append(node)
-    for inputs, linears in linears_of.items():
+    for linears in linears_of.values():
         if len(linears) < min_linears:
             continue
         weights: tuple[Any, ...] = tuple(node.args[1] for node in linears)
@@ -260,7 +260,7 @@ def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int = 2
         if not all(weight.op in ("placeholder", "get_attr") for weight in weights):
             continue
         with graph.inserting_before(linears[0]):
-            outputs = graph.call_function(fused_ops.merged_linear, (inputs, weights, biases))
+            outputs = graph.call_function(fused_ops.merged_linear, (linears[0].args[0], weights, biases))
             parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
         for node, part in zip(linears, parts, strict=True):
             _replace_node(node, part)

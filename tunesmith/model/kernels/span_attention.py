@@ -24,6 +24,7 @@ from tunesmith.model.kernels.heads import apply_softcap, load_heads
 from tunesmith.model.kernels.launch import pdl_wait
 from tunesmith.model.torch_modes import is_exact
 
+LOG2E = tl.constexpr(1.4426950408889634)
 MANY_PROGRAMS = 512
 """Programs of a launch from which they hide each other's latency."""
 
@@ -63,12 +64,13 @@ def get_tile_tokens(num_groups: int) -> int:
 )  # one compiled kernel for any number of requests
 def span_attention_kernel(
     query, key, value, keys, values, block_table, firsts, starts, stops, tile_requests, tile_offsets,
-    cos, sin, query_norm, key_norm, output, sinks, scaling, softcap, epsilon, window,
+    cos, sin, query_norm, key_norm, output, log_sums, sinks, scaling, softcap, epsilon, window,
     table_width, query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h, cos_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SINKS: tl.constexpr, IS_STEP: tl.constexpr, COPIES: tl.constexpr, QUERIES: tl.constexpr, HAS_PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LOG_SUMS: tl.constexpr, IS_STEP: tl.constexpr, COPIES: tl.constexpr,
+    QUERIES: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     """In a decode step each token is a span and a tile, and `starts` are the positions. A head is computed in as many
     `COPIES` as threads take eight elements each, so that norms add in the order of prefills."""
@@ -146,6 +148,8 @@ def span_attention_kernel(
         sink = tl.load(sinks + head * GROUPS + groups, mask=groups < GROUPS, other=0.0).to(tl.float32)
         total += tl.exp(sink - maximum)
     acc_QD = acc_QD / total[:, None]
-    output_places = (places_Q * HEADS * GROUPS + head * GROUPS + groups) * SIZE
+    heads_Q = places_Q * HEADS * GROUPS + head * GROUPS + groups
+    if HAS_LOG_SUMS:
+        tl.store(log_sums + heads_Q, (maximum + tl.log(total)) * LOG2E, mask=is_row)
     is_output = is_row[:, None] & is_size[None, :]
-    tl.store(output + output_places[:, None] + sizes[None, :], acc_QD.to(output.dtype.element_ty), mask=is_output)
+    tl.store(output + heads_Q[:, None] * SIZE + sizes[None, :], acc_QD.to(output.dtype.element_ty), mask=is_output)
