@@ -126,7 +126,8 @@ def test_attention_kernels_equal_a_dense_softmax(
         first += stop - start
     for tensor in (cache.keys[0], cache.values[0]):
         tensor.normal_()
-    plan = build_prefill_plan(cache, spans, tile_tokens=get_tile_tokens(heads // kv_heads), device=device).layers[0]
+    tile_tokens = get_tile_tokens(heads // kv_heads, size)
+    plan = build_prefill_plan(cache, spans, tile_tokens=tile_tokens, device=device).layers[0]
 
     def run(num_tokens, attend):
         query, key, value = (

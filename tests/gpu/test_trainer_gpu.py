@@ -138,7 +138,7 @@ def test_attention_in_the_order_of_the_sampler_equals_a_dense_mask(head_size, he
     options = AttentionOptions(sliding_window=window, softcap=softcap)
     for samples in (build_samples(3), build_samples(8), build_samples(1, prompt=150, answer=600)):
         trie = build_row(samples)
-        plan = TreePlan(trie, CUDA, num_groups=heads[0] // heads[1])
+        plan = TreePlan(trie, CUDA, heads=(heads[0] // heads[1], head_size))
         shapes = [(1, number, trie.num_tokens, head_size) for number in (heads[0], heads[1], heads[1])]
         inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes]
         wide, mask = [each.double() for each in inputs], build_mask(trie, window).to(CUDA)

@@ -36,14 +36,14 @@ from tunesmith.types import Sample
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_GROUPS = 2
+HEADS = (2, 16)
 
 
 class ExactPlan:
     """A row's attention in the sampler's order, on any device."""
 
     def __init__(self, trie: Trie, windows: tuple[int | None, ...]) -> None:
-        self.spans = build_spans(trie, NUM_GROUPS, DEVICE)
+        self.spans = build_spans(trie, HEADS, DEVICE)
         self.tables = {each: torch.from_numpy(build_table(trie, each, WIDE)).to(DEVICE) for each in windows}
 
     def attend(self, module, query, key, value, options):

@@ -108,18 +108,19 @@ class DecodeGraphs:
         config = model.config.get_text_config()
         num_heads = config.num_attention_heads
         num_kv_heads = min(keys.shape[1] for keys in cache.keys if keys.shape[1])  # tiles must cover every layer
+        head_size = cache.attended_keys.shape[3]
         self._context = GraphContext(
             model=model,
             cache=cache,
             num_slots=max_num_seqs,
             num_columns=num_columns,
             scratch_block=scratch_block,
-            tile_tokens=get_tile_tokens(num_heads // min(num_kv_heads, num_heads)),
+            tile_tokens=get_tile_tokens(num_heads // min(num_kv_heads, num_heads), head_size),
             divider=Divider(
                 block_size=cache.block_size,
                 num_kv_heads=num_kv_heads,
                 num_heads=num_heads,
-                head_size=cache.attended_keys.shape[3],
+                head_size=head_size,
                 num_sms=get_num_sms(device),
                 window=getattr(config, "sliding_window", None) or 0,
             ),

@@ -91,7 +91,7 @@ def run_paged_prefill(
             HEADS_PAD=max(triton.next_power_of_2(num_kv_heads), num_rows), num_warps=2, **options,
         )  # fmt: skip
     groups_pad = triton.next_power_of_2(num_groups)
-    tile = choose_tile_config(size, query_1HTD.dtype, num_groups, num_tiles * num_kv_heads)
+    tile = choose_tile_config(size, query_1HTD.dtype, num_groups, num_tiles * num_kv_heads, is_step=is_step)
     num_copies = max(THREAD_ELEMENTS * 32 * tile.num_warps // size_pad, 1)
     output = torch.empty((1, num_tokens, num_heads, size), dtype=query_1HTD.dtype, device=query_1HTD.device)
     span_attention_kernel[(num_tiles, num_kv_heads)](

@@ -42,20 +42,25 @@ class TileConfig:
     """The only parameter that does not change bits."""
 
 
-def choose_tile_config(size: int, dtype: torch.dtype, num_groups: int, num_programs: int) -> TileConfig:
-    """With exact numerics decode steps have the tile of prefills, so it is small: one warp, as many rows as a tensor
-    core takes at once. A second warp would share the sums of a row, in another order."""
-    rows = get_tile_tokens(num_groups) * triton.next_power_of_2(num_groups)
+def choose_tile_config(
+    size: int, dtype: torch.dtype, num_groups: int, num_programs: int, *, is_step: bool
+) -> TileConfig:
+    """With exact numerics prefills and decode steps have the same context tokens and warps. A warp adds up each of its
+    rows in one order, however many it has; a second warp would share the sums of a row."""
+    groups_pad = triton.next_power_of_2(num_groups)
+    rows = get_tile_tokens(num_groups, size) * groups_pad
     if dtype == torch.float32 or size > 256:  # tensor cores are not precise enough, or registers too few
         return TileConfig(rows, 16, 8, 2)
     if is_exact():
-        return TileConfig(rows, 32 if size <= 128 else 16, rows // 16, 2 if num_programs >= MANY_PROGRAMS else 6)
+        rows, num_stages = max(16, groups_pad) if is_step else rows, 2 if num_programs >= MANY_PROGRAMS else 6
+        return TileConfig(rows, 32 if size <= 128 else 16, max(groups_pad // 16, 1), num_stages)
     return TileConfig(rows, 64, 4, 3)
 
 
-def get_tile_tokens(num_groups: int) -> int:
+def get_tile_tokens(num_groups: int, size: int) -> int:
     """New tokens of one request per tile."""
-    return max(1, (16 if is_exact() else 64) // triton.next_power_of_2(num_groups))
+    rows = (32 if size <= 128 else 16) if is_exact() else 64  # of one warp, whose registers hold so many
+    return max(1, rows // triton.next_power_of_2(num_groups))
 
 
 @triton.jit(

@@ -70,24 +70,24 @@ class TreePlan:
         *,
         tiles: Sequence[Tile] = (NARROW,),
         windows: Sequence[int | None] = (),
-        num_groups: int | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """`tiles` and `windows` are those of the model (`describe_attention`); other tables are built on demand. Given
-        `num_groups`, the query heads of a key-value head, attention has the sampler's order of additions."""
+        `heads` (`describe_heads`), attention has the sampler's order of additions."""
         self._trie = trie
         self._device = device
         self._max_depth = int(trie.depth_T.max(initial=0))
         self._segments = SegmentAttention(trie) if device.type == "cpu" else None
         self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
         self._tables: dict[tuple[int | None, int], Tensor] = {}
-        self._num_groups = num_groups
+        self._num_groups = None if heads is None else heads[0]
         self._spans: tuple[Tensor, Tensor, Tensor] | None = None
         if device.type != "cpu":
             self._tables = {(w, tile.steps): self._build_table(w, tile) for w in windows for tile in tiles}
-        if num_groups is not None:
+        if heads is not None:
             from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans  # needs Triton
 
-            self._spans = build_spans(pad_trie(trie), num_groups, device)
+            self._spans = build_spans(pad_trie(trie), heads, device)
 
     @cached_property
     def segments(self) -> SegmentTable:
@@ -180,10 +180,10 @@ def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def count_groups(model: PreTrainedModel) -> int | None:
-    """Query heads of a key-value head, with exact numerics."""
+def describe_heads(model: PreTrainedModel) -> tuple[int, int] | None:
+    """Query heads of a key-value head, and their size, with exact numerics."""
     config = model.config.get_text_config()
-    return config.num_attention_heads // config.num_key_value_heads if is_exact() else None
+    return (config.num_attention_heads // config.num_key_value_heads, find_head_size(config)) if is_exact() else None
 
 
 def find_long_paths(trie: Trie) -> Tensor | None:

@@ -25,11 +25,11 @@ from tunesmith.trainer.tree_attention.cpu import split_segments
 from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention_backward
 
 
-def build_spans(trie: Trie, num_groups: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def build_spans(trie: Trie, heads: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The chains of a trie as `run_paged_prefill` takes them: block table [S, P], spans [3, S], tiles [2, I].
 
-    `num_groups` are the query heads of a key-value head. Sizes are powers of two, so that rows share CUDA graphs; a
-    span of padding has no tokens, and tiles of padding belong to the last span, which is one.
+    `heads`: the query heads of a key-value head, and their size. Tensors have powers of two as sizes, so that rows can
+    share CUDA graphs; a span of padding has no tokens, and tiles of padding belong to the last span, which is one.
     """
     chains = split_segments(trie, max_child_tokens=max(trie.num_tokens, 1))
     lengths = np.array([chain.end - chain.start for chain in chains], np.int64)
@@ -41,7 +41,7 @@ def build_spans(trie: Trie, num_groups: int, device: torch.device) -> tuple[Tens
             table_SP[index, :depth] = table_SP[chain.parent, :depth]
         table_SP[index, depth : depth + length] = np.arange(chain.start, chain.end)
         spans_3S[:, index] = chain.start, depth, depth + length
-    tile_tokens = get_tile_tokens(num_groups)
+    tile_tokens = get_tile_tokens(*heads)
     num_tiles = -(-lengths // tile_tokens)
     tiles_2I = np.full((2, _round_up(int(num_tiles.sum()))), len(table_SP) - 1, np.int32)
     tiles_2I[0, : num_tiles.sum()] = np.repeat(np.arange(len(chains)), num_tiles)
