@@ -207,8 +207,8 @@ def test_adapters_of_attention_take_one_product_for_their_inputs_and_one_for_eac
         found = run_body(model, ids[None], torch.arange(11)[None], plan)[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert calls == {
-        "rms norm": 2 * num_layers + 1, "merged linear of 6": num_layers, "swiglu": num_layers,
-        "add linear": 6 * num_layers, "paged prefill": num_layers,
+        "rms norm": 2 * num_layers + 1, "merged linear of 6": num_layers, "merged linear of 1": num_layers,
+        "swiglu": num_layers, "add linear": 6 * num_layers, "paged prefill": num_layers,
     }  # fmt: skip
 
 
@@ -314,7 +314,7 @@ def test_a_residual_that_is_read_again_is_not_overwritten() -> None:
     torch.testing.assert_close(output, (kept + a @ w.T) * kept)
     torch.testing.assert_close(x, kept)
     assert is_whole
-    assert not calls
+    assert calls == {"merged linear of 1": 1}
 
 
 @torch.inference_mode()
@@ -384,7 +384,21 @@ def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
     output, is_whole, calls = fuse(compute, x, y, w)
     torch.testing.assert_close(output, compute(x, y, w))
     assert not is_whole
-    assert not calls
+    assert calls == {"merged linear of 1": 2}
+
+
+@torch.inference_mode()
+def test_products_of_other_products_are_fused() -> None:
+    """As in adapters."""
+    x, a, b = torch.randn(1, 3, 8), torch.randn(4, 8), torch.randn(8, 4)
+
+    def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, a), b) * 2
+
+    output, is_whole, calls = fuse(compute, x, a, b)
+    torch.testing.assert_close(output, compute(x, a, b))
+    assert is_whole
+    assert calls == {"merged linear of 1": 2}
 
 
 @torch.no_grad()

@@ -51,12 +51,13 @@ class FusedOps:
     swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
     add_linear: Callable[..., Tensor]
-    """(total, input, weight, factor=1) -> total += factor * input @ weight.T in place; the total may be wider."""
+    """(total, input, weight, factor=1) -> total + factor * input @ weight.T, which may overwrite the total; the total may
+    be wider."""
     attention: Mapping[Any, Callable[..., Tensor]]
     """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
     quantized: QuantizedOps | None = None
-    """Set if products quantize their inputs: `merged_linear` then runs single linear layers too, and the output of a
-    norm or SwiGLU that only products read is quantized at once."""
+    """Set if products quantize their inputs: the output of a norm or SwiGLU that only products read is quantized at
+    once."""
 
 
 def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
@@ -67,7 +68,7 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     _fuse_rope_into_attention(graph, fused_ops)
     _fuse_swiglu(graph, fused_ops)
     _fuse_added_products(graph, fused_ops)
-    _merge_linears(graph, fused_ops, min_linears=2 if fused_ops.quantized is None else 1)
+    _merge_linears(graph, fused_ops)
     if fused_ops.quantized is not None:
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
@@ -260,21 +261,19 @@ def _is_linear_without_bias(node: Any) -> bool:
     return _is_call(node, LINEAR) and (len(node.args) < 3 or node.args[2] is None) and not node.kwargs
 
 
-def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int) -> None:
-    """Merge the linear layers that share an input into one call, if there are at least `min_linears`."""
+def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
+    """Merge the linear layers that share an input into one call."""
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_call(node, LINEAR) and not node.kwargs:
             linears_of[node.args[0]].append(node)
-    for inputs, linears in linears_of.items():
-        if len(linears) < min_linears:
-            continue
+    for linears in linears_of.values():
         weights: tuple[Any, ...] = tuple(node.args[1] for node in linears)
         biases = tuple(node.args[2] if len(node.args) > 2 else None for node in linears)
         if not all(weight.op in ("placeholder", "get_attr") for weight in weights):
             continue
         with graph.inserting_before(linears[0]):
-            outputs = graph.call_function(fused_ops.merged_linear, (inputs, weights, biases))
+            outputs = graph.call_function(fused_ops.merged_linear, (linears[0].args[0], weights, biases))
             parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
         for node, part in zip(linears, parts, strict=True):
             _replace_node(node, part)

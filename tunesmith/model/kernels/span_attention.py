@@ -25,8 +25,6 @@ from tunesmith.model.kernels.launch import pdl_wait
 from tunesmith.model.torch_modes import is_exact
 
 LOG2E = tl.constexpr(1.4426950408889634)
-EXACT_ROWS = 16
-"""Rows of a tile with exact numerics: as many as a tensor core takes at once."""
 MANY_PROGRAMS = 512
 """Programs of a launch from which they hide each other's latency."""
 
@@ -45,9 +43,9 @@ class TileConfig:
 
 
 def count_tile_rows(size: int, dtype: torch.dtype) -> int:
-    """(Token, query head) pairs of a tile, few with exact numerics, where decode steps have the tile of prefills."""
+    """(Token, query head) pairs of a tile of a prefill; with exact numerics as many as the registers of a warp hold."""
     if is_exact():
-        return EXACT_ROWS
+        return 32 if size <= 128 else 16
     return 128 if dtype != torch.float32 and size <= 128 else 64
 
 
@@ -56,15 +54,19 @@ def get_tile_tokens(num_groups: int, num_rows: int) -> int:
     return max(1, num_rows // triton.next_power_of_2(num_groups))
 
 
-def choose_tile_config(size: int, dtype: torch.dtype, num_groups: int, num_programs: int) -> TileConfig:
-    """With exact numerics one warp: a second one would share the sums of a row, in another order."""
-    num_rows = count_tile_rows(size, dtype)
-    rows = get_tile_tokens(num_groups, num_rows) * triton.next_power_of_2(num_groups)
+def choose_tile_config(
+    size: int, dtype: torch.dtype, num_groups: int, num_programs: int, *, is_step: bool
+) -> TileConfig:
+    """With exact numerics prefills and decode steps have the same context tokens and warps. A warp adds up each of its
+    rows in one order, however many it has; a second warp would share the sums of a row."""
+    groups_pad, num_rows = triton.next_power_of_2(num_groups), count_tile_rows(size, dtype)
+    rows = get_tile_tokens(num_groups, num_rows) * groups_pad
     if dtype == torch.float32 or size > 256:  # tensor cores are not precise enough, or registers too few
         return TileConfig(rows, 16, 8, 2)
     if is_exact():
-        return TileConfig(rows, 32 if size <= 128 else 16, rows // 16, 2 if num_programs >= MANY_PROGRAMS else 6)
-    return TileConfig(rows, 64, num_rows // 16, 3)
+        rows, num_stages = max(16, groups_pad) if is_step else rows, 2 if num_programs >= MANY_PROGRAMS else 6
+        return TileConfig(rows, 32 if size <= 128 else 16, max(groups_pad // 16, 1), num_stages)
+    return TileConfig(rows, 64, num_rows // 16, 2)
 
 
 @triton.jit
@@ -109,13 +111,13 @@ def _attend_tile(
 )  # one compiled kernel for any number of requests
 def span_attention_kernel(
     query, key, value, keys, values, block_table, firsts, starts, stops, tile_requests, tile_offsets,
-    cos, sin, query_norm, key_norm, output, sinks, scaling, softcap, epsilon, window,
+    cos, sin, query_norm, key_norm, output, log_sums, sinks, scaling, softcap, epsilon, window,
     table_width, query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h, cos_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_OPEN_TILES: tl.constexpr, IS_STEP: tl.constexpr, COPIES: tl.constexpr,
-    QUERIES: tl.constexpr, HAS_PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LOG_SUMS: tl.constexpr, HAS_OPEN_TILES: tl.constexpr, IS_STEP: tl.constexpr,
+    COPIES: tl.constexpr, QUERIES: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     """In a decode step each token is a span and a tile, and `starts` are the positions. A head is computed in as many
     `COPIES` as threads take eight elements each, so that norms add in the order of prefills."""
@@ -186,6 +188,8 @@ def span_attention_kernel(
         sink = tl.load(sinks + head * GROUPS + groups, mask=groups < GROUPS, other=0.0).to(tl.float32)
         total += tl.exp2(sink * LOG2E - maximum)
     acc_QD = acc_QD / total[:, None]
-    output_places = (places_Q * HEADS * GROUPS + head * GROUPS + groups) * SIZE
+    heads_Q = places_Q * HEADS * GROUPS + head * GROUPS + groups
+    if HAS_LOG_SUMS:
+        tl.store(log_sums + heads_Q, maximum + tl.log2(total), mask=is_row)
     is_output = is_row[:, None] & is_size[None, :]
-    tl.store(output + output_places[:, None] + sizes[None, :], acc_QD.to(output.dtype.element_ty), mask=is_output)
+    tl.store(output + heads_Q[:, None] * SIZE + sizes[None, :], acc_QD.to(output.dtype.element_ty), mask=is_output)
