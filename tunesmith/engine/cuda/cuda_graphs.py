@@ -120,7 +120,7 @@ class DecodeGraphs:
                 block_size=cache.block_size,
                 num_kv_heads=num_kv_heads,
                 num_heads=num_heads,
-                head_size=head_size,
+                head_size=cache.attended_keys.shape[3],
                 num_sms=get_num_sms(device),
                 window=getattr(config, "sliding_window", None) or 0,
             ),

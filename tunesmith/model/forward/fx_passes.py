@@ -51,8 +51,8 @@ class FusedOps:
     swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
     add_linear: Callable[..., Tensor]
-    """(total, input, weight, factor=1) -> total + factor * input @ weight.T, which may overwrite the total; the total may
-    be wider."""
+    """(total, input, weight, factor=1) -> total + factor * input @ weight.T; overwrites the total, or not, which may be
+    wider."""
     attention: Mapping[Any, Callable[..., Tensor]]
     """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
     quantized: QuantizedOps | None = None
