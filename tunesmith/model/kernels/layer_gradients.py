@@ -23,7 +23,7 @@ from tunesmith.model.merged_weights import find_merged_groups, get_merged_view
 
 TILE = 2048
 """Elements that a program takes at once."""
-MAX_PROGRAMS = 512
+MAX_PROGRAMS = 1024
 """Bounds the memory of the partial sums of a norm weight's gradient."""
 
 
