@@ -23,7 +23,7 @@ from tunesmith.model.merged_weights import find_merged_groups, get_merged_view, 
 
 TILE = 2048
 """Elements that a program takes at once."""
-MAX_PROGRAMS = 512
+MAX_PROGRAMS = 1024
 """Bounds the memory of the partial sums of a norm weight's gradient."""
 
 
@@ -47,6 +47,7 @@ def _norm_and_rotate_kernel(
 @triton.jit
 def _norm_and_rotate_backward_kernel(
     heads, cos, sin, weight, grad, grad_heads, weight_sums, epsilon, num_rows, stride_t, stride_h, cos_stride,
+    output_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROWS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +78,8 @@ def _norm_and_rotate_backward_kernel(
             sums += tl.sum(slopes * normed, axis=0)
             slopes *= weight_D
             slopes = inverse * (slopes - normed * (tl.sum(slopes * normed, axis=1) / SIZE)[:, None])
-        tl.store(grad_heads + places + sizes[None, :], slopes.to(grad_heads.dtype.element_ty), mask=is_used)
+        output_places = tokens * output_stride + (rows % HEADS)[:, None] * SIZE + sizes[None, :]
+        tl.store(grad_heads + output_places, slopes.to(grad_heads.dtype.element_ty), mask=is_used)
     if HAS_WEIGHT_GRAD:
         tl.store(weight_sums + tl.program_id(0) * SIZE + sizes, sums, mask=is_size)
 
@@ -126,19 +128,19 @@ def norm_and_rotate(heads_1HTD: Tensor, angles: Angles | None, weight: Tensor | 
 
 def backward_norm_and_rotate(
     heads_1HTD: Tensor, grad_1HTD: Tensor, angles: Angles | None, weight: Tensor | None, epsilon: float,
-    *, has_weight_grad: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of the heads, stored token by token, and of the weight in float32."""
+    output_1THD: Tensor, *, has_weight_grad: bool,
+) -> Tensor | None:  # fmt: skip
+    """Write the gradient of the heads to `output_1THD`, and return that of the weight in float32."""
     sizes, options = _describe_heads(heads_1HTD, angles, weight)
     grad_1THD = grad_1HTD.transpose(1, 2).contiguous()
-    output = torch.empty_like(grad_1THD, dtype=heads_1HTD.dtype)
     num_programs = min(triton.cdiv(sizes[0], options["ROWS"]), MAX_PROGRAMS)
-    sums = output.new_empty((num_programs, options["SIZE"] if has_weight_grad else 0), dtype=torch.float32)
+    sums = grad_1THD.new_empty((num_programs, options["SIZE"] if has_weight_grad else 0), dtype=torch.float32)
     inputs = (heads_1HTD, *(angles or (heads_1HTD, heads_1HTD)), heads_1HTD if weight is None else weight)
     _norm_and_rotate_backward_kernel[(num_programs,)](
-        *inputs, grad_1THD, output, sums, epsilon, *sizes, HAS_WEIGHT_GRAD=has_weight_grad, **options
-    )
-    return output.transpose(1, 2), sums.sum(0) if has_weight_grad else None
+        *inputs, grad_1THD, output_1THD, sums, epsilon, *sizes, output_1THD.stride(1),
+        HAS_WEIGHT_GRAD=has_weight_grad, **options,
+    )  # fmt: skip
+    return sums.sum(0) if has_weight_grad else None
 
 
 def backward_silu_and_mul(gate_value_T2I: Tensor, grad_TI: Tensor) -> Tensor:
@@ -214,10 +216,12 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         rows, grad = (each.reshape(1, 1, -1, each.shape[-1]) for each in (inputs, grad))
-        grad, grad_weight = backward_norm_and_rotate(
-            rows, grad, None, weight, ctx.epsilon, has_weight_grad=ctx.needs_input_grad[1]
-        )
-        return grad.view(inputs.shape), grad_weight, None
+        output = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        grad_weight = backward_norm_and_rotate(
+            rows, grad, None, weight, ctx.epsilon, output.view_as(rows.transpose(1, 2)),
+            has_weight_grad=ctx.needs_input_grad[1],
+        )  # fmt: skip
+        return output, grad_weight, None
 
 
 class _MergedLinear(torch.autograd.Function):

@@ -85,11 +85,16 @@ class _ExactAttention(torch.autograd.Function):
         angles, pairs = (prologue.cos_1TD, prologue.sin_1TD), ((query, query_norm), (key, key_norm))
         rotated = [norm_and_rotate(heads, angles, norm, prologue.epsilon) for heads, norm in pairs]
         *grads, grad_value = tree_attention_backward(grad, *rotated, value, output, log_sums_HT, table, *ctx.options)
-        (grad_query, grad_query_norm), (grad_key, grad_key_norm) = (
-            backward_norm_and_rotate(heads, grad, angles, norm, prologue.epsilon, has_weight_grad=needs_weight)
-            for (heads, norm), grad, needs_weight in zip(pairs, grads, ctx.needs_input_grad[3:5], strict=True)
-        )
-        return grad_query, grad_key, grad_value, grad_query_norm, grad_key_norm, *[None] * 9
+        # side by side, as the product that made query, key and value reads them
+        numbers = [query.shape[1], key.shape[1], key.shape[1]]
+        parts = query.new_empty((1, query.shape[2], sum(numbers), query.shape[3])).split(numbers, dim=2)
+        parts[2].copy_(grad_value.transpose(1, 2))
+        zipped = pairs, grads, parts[:2], ctx.needs_input_grad[3:5]
+        grad_norms = [
+            backward_norm_and_rotate(heads, grad, angles, norm, prologue.epsilon, part, has_weight_grad=needs_weight)
+            for (heads, norm), grad, part, needs_weight in zip(*zipped, strict=True)
+        ]
+        return *(part.transpose(1, 2) for part in parts), *grad_norms, *[None] * 9
 
 
 def attend_exactly(
