@@ -23,16 +23,16 @@ def test_a_copied_array_keeps_dtype_and_order() -> None:
     assert sent.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_a_prefill_plan_has_slots_block_table_spans_and_tiles() -> None:
+def test_a_prefill_plan_has_slots_block_table_spans_and_tiles_and_a_request_without_tokens() -> None:
     device = torch.device("cpu")
     cache = KVCache([LayerShape(1, 2)], num_blocks=40, block_size=4, dtype=torch.float32, device=device)
     spans = [Span(0, 0, 5, [30, 31, 32]), Span(5, 6, 9, [7, 8, 9])]
     (layer,) = build_prefill_plan(cache, spans, tile_tokens=2, device=device).layers
     assert isinstance(layer, PrefillLayerPlan)
     assert layer.slot_mapping.tolist() == [120, 121, 122, 123, 124, 34, 35, 36]
-    assert layer.block_table.tolist() == [[30, 31, 0], [7, 8, 9]]
-    assert layer.spans.tolist() == [[0, 5], [0, 6], [5, 9]]
-    assert layer.tiles.tolist() == [[0, 0, 0, 1, 1], [0, 2, 4, 0, 2]]
+    assert layer.block_table.tolist() == [[30, 31, 0], [7, 8, 9], [0, 0, 0]]
+    assert layer.spans.tolist() == [[0, 5, 0], [0, 6, 0], [5, 9, 0]]
+    assert layer.tiles.tolist() == [[0, 0, 0, 1, 1, 2], [0, 2, 4, 0, 2, 0]]
 
 
 def test_the_prefill_arrays_of_no_spans_are_empty() -> None:

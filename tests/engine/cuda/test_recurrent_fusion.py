@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,18 +34,30 @@ def build_table(name: str, states: Tensor, slots: Tensor) -> SegmentTable:
     return SegmentTable(rows, CPU, {0: {name: states}}).select_layer(0)
 
 
-def step_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor) -> Tensor:
-    return build_table(CONV, states, slots).convolve(inputs, weight, bias)
-
-
-def step_states(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None, states: Tensor, slots: Tensor
+def step_conv(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, has_silu: bool, states: Tensor, slots: Tensor
 ) -> Tensor:
-    return build_table(MATRIX, states, slots).apply_rule(query, key, value, decay, rate)
+    return build_table(CONV, states, slots).convolve(inputs, weight, bias, has_silu=has_silu)
 
 
-torch.library.impl("tunesmith::step_conv", "CPU")(step_conv)
-torch.library.impl("tunesmith::step_states", "CPU")(step_states)
+def step_delta(
+    mixed: Tensor, rate: Tensor, step: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, slots: Tensor
+) -> Tensor:
+    _, num_heads, size_k, size_v = states.shape
+    key_dim = (mixed.shape[1] - num_heads * size_v) // 2
+    module = SimpleNamespace(
+        A_log=a_log, dt_bias=dt_bias, key_dim=key_dim, value_dim=num_heads * size_v, num_k_heads=key_dim // size_k,
+        num_v_heads=num_heads, head_k_dim=size_k, head_v_dim=size_v,
+    )  # fmt: skip
+    return build_table(MATRIX, states, slots).apply_delta(module, mixed, rate, step)
+
+
+def step_states(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, states: Tensor, slots: Tensor) -> Tensor:
+    return build_table(MATRIX, states, slots).apply_rule(query, key, value, decay)
+
+
+for function in (step_conv, step_delta, step_states):
+    torch.library.impl(f"tunesmith::{function.__name__}", "CPU")(function)
 
 
 class Requests:

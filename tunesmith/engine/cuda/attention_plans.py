@@ -90,8 +90,9 @@ class LayeredPlan:
         """`segments` are those of recurrent layers, for models that have such layers."""
         self.layers = layers
         self.segments: Any = segments
-        for index, layer in enumerate(layers if segments else ()):
-            layer.segments = segments.select_layer(index)
+        if segments is not None:
+            for index, layer in enumerate(layers):
+                layer.segments = segments.select_layer(index)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         return self.layers[get_layer_index(module)].attend(module, query, key, value, options)

@@ -116,18 +116,22 @@ class SlotTable(StateTable):
         super().__init__(states)
         self.slots_T = slots_T
 
-    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, *, has_silu: bool = False) -> Tensor:
         """See `SegmentTable`."""
         assert self.layer_states is not None
-        return ops.step_conv(inputs_TC, weight_CW, bias, self.layer_states[CONV], self.slots_T)
+        return ops.step_conv(inputs_TC, weight_CW, bias, has_silu, self.layer_states[CONV], self.slots_T)
 
-    def apply_rule(
-        self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor | None
-    ) -> Tensor:
+    def apply_delta(self, module: Any, mixed_TC: Tensor, rate_TH: Tensor, step_TH: Tensor) -> Tensor:
         """See `SegmentTable`."""
         assert self.layer_states is not None
         states = self.layer_states[MATRIX]
-        return ops.step_states(query_THK, key_THK, value_THV, decay_TH, rate_TH, states, self.slots_T)
+        return ops.step_delta(mixed_TC, rate_TH, step_TH, module.A_log, module.dt_bias, states, self.slots_T)
+
+    def apply_rule(self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor) -> Tensor:
+        """See `SegmentTable`."""
+        assert self.layer_states is not None
+        states = self.layer_states[MATRIX]
+        return ops.step_states(query_THK, key_THK, value_THV, decay_TH, states, self.slots_T)
 
 
 class SegmentTable(StateTable):
@@ -152,8 +156,8 @@ class SegmentTable(StateTable):
         self.sources_S = self._copy(sources * least if len(sources) == 1 else sources)
         self._build(segments, num_tokens, least)
 
-    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None) -> Tensor:
-        """The causal depthwise convolution [T, C], in float32 or wider."""
+    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, *, has_silu: bool = False) -> Tensor:
+        """The causal depthwise convolution [T, C], in float32 or wider; or its SiLU, in the inputs' type."""
         num_before = weight_CW.shape[1] - 1
         assert num_before <= MAX_TAPS, f"a convolution over {num_before + 1} tokens"
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
@@ -169,10 +173,32 @@ class SegmentTable(StateTable):
         if self.layer_states is not None:
             last_inputs = context_XC[self.tails_EW[:, MAX_TAPS - num_before :]]
             ops.write_states(self.layer_states[CONV], self.targets_E, last_inputs)
-        return output_TC if bias is None else output_TC + bias.to(wide)
+        output_TC = output_TC if bias is None else output_TC + bias.to(wide)
+        return functional.silu(output_TC).to(inputs_TC.dtype) if has_silu else output_TC
+
+    def apply_delta(self, module: Any, mixed_TC: Tensor, rate_TH: Tensor, step_TH: Tensor) -> Tensor:
+        """Output [T, H, V] of the gated delta rule, in the inputs' type. These are queries, keys and values side by
+        side, and rates and decays before their activations."""
+        num_tokens, wide = len(mixed_TC), torch.promote_types(mixed_TC.dtype, torch.float32)
+        query, key, value = mixed_TC.to(wide).split([module.key_dim, module.key_dim, module.value_dim], -1)
+        query, key = (
+            _normalize(each.view(num_tokens, -1, module.head_k_dim)).repeat_interleave(
+                module.num_v_heads // module.num_k_heads, dim=1
+            )
+            for each in (query, key)
+        )
+        value = value.reshape(num_tokens, -1, module.head_v_dim)
+        decay = -module.A_log.to(wide).exp() * functional.softplus(step_TH.to(wide) + module.dt_bias.to(wide))
+        rate = rate_TH.sigmoid().to(wide)
+        return self.apply_rule(query * module.head_k_dim**-0.5, key, value, decay, rate).to(mixed_TC.dtype)
 
     def apply_rule(
-        self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, rate_TH: Tensor | None
+        self,
+        query_THK: Tensor,
+        key_THK: Tensor,
+        value_THV: Tensor,
+        decay_TH: Tensor,
+        rate_TH: Tensor | None = None,
     ) -> Tensor:
         """Output [T, H, V] of the gated delta rule, without rates of Mamba 2; all inputs have the state's type."""
         index_P, place_T = self.index_NL.flatten(), self.place_T[: len(value_THV)]
@@ -286,26 +312,9 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     else:
         mixed, gate = module.in_proj_qkv(hidden_TC), module.in_proj_z(hidden_TC).view(num_tokens, -1, size)
         rate, step = module.in_proj_b(hidden_TC), module.in_proj_a(hidden_TC)
-    mixed = functional.silu(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(
-        hidden_TC.dtype
-    )
-    wide = torch.promote_types(hidden_TC.dtype, torch.float32)
-    query, key, value = mixed.to(wide).split([module.key_dim, module.key_dim, module.value_dim], -1)
-    query, key = (
-        _normalize(each.view(num_tokens, -1, module.head_k_dim)).repeat_interleave(
-            module.num_v_heads // module.num_k_heads, dim=1
-        )
-        for each in (query, key)
-    )
-    decay = -module.A_log.to(wide).exp() * functional.softplus(step.to(wide) + module.dt_bias.to(wide))
-    output_THV = table.apply_rule(
-        query * module.head_k_dim**-0.5,
-        key,
-        value.reshape(num_tokens, -1, size),
-        decay,
-        rate.sigmoid().to(wide),
-    )
-    normed = module.norm(output_THV.to(hidden_TC.dtype).reshape(-1, size), gate.reshape(-1, size))
+    mixed = table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias, has_silu=True)
+    output_THV = table.apply_delta(module, mixed, rate, step)
+    normed = module.norm(output_THV.reshape(-1, size), gate.reshape(-1, size))
     return module.out_proj(normed.view(num_tokens, -1))
 
 
@@ -326,7 +335,7 @@ def _run_mamba2(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     inputs_THV = inputs.reshape(num_tokens, num_heads, -1)
     step_TH = functional.softplus(step.to(wide) + module.dt_bias.to(wide)).clamp(*module.time_step_limit)
     decay_TH = -module.A_log.to(wide).exp() * step_TH
-    output_THV = table.apply_rule(query, key, inputs_THV * step_TH[:, :, None], decay_TH, None)
+    output_THV = table.apply_rule(query, key, inputs_THV * step_TH[:, :, None], decay_TH)
     output_TC = (output_THV + module.D.to(wide)[:, None] * inputs_THV).flatten(1)
     if isinstance(module.norm, nn.Identity):
         normed = output_TC * functional.silu(gate.to(wide))
@@ -377,13 +386,13 @@ def use_recurrent_plans(model: nn.Module) -> None:
         if hasattr(module, "runs_plans"):
             continue
         if type(module).__name__ in KINDS:
-            module.__class__ = _build_class(type(module))
+            module.__class__ = _build_class(type(module))  # type: ignore[arg-type]  # classes are hashable
         elif type(module).__name__ in ("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer"):
-            module.__class__ = _build_layer_class(type(module))
+            module.__class__ = _build_layer_class(type(module))  # type: ignore[arg-type]
 
 
 @cache  # one class for all layers, which are traced once
-def _build_layer_class(original: type[nn.Module]) -> type[nn.Module]:
+def _build_layer_class(original: Any) -> type[nn.Module]:
     """A decoder layer that passes its plan as `seq_idx`: transformers 5.17 passes nothing else to convolutions."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +402,7 @@ def _build_layer_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _build_class(original: type[nn.Module]) -> type[nn.Module]:
+def _build_class(original: Any) -> type[nn.Module]:
     """A subclass: replacements of the instance's `forward`, such as those of the engine, leave it in place."""
     run = KINDS[original.__name__]
 

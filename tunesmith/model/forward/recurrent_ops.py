@@ -22,10 +22,15 @@ _SCHEMAS = {
         "Tensor deltas, Tensor turns, Tensor parents) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "write_states": "(Tensor(a!) states, Tensor slots, Tensor values) -> ()",
-    "step_conv": "(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) states, Tensor slots) -> Tensor",
-    "step_states": (
-        "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? rate, Tensor(a!) states, Tensor slots) "
+    "step_conv": (
+        "(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor"
+    ),
+    "step_delta": (
+        "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, Tensor(a!) states, Tensor slots) "
         "-> Tensor"
+    ),
+    "step_states": (
+        "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor"
     ),
 }
 for _name, _schema in _SCHEMAS.items():
@@ -103,7 +108,10 @@ def _scan_chunks_backward(
             parents = after_NHKV[first - counts[turn - 1] : first]
             parents.index_add_(0, parents_N[first:last], before.reshape(-1, *sizes))
         last = first
-    grad_old = deltas.new_empty(0) if old is None else (new @ states.transpose(1, 2)).neg_().view(old_NHLK.shape)
+    if old_NHLK is None:
+        grad_old = deltas.new_empty(0)
+    else:
+        grad_old = (new @ states.transpose(1, 2)).neg_().view(old_NHLK.shape)
     grad_growth, grad_keys = (after * states).sum((1, 2)), after @ deltas.transpose(1, 2)
     return new.view(deltas_NHLV.shape), grad_old, grad_growth.view(growth_NH11.shape), grad_keys.view(keys_NHKL.shape)
 
@@ -146,8 +154,18 @@ def _write_nothing(_states: Tensor, _slots: Tensor, _values: Tensor) -> None:
 
 
 @torch.library.register_fake("tunesmith::step_conv")
-def _build_convolved(inputs_TC: Tensor, *_rest: object) -> Tensor:
-    return inputs_TC.new_empty(inputs_TC.shape, dtype=torch.promote_types(inputs_TC.dtype, torch.float32))
+def _build_convolved(
+    inputs_TC: Tensor, _weight: Tensor, _bias: Tensor | None, has_silu: bool, *_rest: object
+) -> Tensor:
+    wide = torch.promote_types(inputs_TC.dtype, torch.float32)
+    return inputs_TC.new_empty(inputs_TC.shape, dtype=inputs_TC.dtype if has_silu else wide)
+
+
+@torch.library.register_fake("tunesmith::step_delta")
+def _build_stepped(
+    mixed_TC: Tensor, _rate: Tensor, _step: Tensor, _a_log: Tensor, _dt_bias: Tensor, states: Tensor, _slots: Tensor
+) -> Tensor:
+    return mixed_TC.new_empty((mixed_TC.shape[0], states.shape[1], states.shape[3]))
 
 
 @torch.library.register_fake("tunesmith::step_states")
@@ -169,5 +187,7 @@ write_states = torch.ops.tunesmith.write_states.default
 """states[slots] = values"""
 step_conv = torch.ops.tunesmith.step_conv.default
 """`SegmentTable.convolve` of one token for each slot, whose last inputs [W - 1, C] move on by one."""
+step_delta = torch.ops.tunesmith.step_delta.default
+"""`SegmentTable.apply_delta` of one token for each slot, whose matrices are updated."""
 step_states = torch.ops.tunesmith.step_states.default
-"""`SegmentTable.apply_rule` of one token for each slot, whose matrices are updated."""
+"""The same of `SegmentTable.apply_rule` without rates."""

@@ -10,85 +10,133 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tunesmith.model.forward.recurrence import NORM_EPSILON
+
 
 @triton.jit
 def _conv_kernel(
     inputs, weights, bias, states, slots, outputs, size, input_stride, NUM_BEFORE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_used, weights = columns < size, weights + columns * (NUM_BEFORE + 1)
+    is_used = columns < size
+    places = weights + columns * (NUM_BEFORE + 1)
     state = states + tl.load(slots + row) * NUM_BEFORE * size + columns
     newest = tl.load(inputs + row * input_stride + columns, mask=is_used, other=0.0)
-    wide = outputs.dtype.element_ty
-    total = newest.to(wide) * tl.load(weights + NUM_BEFORE, mask=is_used, other=0.0).to(wide)
+    total = newest.to(tl.float32) * tl.load(places + NUM_BEFORE, mask=is_used, other=0.0).to(tl.float32)
     for tap in tl.static_range(NUM_BEFORE):
         earlier = tl.load(state + tap * size, mask=is_used, other=0.0)
-        total += earlier.to(wide) * tl.load(weights + tap, mask=is_used, other=0.0).to(wide)
+        total += earlier.to(tl.float32) * tl.load(places + tap, mask=is_used, other=0.0).to(tl.float32)
         if tap > 0:
             tl.store(state + (tap - 1) * size, earlier, mask=is_used)
     tl.store(state + (NUM_BEFORE - 1) * size, newest, mask=is_used)
     if HAS_BIAS:
-        total += tl.load(bias + columns, mask=is_used, other=0.0).to(wide)
-    tl.store(outputs + row * size + columns, total, mask=is_used)
+        total += tl.load(bias + columns, mask=is_used, other=0.0).to(tl.float32)
+    if HAS_SILU:
+        total = total * tl.sigmoid(total)
+    tl.store(outputs + row * size + columns, total.to(outputs.dtype.element_ty), mask=is_used)
 
 
 @triton.jit
 def _step_kernel(
-    queries, keys, values, decays, rates, states, slots, outputs, num_heads, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_RATES: tl.constexpr,
+    queries, keys, values, decays, rates, a_logs, biases, states, slots, outputs, num_heads, repeats, key_stride,
+    value_stride, decay_stride, scale, epsilon, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, IS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0).to(tl.int64)  # of row and head
+    item = tl.program_id(0).to(tl.int64)
+    row, head = item // num_heads, item % num_heads
     rows, columns = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_row, is_column = rows < K, columns < V
-    place = (tl.load(slots + item // num_heads) * num_heads + item % num_heads) * K * V
+    place = (tl.load(slots + row) * num_heads + head) * K * V
     places, is_inside = states + place + rows[:, None] * V + columns[None], is_row[:, None] & is_column[None]
-    key = tl.load(keys + item * K + rows, mask=is_row, other=0.0)[:, None]
-    query = tl.load(queries + item * K + rows, mask=is_row, other=0.0)[:, None]
-    value = tl.load(values + item * V + columns, mask=is_column, other=0.0)
-    state = tl.load(places, mask=is_inside, other=0.0) * tl.exp(tl.load(decays + item))
-    if HAS_RATES:
-        value = (value - tl.sum(state * key, 0)) * tl.load(rates + item)
-    state += key * value[None]
+    key_place = row * key_stride + head // repeats * K + rows
+    key = tl.load(keys + key_place, mask=is_row, other=0.0).to(tl.float32)
+    query = tl.load(queries + key_place, mask=is_row, other=0.0).to(tl.float32)
+    value = tl.load(values + row * value_stride + head * V + columns, mask=is_column, other=0.0).to(tl.float32)
+    decay = tl.load(decays + row * decay_stride + head).to(tl.float32)
+    if IS_DELTA:
+        key = key * tl.rsqrt(tl.sum(key * key, 0) + epsilon)
+        query = query * tl.rsqrt(tl.sum(query * query, 0) + epsilon) * scale
+        step = decay + tl.load(biases + head).to(tl.float32)
+        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))  # softplus
+        decay = -tl.exp(tl.load(a_logs + head).to(tl.float32)) * step
+    state = tl.load(places, mask=is_inside, other=0.0) * tl.exp(decay)
+    if IS_DELTA:
+        rate = tl.sigmoid(tl.load(rates + row * decay_stride + head).to(tl.float32)).to(rates.dtype.element_ty)
+        value = (value - tl.sum(state * key[:, None], 0)) * rate.to(tl.float32)
+    state += key[:, None] * value[None]
     tl.store(places, state, mask=is_inside)
-    tl.store(outputs + item * V + columns, tl.sum(state * query, 0), mask=is_column)
+    output = tl.sum(state * query[:, None], 0).to(outputs.dtype.element_ty)
+    tl.store(outputs + item * V + columns, output, mask=is_column)
 
 
-def step_conv(inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, states: Tensor, slots_T: Tensor) -> Tensor:
+def step_conv(
+    inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, has_silu: bool, states: Tensor, slots_T: Tensor
+) -> Tensor:
     """See `recurrent_ops.step_conv`."""
     num_tokens, size = inputs_TC.shape
     wide = torch.promote_types(inputs_TC.dtype, torch.float32)
-    output_TC = torch.empty((num_tokens, size), dtype=wide, device=inputs_TC.device)
-    weight_CW, block = weight_CW.contiguous(), 256
-    inputs_TC = inputs_TC if inputs_TC.stride(1) == 1 else inputs_TC.contiguous()
+    output_TC = inputs_TC.new_empty((num_tokens, size), dtype=inputs_TC.dtype if has_silu else wide)
+    inputs_TC, weight_CW, block = _align(inputs_TC), weight_CW.contiguous(), 256
     _conv_kernel[num_tokens, triton.cdiv(size, block)](
         inputs_TC, weight_CW, weight_CW if bias is None else bias, states, slots_T, output_TC, size,
-        inputs_TC.stride(0), weight_CW.shape[1] - 1, bias is not None, block, num_warps=4,
+        inputs_TC.stride(0), weight_CW.shape[1] - 1, bias is not None, has_silu, block, num_warps=4,
     )  # fmt: skip
     return output_TC
 
 
-def step_states(
-    query_THK: Tensor,
-    key_THK: Tensor,
-    value_THV: Tensor,
-    decay_TH: Tensor,
-    rate_TH: Tensor | None,
+def step_delta(
+    mixed_TC: Tensor,
+    rate_TH: Tensor,
+    step_TH: Tensor,
+    a_log_H: Tensor,
+    dt_bias_H: Tensor,
     states: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """See `recurrent_ops.step_states`."""
-    given = [each.contiguous() for each in (query_THK, key_THK, value_THV, decay_TH)]
-    rates = decay_TH if rate_TH is None else rate_TH.contiguous()  # without rates nothing reads them
-    output_THV = torch.empty_like(given[2])
-    num_tokens, num_heads, size_k = query_THK.shape
-    size_v, block_v = output_THV.shape[2], 32
-    _step_kernel[num_tokens * num_heads, triton.cdiv(size_v, block_v)](
-        *given, rates, states, slots_T, output_THV, num_heads, size_k, size_v, triton.next_power_of_2(size_k), block_v,
-        rate_TH is not None,
-    )  # fmt: skip
+    """See `recurrent_ops.step_delta`."""
+    _, num_heads, _, size_v = states.shape
+    size = (mixed_TC.shape[1] - num_heads * size_v) // 2
+    query, key, value = _align(mixed_TC).split([size, size, num_heads * size_v], 1)
+    output_THV = mixed_TC.new_empty((len(mixed_TC), num_heads, size_v))
+    _step(query, key, value, step_TH, states, slots_T, output_THV, (rate_TH, a_log_H, dt_bias_H))
     return output_THV
 
 
-torch.library.impl("tunesmith::step_conv", "CUDA")(step_conv)
-torch.library.impl("tunesmith::step_states", "CUDA")(step_states)
+def step_states(
+    query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, states: Tensor, slots_T: Tensor
+) -> Tensor:
+    """See `recurrent_ops.step_states`."""
+    query, key, value = (each.flatten(1) for each in (query_THK, key_THK, value_THV))
+    output_THV = value_THV.new_empty(value_THV.shape)
+    _step(query, key, value, decay_TH, states, slots_T, output_THV, None)
+    return output_THV
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, decay_TH: Tensor, states: Tensor, slots_T: Tensor, output_THV: Tensor,
+    delta: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    num_tokens, num_heads, size_v = output_THV.shape
+    size_k, block_v = states.shape[2], 32
+    query, key, value, decay_TH = map(_align, (query, key, value, decay_TH))
+    if query.stride(0) != key.stride(0):
+        query, key = query.contiguous(), key.contiguous()
+    rate_TH, *rest = delta or (decay_TH, decay_TH, decay_TH)  # without the delta rule nothing reads them
+    rate_TH = _align(rate_TH)
+    if rate_TH.stride(0) != decay_TH.stride(0):
+        rate_TH, decay_TH = rate_TH.contiguous(), decay_TH.contiguous()
+    _step_kernel[num_tokens * num_heads, triton.cdiv(size_v, block_v)](
+        query, key, value, decay_TH, rate_TH, *rest, states, slots_T, output_THV, num_heads,
+        num_heads * size_k // key.shape[1], key.stride(0), value.stride(0), decay_TH.stride(0), size_k**-0.5,
+        NORM_EPSILON, size_k, size_v, triton.next_power_of_2(size_k), block_v, delta is not None,
+    )  # fmt: skip
+
+
+def _align(rows: Tensor) -> Tensor:
+    """Rows of adjacent values, at any distance."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+for _name, _function in (("step_conv", step_conv), ("step_delta", step_delta), ("step_states", step_states)):
+    torch.library.impl(f"tunesmith::{_name}", "CUDA")(_function)
