@@ -20,14 +20,15 @@ pytest.importorskip("triton")
 from torch._dynamo.utils import counters
 
 from trainable_models import build_trainable
-from tunesmith.config import LoraSection
+from tunesmith.config import LoraSection, TrainerSection
 from tunesmith.experience.samples import Trie, build_trie, concatenate_tries
 from tunesmith.model.forward import fx_passes
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.kernels import paged_prefill, span_attention
-from tunesmith.model.merged_weights import merge_weights
+from tunesmith.model.merged_weights import get_merged_view, merge_weights
 from tunesmith.trainer.layers import compiled_layers as compiling
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans
 from tunesmith.trainer.tree_attention.plan import TreePlan, exact_attention
 from tunesmith.trainer.tree_attention.tile_schedule import WIDE, build_table, pad_trie
@@ -118,3 +119,22 @@ def test_gradients_are_those_of_the_modeling_code(exact, name, row, weights, has
     assert found.keys() == expected.keys() and not counters["graph_break"]
     for key, value in expected.items():
         assert (found[key].cpu() - value).norm() <= 1e-4 * value.norm(), key
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="16-bit products with a float32 result need a GPU")
+def test_gradients_of_16_bit_weights_are_accumulated_in_float32(exact):
+    model, trie = build_trainable("qwen3", dtype=torch.bfloat16, num_layers=2), build_row("trie")
+    expected = compute_gradients(copy.deepcopy(model).double(), trie, TreePlan(trie, torch.device("cpu")))
+    merge_weights(model.to(DEVICE))
+    MasterAdamW(model, TrainerSection())
+    with compiling.compiled_layers(model):
+        for _ in range(2):
+            found = compute_gradients(model, trie, ExactPlan(trie, (None,)))
+    del expected["hidden"]
+    for key, value in expected.items():
+        assert found[key].dtype == torch.float32, key
+        assert (found[key].cpu() - 2 * value).norm() <= 6e-2 * value.norm(), key
+    layer = model.get_decoder().layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        assert get_merged_view([each.weight.grad for each in group]) is not None
