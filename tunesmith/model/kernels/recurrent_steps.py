@@ -75,8 +75,7 @@ def step_conv(
 ) -> Tensor:
     """See `recurrent_ops.step_conv`."""
     num_tokens, size = inputs_TC.shape
-    wide = torch.promote_types(inputs_TC.dtype, torch.float32)
-    output_TC = inputs_TC.new_empty((num_tokens, size), dtype=inputs_TC.dtype if has_silu else wide)
+    output_TC = inputs_TC.new_empty((num_tokens, size))
     inputs_TC, weight_CW, block = _align(inputs_TC), weight_CW.contiguous(), 256
     _conv_kernel[num_tokens, triton.cdiv(size, block)](
         inputs_TC, weight_CW, weight_CW if bias is None else bias, states, slots_T, output_TC, size,
