@@ -42,8 +42,9 @@ def step_conv(
 
 
 def step_delta(
-    mixed: Tensor, rate: Tensor, step: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, slots: Tensor
-) -> Tensor:
+    mixed: Tensor, rate: Tensor, step: Tensor, a_log: Tensor, dt_bias: Tensor, _epsilon: float, states: Tensor,
+    slots: Tensor,
+) -> Tensor:  # fmt: skip
     _, num_heads, size_k, size_v = states.shape
     key_dim = (mixed.shape[1] - num_heads * size_v) // 2
     module = SimpleNamespace(

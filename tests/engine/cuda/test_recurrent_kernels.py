@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton")
 
-from tunesmith.model.forward.recurrence import CONV, MATRIX, Segment, SegmentTable
+from tunesmith.model.forward.recurrence import CONV, MATRIX, NORM_EPSILON, Segment, SegmentTable
 from tunesmith.model.kernels.recurrent_steps import step_conv, step_delta, step_states
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def test_a_step_of_the_delta_rule_reads_and_writes_the_states_of_its_slots(
     states = torch.randn(8, num_heads, size_k, size_v, device=DEVICE)
     table = build_table(MATRIX, states)
     expected = table.apply_delta(module, mixed, rate, step)
-    found = step_delta(mixed, rate, step, module.A_log, module.dt_bias, states, SLOTS)
+    found = step_delta(mixed, rate, step, module.A_log, module.dt_bias, NORM_EPSILON, states, SLOTS)
     assert found.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # the interpreter cuts off bits of rates
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

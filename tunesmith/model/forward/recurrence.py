@@ -126,7 +126,8 @@ class SlotTable(StateTable):
         """See `SegmentTable`."""
         assert self.layer_states is not None
         states = self.layer_states[MATRIX]
-        return ops.step_delta(mixed_TC, rate_TH, step_TH, module.A_log, module.dt_bias, states, self.slots_T)
+        weights = (module.A_log, module.dt_bias, NORM_EPSILON)
+        return ops.step_delta(mixed_TC, rate_TH, step_TH, *weights, states, self.slots_T)
 
     def apply_rule(self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor) -> Tensor:
         """See `SegmentTable`."""

@@ -26,8 +26,8 @@ _SCHEMAS = {
         "(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor"
     ),
     "step_delta": (
-        "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, Tensor(a!) states, Tensor slots) "
-        "-> Tensor"
+        "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, float epsilon, Tensor(a!) states, "
+        "Tensor slots) -> Tensor"
     ),
     "step_states": (
         "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor"
@@ -159,9 +159,8 @@ def _build_convolved(inputs_TC: Tensor, *_rest: object) -> Tensor:
 
 
 @torch.library.register_fake("tunesmith::step_delta")
-def _build_stepped(
-    mixed_TC: Tensor, _rate: Tensor, _step: Tensor, _a_log: Tensor, _dt_bias: Tensor, states: Tensor, _slots: Tensor
-) -> Tensor:
+def _build_stepped(mixed_TC: Tensor, *rest: Any) -> Tensor:
+    states = rest[-2]
     return mixed_TC.new_empty((mixed_TC.shape[0], states.shape[1], states.shape[3]))
 
 
