@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton")
 
-from tunesmith.model.forward.recurrence import CONV, MATRIX, Segment, SegmentTable
+from tunesmith.model.forward.recurrence import CONV, MATRIX, NORM_EPSILON, Segment, SegmentTable
 from tunesmith.model.kernels.recurrent_steps import step_conv, step_delta, step_states
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def test_a_step_of_the_delta_rule_reads_and_writes_the_states_of_its_slots(
     states = torch.randn(8, num_heads, size_k, size_v, device=DEVICE)
     table = build_table(MATRIX, states)
     expected = table.apply_delta(module, mixed, rate, step)
-    found = step_delta(mixed, rate, step, module.A_log, module.dt_bias, states, SLOTS)
+    found = step_delta(mixed, rate, step, module.A_log, module.dt_bias, NORM_EPSILON, states, SLOTS)
     assert found.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # the interpreter cuts off bits of rates
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -84,8 +84,8 @@ def test_a_convolution_reads_the_last_inputs_of_its_slots_and_moves_them_on(
         bias = torch.randn(size, device=DEVICE).to(dtype)
     states = torch.randn(8, num_taps - 1, size, device=DEVICE).to(dtype)
     table = build_table(CONV, states)
-    expected = table.convolve(inputs, weight, bias, has_silu=has_silu)
+    expected = table.convolve(inputs, SimpleNamespace(weight=weight[:, None], bias=bias), has_silu=has_silu)
     found = step_conv(inputs, weight, bias, has_silu, states, SLOTS)
-    assert found.dtype == (dtype if has_silu else torch.float32)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5 if found.dtype == torch.float32 else 1e-2)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(states, table.layer_states[CONV])

@@ -20,6 +20,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 
 from tunesmith.errors import ModelError
+from tunesmith.model.forward.recurrent_ops import step_conv
 from tunesmith.model.kernels.prologue import Prologue
 from tunesmith.model.merged_weights import find_merged_groups, linear_merged
 from tunesmith.model.torch_modes import is_exact
@@ -29,7 +30,10 @@ ADD = {operator.add, torch.add, "add"}
 NEG = {operator.neg, torch.neg, "neg"}
 LINEAR = {functional.linear, torch._C._nn.linear}
 SUMS = {torch.mean, "mean", torch.sum, "sum", torch.var, "var", functional.layer_norm, functional.softmax, "softmax"}
-VIEWS = {operator.getitem, "view", "reshape", "transpose", "contiguous", "unsqueeze", "to", "size", getattr}
+VIEWS = {
+    operator.getitem, getattr, "view", "reshape", "transpose", "contiguous", "unsqueeze", "squeeze", "chunk", "to",
+    "size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     if fused_ops.quantized is not None:
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
-    known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue}
+    known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue, step_conv}
     known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.swiglu, fused_ops.add_linear}
     if fused_ops.quantized is not None:
         known -= LINEAR

@@ -116,16 +116,18 @@ class SlotTable(StateTable):
         super().__init__(states)
         self.slots_T = slots_T
 
-    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, *, has_silu: bool = False) -> Tensor:
+    def convolve(self, inputs_TC: Tensor, conv: Any, *, has_silu: bool) -> Tensor:
         """See `SegmentTable`."""
         assert self.layer_states is not None
-        return ops.step_conv(inputs_TC, weight_CW, bias, has_silu, self.layer_states[CONV], self.slots_T)
+        states = self.layer_states[CONV]
+        return ops.step_conv(inputs_TC, conv.weight.squeeze(1), conv.bias, has_silu, states, self.slots_T)
 
     def apply_delta(self, module: Any, mixed_TC: Tensor, rate_TH: Tensor, step_TH: Tensor) -> Tensor:
         """See `SegmentTable`."""
         assert self.layer_states is not None
         states = self.layer_states[MATRIX]
-        return ops.step_delta(mixed_TC, rate_TH, step_TH, module.A_log, module.dt_bias, states, self.slots_T)
+        weights = (module.A_log, module.dt_bias, NORM_EPSILON)
+        return ops.step_delta(mixed_TC, rate_TH, step_TH, *weights, states, self.slots_T)
 
     def apply_rule(self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor) -> Tensor:
         """See `SegmentTable`."""
@@ -156,9 +158,9 @@ class SegmentTable(StateTable):
         self.sources_S = self._copy(sources * least if len(sources) == 1 else sources)
         self._build(segments, num_tokens, least)
 
-    def convolve(self, inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, *, has_silu: bool = False) -> Tensor:
-        """The causal depthwise convolution [T, C], in float32 or wider; or its SiLU, in the inputs' type."""
-        num_before = weight_CW.shape[1] - 1
+    def convolve(self, inputs_TC: Tensor, conv: Any, *, has_silu: bool) -> Tensor:
+        """The causal depthwise convolution [T, C] of a module, or its SiLU; computed in float32 or wider."""
+        num_before = conv.weight.shape[2] - 1
         assert num_before <= MAX_TAPS, f"a convolution over {num_before + 1} tokens"
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
         if self.layer_states is not None:
@@ -166,15 +168,15 @@ class SegmentTable(StateTable):
         context_XC = torch.cat(context)
         wide = torch.promote_types(inputs_TC.dtype, torch.float32)
         # wide before it is read by index, so that gradients are added in that type
-        wide_XC, weight_WC = context_XC.to(wide), weight_CW.to(wide).t()
+        wide_XC, weight_WC = context_XC.to(wide), conv.weight.squeeze(1).to(wide).t()
         output_TC = inputs_TC.to(wide) * weight_WC[-1]
         for back in range(num_before):
             output_TC = output_TC + wide_XC[self.taps_WT[back, : len(inputs_TC)]] * weight_WC[-2 - back]
         if self.layer_states is not None:
             last_inputs = context_XC[self.tails_EW[:, MAX_TAPS - num_before :]]
             ops.write_states(self.layer_states[CONV], self.targets_E, last_inputs)
-        output_TC = output_TC if bias is None else output_TC + bias.to(wide)
-        return functional.silu(output_TC).to(inputs_TC.dtype) if has_silu else output_TC
+        output_TC = output_TC if conv.bias is None else output_TC + conv.bias.to(wide)
+        return (functional.silu(output_TC) if has_silu else output_TC).to(inputs_TC.dtype)
 
     def apply_delta(self, module: Any, mixed_TC: Tensor, rate_TH: Tensor, step_TH: Tensor) -> Tensor:
         """Output [T, H, V] of the gated delta rule, in the inputs' type. These are queries, keys and values side by
@@ -297,8 +299,7 @@ def list_sequences(lengths: Sequence[int]) -> list[Segment]:
 
 def _run_short_conv(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     before, after, inputs = module.in_proj(hidden_TC).chunk(3, dim=-1)
-    mixed = table.convolve(before * inputs, module.conv.weight.squeeze(1), module.conv.bias)
-    return module.out_proj(after * mixed.to(hidden_TC.dtype))
+    return module.out_proj(after * table.convolve(before * inputs, module.conv, has_silu=False))
 
 
 def _run_gated_delta(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
@@ -312,7 +313,7 @@ def _run_gated_delta(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     else:
         mixed, gate = module.in_proj_qkv(hidden_TC), module.in_proj_z(hidden_TC).view(num_tokens, -1, size)
         rate, step = module.in_proj_b(hidden_TC), module.in_proj_a(hidden_TC)
-    mixed = table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias, has_silu=True)
+    mixed = table.convolve(mixed, module.conv1d, has_silu=True)
     output_THV = table.apply_delta(module, mixed, rate, step)
     normed = module.norm(output_THV.reshape(-1, size), gate.reshape(-1, size))
     return module.out_proj(normed.view(num_tokens, -1))
@@ -324,7 +325,9 @@ def _run_mamba2(module: Any, hidden_TC: Tensor, table: Table) -> Tensor:
     if hasattr(module, "mup_vector"):  # of Falcon-H1, as is the multiplier
         projected = projected * module.mup_vector[0]
     gate, mixed, step = projected.split([module.intermediate_size, module.conv_dim, num_heads], -1)
-    mixed = module.act(table.convolve(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias)).to(hidden_TC.dtype)
+    has_silu = module.activation in ("silu", "swish")
+    mixed = table.convolve(mixed, module.conv1d, has_silu=has_silu)
+    mixed = mixed if has_silu else module.act(mixed)
     wide = torch.promote_types(hidden_TC.dtype, torch.float32)
     size = module.n_groups * module.ssm_state_size
     inputs, key, query = mixed.to(wide).split([module.intermediate_size, size, size], -1)

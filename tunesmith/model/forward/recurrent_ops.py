@@ -26,8 +26,8 @@ _SCHEMAS = {
         "(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor"
     ),
     "step_delta": (
-        "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, Tensor(a!) states, Tensor slots) "
-        "-> Tensor"
+        "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, float epsilon, Tensor(a!) states, "
+        "Tensor slots) -> Tensor"
     ),
     "step_states": (
         "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor"
@@ -154,17 +154,13 @@ def _write_nothing(_states: Tensor, _slots: Tensor, _values: Tensor) -> None:
 
 
 @torch.library.register_fake("tunesmith::step_conv")
-def _build_convolved(
-    inputs_TC: Tensor, _weight: Tensor, _bias: Tensor | None, has_silu: bool, *_rest: object
-) -> Tensor:
-    wide = torch.promote_types(inputs_TC.dtype, torch.float32)
-    return inputs_TC.new_empty(inputs_TC.shape, dtype=inputs_TC.dtype if has_silu else wide)
+def _build_convolved(inputs_TC: Tensor, *_rest: object) -> Tensor:
+    return inputs_TC.new_empty(inputs_TC.shape)
 
 
 @torch.library.register_fake("tunesmith::step_delta")
-def _build_stepped(
-    mixed_TC: Tensor, _rate: Tensor, _step: Tensor, _a_log: Tensor, _dt_bias: Tensor, states: Tensor, _slots: Tensor
-) -> Tensor:
+def _build_stepped(mixed_TC: Tensor, *rest: Any) -> Tensor:
+    states = rest[-2]
     return mixed_TC.new_empty((mixed_TC.shape[0], states.shape[1], states.shape[3]))
 
 

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.model.forward.recurrence import NORM_EPSILON
-
 
 @triton.jit
 def _conv_kernel(
@@ -75,8 +73,7 @@ def step_conv(
 ) -> Tensor:
     """See `recurrent_ops.step_conv`."""
     num_tokens, size = inputs_TC.shape
-    wide = torch.promote_types(inputs_TC.dtype, torch.float32)
-    output_TC = inputs_TC.new_empty((num_tokens, size), dtype=inputs_TC.dtype if has_silu else wide)
+    output_TC = inputs_TC.new_empty((num_tokens, size))
     inputs_TC, weight_CW, block = _align(inputs_TC), weight_CW.contiguous(), 256
     _conv_kernel[num_tokens, triton.cdiv(size, block)](
         inputs_TC, weight_CW, weight_CW if bias is None else bias, states, slots_T, output_TC, size,
@@ -91,6 +88,7 @@ def step_delta(
     step_TH: Tensor,
     a_log_H: Tensor,
     dt_bias_H: Tensor,
+    epsilon: float,
     states: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
@@ -99,7 +97,7 @@ def step_delta(
     size = (mixed_TC.shape[1] - num_heads * size_v) // 2
     query, key, value = _align(mixed_TC).split([size, size, num_heads * size_v], 1)
     output_THV = mixed_TC.new_empty((len(mixed_TC), num_heads, size_v))
-    _step(query, key, value, step_TH, states, slots_T, output_THV, (rate_TH, a_log_H, dt_bias_H))
+    _step(query, key, value, step_TH, states, slots_T, output_THV, (rate_TH, a_log_H, dt_bias_H), epsilon)
     return output_THV
 
 
@@ -109,13 +107,13 @@ def step_states(
     """See `recurrent_ops.step_states`."""
     query, key, value = (each.flatten(1) for each in (query_THK, key_THK, value_THV))
     output_THV = value_THV.new_empty(value_THV.shape)
-    _step(query, key, value, decay_TH, states, slots_T, output_THV, None)
+    _step(query, key, value, decay_TH, states, slots_T, output_THV)
     return output_THV
 
 
 def _step(
     query: Tensor, key: Tensor, value: Tensor, decay_TH: Tensor, states: Tensor, slots_T: Tensor, output_THV: Tensor,
-    delta: tuple[Tensor, Tensor, Tensor] | None,
+    delta: tuple[Tensor, Tensor, Tensor] | None = None, epsilon: float = 0.0,
 ) -> None:  # fmt: skip
     num_tokens, num_heads, size_v = output_THV.shape
     size_k, block_v = states.shape[2], 32
@@ -129,7 +127,7 @@ def _step(
     _step_kernel[num_tokens * num_heads, triton.cdiv(size_v, block_v)](
         query, key, value, decay_TH, rate_TH, *rest, states, slots_T, output_THV, num_heads,
         num_heads * size_k // key.shape[1], key.stride(0), value.stride(0), decay_TH.stride(0), size_k**-0.5,
-        NORM_EPSILON, size_k, size_v, triton.next_power_of_2(size_k), block_v, delta is not None,
+        epsilon, size_k, size_v, triton.next_power_of_2(size_k), block_v, delta is not None,
     )  # fmt: skip
 
 
