@@ -77,11 +77,6 @@ class RoundsSection(Section):
     def name_stage(name: str, number: int) -> str:
         return f"{name}_{number}"
 
-    @property
-    def last_model(self) -> str:
-        """The reference to the model of the last round."""
-        return STAGE + self.name_stage(self.model, self.count)
-
     def _read(self, text: str, *, number: int) -> Any:
         """What a string of an inner stage stands for in a round."""
         if text.startswith(ROUND):
@@ -112,7 +107,7 @@ def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
                 added = rounds.expand()
             except ValueError as error:
                 raise ValueError(f"stages.{name}: {error}") from error
-            aliases[STAGE + name] = rounds.last_model
+            aliases[STAGE + name] = STAGE + rounds.name_stage(rounds.model, rounds.count)
         taken = next((each for each in added if each in expanded or (each != name and each in stages)), None)
         if taken is not None:
             raise ValueError(f"stages.{name} has a stage {taken!r}, which is already the name of another stage")

@@ -89,7 +89,7 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
     if ranks.is_alone:
         return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
     if find_sharding(policy.model) is not None:
-        return policy.model.num_parameters() * policy.model.dtype.itemsize + trainer.count_state_bytes()
+        return int(policy.model.num_parameters() * policy.model.dtype.itemsize) + trainer.count_state_bytes()
     return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 
