@@ -52,7 +52,7 @@ INNER_LAYERS = {
         {"serve", "run", "environments"},
         {"demo"},
     ],
-    "et_agent": [{"world", "formats", "selection", "radar"}, {"flywheel"}],
+    "et_agent": [{"formats", "selection", "radar"}, {"flywheel"}],
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export"}, {"command"}],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""

@@ -8,7 +8,6 @@ sentence that begins with "Error:", for the model to read.
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -41,7 +40,7 @@ CALCULATOR_TOOL: Mapping[str, Any] = {
         },
     },
 }
-"""The tool schema for chat requests; `answer_call` executes the model's calls."""
+"""The tool schema for chat requests; `build_calculator_tool` executes the model's calls."""
 
 SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": ""})
 """Typographic operators -> ASCII; currency signs are removed."""
@@ -61,23 +60,6 @@ BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 class ExpressionError(ToolInputError):
     """The expression cannot be computed; the message states the reason."""
-
-
-def answer_call(name: str, arguments: str) -> str:
-    """The result of a model's call of `CALCULATOR_TOOL`, or a sentence that begins with "Error:".
-
-    `arguments` is the JSON text of the call, which may be malformed.
-    """
-    expected = CALCULATOR_TOOL["function"]["name"]
-    if name != expected:
-        return f"Error: there is no tool {_shorten(name)!r}; the only one is {expected}"
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return "Error: the arguments are not JSON"
-    if not isinstance(given, dict) or given.keys() != {"expression"}:
-        return f'Error: {expected} takes one argument, as in {{"expression": "2 * 3"}}'
-    return calculate(given["expression"])
 
 
 def build_calculator_tool() -> Tool:
