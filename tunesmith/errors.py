@@ -89,3 +89,7 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of a message that is not empty, else the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

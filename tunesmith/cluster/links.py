@@ -200,7 +200,6 @@ class Links:
 
     @property
     def first(self) -> Link:
-        """The link to the first rank."""
         return self.by_rank[0]
 
 

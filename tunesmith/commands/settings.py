@@ -76,11 +76,9 @@ def read_variable() -> list[str]:
     return shlex.split(os.environ.get(OVERRIDES_VARIABLE, ""))
 
 
-def load_run_file(
-    path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
-) -> RunConfig:
+def load_run_file(path: PathLike | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
-    return load_file(RunConfig, path, overrides, values=values)
+    return load_file(RunConfig, path, overrides)
 
 
 def load_file(

@@ -190,7 +190,6 @@ def set_step(table: pa.Table, step: int | None) -> pa.Table:
 
 
 def read_column(table: pa.Table, field: pa.Field) -> pa.Array | pa.ChunkedArray:
-    """A column in the type of `field`."""
     if field.name not in table.column_names:
         return pa.nulls(len(table), type=field.type)
     column = table.column(field.name)
@@ -224,7 +223,6 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def build_turn(turn: Turn) -> dict[str, Any]:
-    """One turn as a value of `TURN`."""
     distribution = turn.distribution
     return {
         "prompt_ids": turn.prompt_ids,

@@ -79,7 +79,6 @@ def build_requests(
     seed: int,
     step: int = 0,
     sampling: Sampling | None = None,
-    has_branches: bool = False,
 ) -> list[GroupRequest]:
     """Requests of an evaluation for tasks that are started together, one for each."""
     return [
@@ -89,7 +88,6 @@ def build_requests(
             size=size,
             seed=(seed, step, index),
             sampling=sampling,
-            has_branches=has_branches,
             is_trained=False,
         )
         for index, task in enumerate(tasks)

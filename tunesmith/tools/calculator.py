@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from tunesmith.errors import shorten
 from tunesmith.tools.tool import Tool, ToolInputError
 
 MAX_CHARACTERS = 500
@@ -103,7 +104,7 @@ def compute_expression(expression: str) -> Fraction:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         hint = "; write 20% as 20/100" if "%" in text else ""
-        raise ExpressionError(f"cannot read {_shorten(text)!r}; {SYNTAX}{hint}") from error
+        raise ExpressionError(f"cannot read {shorten(text, MAX_SHOWN_CHARACTERS)!r}; {SYNTAX}{hint}") from error
     return _compute(tree.body, text, depth=0)
 
 
@@ -122,7 +123,8 @@ def _check_words(text: str) -> None:
     found = FOREIGN.search(EXPONENT.sub("0", text))
     if found is not None:
         hint = "; write * for x" if found.group() in "xX" else ""
-        raise ExpressionError(f"{_shorten(found.group())!r} is not arithmetic on numbers; {SYNTAX}{hint}")
+        shown = shorten(found.group(), MAX_SHOWN_CHARACTERS)
+        raise ExpressionError(f"{shown!r} is not arithmetic on numbers; {SYNTAX}{hint}")
 
 
 def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
@@ -138,7 +140,8 @@ def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
         case ast.BinOp(left=left_node, op=operation, right=right_node):
             left, right = _compute(left_node, text, depth=depth + 1), _compute(right_node, text, depth=depth + 1)
             return _check_size(_apply(operation, left, right))
-    raise ExpressionError(f"{_shorten(_quote(node, text))!r} is not arithmetic on numbers; {SYNTAX}")
+    shown = shorten(_quote(node, text), MAX_SHOWN_CHARACTERS)
+    raise ExpressionError(f"{shown!r} is not arithmetic on numbers; {SYNTAX}")
 
 
 def _quote(node: ast.expr, text: str) -> str:
@@ -190,7 +193,3 @@ def _check_size(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
         raise ExpressionError("the number is too large or too long")
     return value
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."

@@ -239,13 +239,11 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineCo
     try:
         return PipelineConfig.model_validate(values)
     except ValidationError as error:
-        faults = [fault | {"loc": drop_kind(fault["loc"])} for fault in error.errors()]
-        raise ConfigError("; ".join(describe_validation_error(fault) for fault in faults)) from error
-
-
-def drop_kind(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Location of a validation error without the kind that pydantic inserts after the stage's name."""
-    return (*location[:2], *location[3:]) if location[:1] == ("stages",) else location
+        faults = error.errors()
+        for fault in faults:
+            if fault["loc"][:1] == ("stages",):  # pydantic inserts the kind after the stage's name
+                fault["loc"] = (*fault["loc"][:2], *fault["loc"][3:])
+        raise ConfigError("; ".join(map(describe_validation_error, faults))) from error
 
 
 def plan_stages(config: PipelineConfig) -> list[PlannedStage]:

@@ -18,8 +18,7 @@ from openai.types.chat import ChatCompletion
 from tunesmith.chat.client import create_chat_completion
 from tunesmith.commands.candidates import RunLimits, count_failures, find_problem, list_run_causes, run_agent
 from tunesmith.commands.eval.sample_scores import Difference
-from tunesmith.errors import RolloutError
-from tunesmith.rollout.failures import shorten
+from tunesmith.errors import RolloutError, shorten
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.runs.policy import LoadedModel
@@ -59,7 +58,6 @@ class PromptRuns:
     """Prompt -> positions of the tasks of its scores; other runs are examples for the proposing model."""
 
     async def run(self, prompt: str, positions: Sequence[int]) -> list[Trajectory]:
-        """The runs of a prompt on tasks, by their positions."""
         known = self.done.setdefault(prompt, {})
         missing = [position for position in dict.fromkeys(positions) if position not in known]
         if missing:

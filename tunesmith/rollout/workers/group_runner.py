@@ -23,7 +23,7 @@ from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider, RecordedCalls
-from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog, watch_event_loop
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog
 from tunesmith.types import Group, Trajectory
 
 
@@ -69,7 +69,8 @@ class GroupRunner:
         return self._watchdog
 
     async def __aenter__(self) -> Self:
-        watched = watch_event_loop(self._agent.logger, limit_s=min(BLOCKED_LIMIT_S, self._agent.timeout_s / 4))
+        limit_s = min(BLOCKED_LIMIT_S, self._agent.timeout_s / 4)
+        watched = EventLoopWatchdog(asyncio.get_running_loop(), self._agent.logger, limit_s).watching()
         self._watchdog = self._stack.enter_context(watched)
         return self
 
