@@ -1,8 +1,8 @@
 """The agent that the pipeline prepares data for, trains and evaluates: it answers one question with a calculator.
 
-It is a tool agent (`tunesmith.environments`) whose environment is fixed. `build_conversation` builds the first messages
-of demonstrations as rollouts have them, so that fine-tuning and sampling use the same prompt. Errors of the model are
-returned to it as tool results that begin with "Error:".
+It is a tool agent (`tunesmith.environments`) whose environment is fixed. Demonstrations begin with the messages of its
+rollouts, so that fine-tuning and sampling use the same prompt. Errors of the model are returned to it as tool results
+that begin with "Error:".
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments.environment import Environment
-from tunesmith.environments.protocols import build_messages
 from tunesmith.judges.transcript import read_transcript
 from tunesmith.tools.calculator import CALCULATOR_TOOL, build_calculator_tool
 from tunesmith.types import WorkflowOutput
@@ -27,11 +26,6 @@ MAX_CALLS = 16
 ENVIRONMENT = Environment(
     EnvironmentSection(protocol="native", system_prompt=SYSTEM_PROMPT, max_calls=MAX_CALLS), [build_calculator_tool()]
 )
-
-
-def build_conversation(question: str) -> list[dict[str, Any]]:
-    """System prompt and question."""
-    return build_messages(SYSTEM_PROMPT, question)
 
 
 async def calculator_agent(task: Mapping[str, Any], model: Any) -> WorkflowOutput:

@@ -31,7 +31,7 @@ import httpx
 from tunesmith.errors import ConfigError, StorageError, ToolUnavailableError, shorten
 from tunesmith.retrieval.corpus import Passage
 from tunesmith.retrieval.index.search import SearchIndex, open_index
-from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection, find_backoff
+from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection
 from tunesmith.tools.tool import Tool, ToolInputError
 
 WEB_KEY_HEADERS = {"serper": "X-API-KEY", "bing": "Ocp-Apim-Subscription-Key"}
@@ -177,7 +177,7 @@ async def fetch_json(
     """
     problem = ""
     for attempt in range(settings.num_retries + 1):
-        wait_s = find_backoff(settings.backoff_s, attempt)
+        wait_s = min(settings.backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)
         try:
             async with asyncio.timeout(settings.timeout_s):
                 response = await client.request(method, url, headers=headers, json=body, params=parameters)
