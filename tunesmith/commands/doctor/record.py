@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, Section, SftConfig
+from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metrics_file import RECENT_SHARE, Series
 from tunesmith.runs.load_config import build_section, load_values
@@ -169,13 +169,17 @@ class CheckedRun(RunRecord, Generic[Config]):
     @functools.cached_property
     def config(self) -> Config:
         """The settings. Values that this version refuses, in the file of an earlier one, are left out."""
-        kind, values = CONFIGS[self.kind], load_values(self.paths.config)
-        before = None
-        while values != before and (errors := find_refused(kind, values)):
+        config: Config
+        kind, values, before = CONFIGS[self.kind], load_values(self.paths.config), None
+        while values != before:
             before = copy.deepcopy(values)
-            for refused in errors:
-                remove_value(values, locate(refused))
-        config: Config = build_section(kind, values)
+            try:
+                config = kind.model_validate(values)
+                return config
+            except ValidationError as error:
+                for refused in error.errors():
+                    remove_value(values, locate(refused))
+        config = build_section(kind, values)  # raises: nothing more can be left out
         return config
 
     def get(self, name: str) -> Series | None:
@@ -219,14 +223,6 @@ def open_run(path: Path) -> CheckedRun[Any]:
     if run.kind not in CONFIGS:
         raise StorageError(f"{path} is not the folder of a training run: it has no config.yaml and metrics.jsonl")
     return run
-
-
-def find_refused(kind: type[Section], values: dict[str, Any]) -> list[ErrorDetails]:
-    try:
-        kind.model_validate(values)
-    except ValidationError as error:
-        return error.errors()
-    return []
 
 
 def locate(refused: ErrorDetails) -> tuple[str | int, ...]:
