@@ -159,7 +159,7 @@ async def solve_slowly(task: Mapping[str, Any], model: ChatModel) -> WorkflowOut
     for _ in range(MAX_CALLS):
         message = (await model(messages, tools=[CALCULATOR_TOOL])).choices[0].message
         text = message.content or ""
-        messages.append(message.model_dump(exclude_none=True))
+        messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
         if not message.tool_calls:
             break
         await asyncio.sleep(SLEEPS.draw())
