@@ -63,7 +63,7 @@ def accumulated_weight_grads(model: PreTrainedModel) -> Iterator[None]:
 
     A gradient that is None starts at zero. Gradients must not be replaced within.
     """
-    layers = find_layers(model)
+    layers = find_linear_layers(model)
     for layer in layers:
         weight = layer.weight
         total = torch.zeros_like(weight, dtype=torch.float32) if weight.grad is None else weight.grad
@@ -77,7 +77,7 @@ def accumulated_weight_grads(model: PreTrainedModel) -> Iterator[None]:
             layer.weight.grad = layer.__dict__.pop("weight_grad_total")
 
 
-def find_layers(model: PreTrainedModel) -> list[nn.Linear]:
+def find_linear_layers(model: PreTrainedModel) -> list[nn.Linear]:
     """The trained 16-bit linear layers with float32 gradients inside the decoder layers, on a GPU. With exact numerics
     fused products do the same."""
     if model.device.type != "cuda" or is_exact():
