@@ -37,7 +37,8 @@ def test_sampler_and_trainer_compute_equal_bits(name):
     assert found["exact"]["max_log_ratio"] == 0 and found["exact"]["kl"] == 0
     assert found["fast"]["max_log_ratio"] > 1e-3
     assert found["exact"]["turns"] == found["exact"]["alone"]
-    assert found["exact"]["grad_norm"] == pytest.approx(found["fast"]["grad_norm"], rel=0.05)
+    # of other tokens once a draw differs; tests/trainer/layers/test_exact_layers.py compares gradients of the same
+    assert found["exact"]["grad_norm"] == pytest.approx(found["fast"]["grad_norm"], rel=0.15)
 
 
 NUM_STEPS, JUDGED_A_STEP = 4, 8

@@ -26,6 +26,8 @@ from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import exact_attention
 
+CHECKPOINTS_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
+"""Whether transformers checkpoints a layer in its forward, which is compiled here, and not around it (before 5.24)."""
 MAX_VARIANTS = 64
 """Recompilations of one function: layer classes, with and without gradients, with and without adapters, dtypes."""
 
@@ -79,7 +81,7 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
     parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
     has_states = bool(list_recurrent(module))
 
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         if has_states and (plan := options.get("attention_plan")) is not None:
             _ = plan.segments  # built now, since torch would trace how
         gradients = [parameter.grad for parameter in parameters]
@@ -90,6 +92,19 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def run_inside(*arguments: Any, **options: Any) -> Any:
+        module.gradient_checkpointing = False
+        try:
+            return run(*arguments, **options)
+        finally:
+            module.gradient_checkpointing = True
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        is_checkpointed = CHECKPOINTS_FORWARD and getattr(module, "gradient_checkpointing", False) and module.training
+        if not is_checkpointed or not torch.is_grad_enabled():
+            return run(*arguments, **options)
+        return module._gradient_checkpointing_func(partial(run_inside, **options), *arguments)
 
     return forward
 
