@@ -71,7 +71,7 @@ def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
             del module.forward
 
 
-def _compile_forward(module: nn.Module) -> Callable[..., Any]:
+def _compile_forward(module: Any) -> Callable[..., Any]:
     """The compiled forward of the module, which is called with the parameters' gradients set to None.
 
     torch.compile has a graph break at a parameter whose gradient has another dtype. A layer that is recompiled in the
