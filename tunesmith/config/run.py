@@ -108,8 +108,8 @@ class TrainerSection(Section):
     for later runs; disable it for runs of a few steps."""
     has_row_graphs: bool | None = None
     """Launch rows of similar sizes as CUDA graphs; the gradient is the same. null enables it for models below 0.4e9
-    parameters (4e9 with `model.numerics=exact`), whose training is otherwise host-bound. It keeps the memory of gradients (4 bytes per trained parameter)
-    and of the largest row allocated."""
+    parameters (4e9 with `model.numerics=exact`), whose training is otherwise host-bound. It keeps the memory of
+    gradients (4 bytes per trained parameter) and of the largest row allocated."""
     has_prefix_sharing: bool = True
     """Compute shared prefixes of a group's samples only once; the gradient is the same."""
     routing_replay: bool = False
