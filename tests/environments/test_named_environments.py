@@ -231,7 +231,7 @@ def test_a_missing_file_is_found_without_running_code(values):
     [
         (
             {"name": LETTERS, "max_calls": 3},
-            "environment.max_calls=3 has no effect with name=games.py:Letters: leave out name for a tool agent",
+            "environment: max_calls=3 has no effect with name=games.py:Letters: leave out name, or leave out max_calls",
         ),
         ({"num_train": 3}, "num_train=3 has no effect without name"),
     ],

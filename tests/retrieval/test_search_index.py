@@ -142,7 +142,7 @@ def test_the_files_of_a_hub_repository_are_a_data_set(tmp_path, monkeypatch):
         ('{"id": "a", "contents": "x"}\n{"id": "a", "contents": "y"}\n', "passages 0 and 1 have the same id 'a'"),
         ('{"id": "a", "body": "x"}\n', "line 1 of .* has no text in 'contents' or 'text'; its fields are id, body"),
         ('{"id": "a", "contents": "x"}\n{"id"\n', "line 2 of .* is not JSON"),
-        ('["a"]\n', "line 1 of .* is not a JSON object"),
+        ('["a"]\n', "line 1 of .* must be a JSON object, got list"),
         ('{"id": "a", "contents": "the"}\n', "no passage has a word that BM25 could index"),
     ],
 )

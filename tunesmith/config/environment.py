@@ -71,7 +71,7 @@ class ToolSection(Section):
 ENVIRONMENT_TASKS = "environment"
 """The `path` of a data set that stands for the tasks of the named environment."""
 PLAY = "tunesmith.environments:play"
-NAMED = Needs("name")
+NAMED, UNNAMED = Needs("name"), Needs("name", None)
 AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
 """Knobs of tool agents alone."""
 TASK_KNOBS = ("name", "args", "python", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
@@ -100,24 +100,24 @@ class EnvironmentSection(Section):
     step_timeout_s: Annotated[float, NAMED] = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds of one `reset`, `step` or `close`, after which the rollout has failed; `rollout.timeout_s` limits the
     episode."""
-    protocol: Literal["tags", "native"] = "tags"
+    protocol: Annotated[Literal["tags", "native"], UNNAMED] = "tags"
     """tags: `<think>`, tool and `<answer>` tags inside one assistant turn; native: the tool calls of the chat
     template."""
-    tools: tuple[ToolSection, ...] = ()
+    tools: Annotated[tuple[ToolSection, ...], UNNAMED] = ()
     """The tools, each by name or with settings."""
-    prompt: Literal["standard", "brief", "none"] = "standard"
+    prompt: Annotated[Literal["standard", "brief", "none"], UNNAMED] = "standard"
     """System prompt: standard explains the format with an example; brief only names the tags; none for a model that was
     fine-tuned on the format."""
     system_prompt: str | None = None
     """Text in place of the system prompt; for a tool agent, `{tools}` in it becomes the list of tools."""
-    opening: Annotated[str, Needs("protocol", "tags")] = ""
+    opening: Annotated[str, UNNAMED, Needs("protocol", "tags")] = ""
     """Text that every assistant turn begins with, such as `<think>`; it is never trained."""
-    max_calls: int = Field(default=6, ge=0)
+    max_calls: Annotated[int, UNNAMED] = Field(default=6, ge=0)
     """Tool calls per rollout, of all tools together. A further call is answered with a notice, the next one ends the
     rollout."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, UNNAMED] = Field(default=None, ge=1)
     """Sampled tokens per rollout, over all model calls; null leaves only the limit of a single model call."""
-    max_result_chars: int = Field(default=4000, ge=200)
+    max_result_chars: Annotated[int, UNNAMED] = Field(default=4000, ge=200)
     """Characters of a result that the model reads; the middle of a longer one is left out. The tools python and search
     have limits of their own, see `tools.max_result_chars`."""
 
@@ -125,13 +125,6 @@ class EnvironmentSection(Section):
     @classmethod
     def _read_name(cls, values: Any) -> Any:
         return {"name": values} if isinstance(values, str) else values
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        if self.name is not None:
-            explanation = f"has no effect with name={self.name}: leave out name for a tool agent"
-            self.refuse_knobs(AGENT_KNOBS, explanation, where="environment")
-        return self
 
     @model_serializer(mode="wrap")
     def _write(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:

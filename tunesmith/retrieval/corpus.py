@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import is_path_like
 from tunesmith.retrieval.settings import IndexSettings
+from tunesmith.tasks.load import iter_jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,8 @@ def _refuse_parts(path: Path, *, name: str | None, split: str | None) -> None:
 
 
 def _iter_lines(path: Path, settings: IndexSettings) -> Iterator[Passage]:
-    with path.open("rb") as file:  # only \n separates lines: text may contain other Unicode line separators
-        for number, line in enumerate(file):
-            if line.isspace():
-                continue
-            where = f"line {number + 1} of {path}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{where} is not a JSON object")
-            yield from iter_row_passages(row, number, settings, where=where)
+    for number, row in iter_jsonl(path):
+        yield from iter_row_passages(row, number - 1, settings, where=f"line {number} of {path}")
 
 
 def _find_texts(paths: list[Path], *, but: str | None = None) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +41,22 @@ def add_fields(row: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]
 
 def load_jsonl(file: Path) -> list[Mapping[str, Any]]:
     """The objects of a JSON Lines file, without fields that only other rows have; blank lines are skipped."""
-    with storage_errors(file, "read"):
-        lines = file.read_bytes().splitlines()
-    rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"line {number} of {str(file)!r} must be a JSON object, got {type(row).__name__}")
-        rows.append(row)
-    return rows
+    return [row for _, row in iter_jsonl(file)]
+
+
+def iter_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The same one by one, each with the number of its line."""
+    with storage_errors(file, "read"), file.open("rb") as lines:  # only \n separates them: text may have others
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"line {number} of {str(file)!r} must be a JSON object, got {type(row).__name__}")
+            yield number, row
 
 
 def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
