@@ -28,7 +28,8 @@ LAYERS = [
         "data_juicer",
         "json_rpc",
     },
-    {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
+    {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor"},
+    {"retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"environments"},
     {"loop"},
@@ -52,7 +53,7 @@ INNER_LAYERS = {
         {"serve", "run", "environments"},
         {"demo"},
     ],
-    "et_agent": [{"world", "formats", "selection", "radar"}, {"flywheel"}],
+    "et_agent": [{"formats", "selection", "radar"}, {"flywheel"}],
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export"}, {"command"}],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""

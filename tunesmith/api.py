@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.cluster.rank_info import is_ray_worker
 from tunesmith.commands.run.config import PipelineConfig, StageSelection
-from tunesmith.commands.settings import is_ray_driver, list_paths, load_settings
+from tunesmith.commands.settings import list_paths, load_settings
 from tunesmith.commands.table import find_command, import_named
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
@@ -143,7 +144,7 @@ def run_tune(
     if judge_func is not None:
         check_judge_function(judge_func)
     result: TuneResult
-    if is_ray_driver(settings.cluster):
+    if settings.cluster.launcher == "ray" and not is_ray_worker():
         tune_rank = partial(run_tune, workflow_func=workflow_func, judge_func=judge_func, custom=custom)
         result = import_named("tunesmith.runs.launch:tune_on_ray")(settings, list_paths(settings), tune_rank)
         return result
@@ -172,14 +173,16 @@ def serve(
 
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Fine-tune a model on conversations into the folder `out`; an unfinished training in it is resumed."""
-    settings = load_settings(find_command("sft"), config, overrides)
-    result: OfflineResult = import_named("tunesmith.commands.sft.train:run_offline")(settings, out_dir=Path(out))
-    return result
+    return _train_offline("sft", config, out, overrides)
 
 
 def prefer(config: PreferenceConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
     """Train a model on preferences into the folder `out`; an unfinished training in it is resumed."""
-    settings = load_settings(find_command("prefer"), config, overrides)
+    return _train_offline("prefer", config, out, overrides)
+
+
+def _train_offline(name: str, config: object, out: PathLike, overrides: Sequence[str]) -> OfflineResult:
+    settings = load_settings(find_command(name), config, overrides)
     result: OfflineResult = import_named("tunesmith.commands.sft.train:run_offline")(settings, out_dir=Path(out))
     return result
 

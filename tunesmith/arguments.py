@@ -73,7 +73,6 @@ def bind_arguments(
 
 
 def find_keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of a function or class."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

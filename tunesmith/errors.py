@@ -84,3 +84,12 @@ def exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Signal handler that exits with the shell's status for the signal, 128 + number."""
     os.write(2, b"tunesmith: SIGTERM: exiting\n")
     raise SystemExit(128 + number)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message that is not empty, else the name of its class."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -155,7 +155,8 @@ class SocketGuard:
         headers = dict(reversed(scope["headers"]))  # the first of each name
         host = headers.get(b"host", b"").decode("latin-1")
         origin = headers[b"origin"].decode("latin-1") if b"origin" in headers else None
-        if self._is_local and not is_loopback_host(host) and not self._is_public(host):
+        is_public = self._public_name is not None and find_name(host) == self._public_name
+        if self._is_local and not is_loopback_host(host) and not is_public:
             known = "localhost and 127.0.0.1" + (f" and {self._public_name}" if self._public_name else "")
             return f"Host {host[:200]!r}: without a key, this server answers requests to {known} only"
         is_foreign = headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
@@ -167,9 +168,6 @@ class SocketGuard:
             page = "a web page" if origin is None else f"the web page {origin[:200]!r}"
             return f"without a key, this server answers no requests of other web pages; this one is of {page}"
         return None
-
-    def _is_public(self, host: str) -> bool:
-        return self._public_name is not None and find_name(host) == self._public_name
 
 
 def find_name(host: str) -> str | None:

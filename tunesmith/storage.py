@@ -411,3 +411,8 @@ def remove_tree(folder: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             folder.rename(temporary)
         shutil.rmtree(temporary)
+
+
+def clean_text(text: str) -> str:
+    """The text with each lone surrogate, which UTF-8 cannot encode, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from logging import Logger
 from typing import Any, Literal, Protocol
 
@@ -147,6 +148,11 @@ def is_above(value: float, limit: float) -> bool:
     AdamW makes a step of full size for an advantage of any size, so a difference by rounding would train as others do.
     """
     return value > limit and not math.isclose(value, limit, rel_tol=REWARD_RTOL, abs_tol=REWARD_ATOL)
+
+
+def count_equal(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of equal items at the start of both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def are_equal(values: Sequence[float]) -> bool:

@@ -37,9 +37,10 @@ from benchmarks.engine.peer_vllm import run_vllm
 from benchmarks.shared.kernels import profile_kernels
 from benchmarks.shared.report import publish
 from benchmarks.shared.shapes import SHAPES, build_random_model
-from tunesmith.config import EngineSection
+from tunesmith.config import EngineSection, LoraSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.recurrence import count_state_bytes, list_recurrent
 from tunesmith.model.load import load_model
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens sampled per request")
     parser.add_argument("--group", type=int, default=1, help="number of requests that share a prompt")
+    parser.add_argument("--lora-rank", type=int, help="sample with an adapter of attention of this rank")
     parser.add_argument(
         "--agents", type=int, nargs="*", default=[], help="concurrent agents; needs --model and --questions"
     )
@@ -296,6 +298,8 @@ def main() -> None:
         parser.error("--vllm runs random weights of --shape: leave --model out")
     peers = run_vllm_peer(arguments) if arguments.vllm else {}
     model, ceilings = build_model(arguments), measure_ceilings(arguments.device)
+    if arguments.lora_rank is not None:
+        add_adapter(model, LoraSection(r=arguments.lora_rank), base="", dtype=model.dtype)
     figures: dict[str, Figure] = {}
     print(f"{'':<44}{'tokens/s':>12}{'seconds':>10}{'floor':>10}{'share':>10}")
     for num_sequences in arguments.sequences:

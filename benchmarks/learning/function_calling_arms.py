@@ -93,6 +93,12 @@ def fine_tune(rows: str, *changes: str) -> Arm:
     return Arm([["sft", str(RECIPE / "sft.yaml"), "--out", "@arm/sft", *sets], evaluate("@arm/sft/model")], rows=rows)
 
 
+def fine_tune_then_tune(*, seed: int) -> Arm:
+    """RL that begins with fine-tuning on the accepted answers."""
+    (sft, _), (tuning,) = fine_tune("answers", f"seed={seed}", SFT_RATE).commands, tune(*AFTER_SFT, seed=seed).commands
+    return Arm([sft, tuning], rows="answers")
+
+
 def operator(name: str, **args: Any) -> str:
     return f"experience.operators={json.dumps([{'name': name, 'args': args}])}"
 
@@ -109,6 +115,8 @@ def vary(**args: Any) -> list[str]:
     return [f"workflow={PLAY_VARIED}", f"train_dataset={json.dumps(tasks)}"]
 
 
+SFT_RATE = "trainer.learning_rate=1e-5"
+AFTER_SFT = ["model.path=@arm/sft/model", "total_steps=50", "evaluation.interval_steps=50"]
 PASS_RATE = [
     *("pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"),
     *(part for each in TEST for part in ("--set", each)),
@@ -136,7 +144,7 @@ ARMS: dict[str, Arm] = {
     "sft_answers-42": fine_tune("answers", "seed=42"),
     "required": Arm([[*evaluate("@model", f"workflow={REQUIRED}"), "--debug"]]),
     "sft_form-42": fine_tune("form", "seed=42", "max_steps=25"),
-    "sft_answers_1e-5-42": fine_tune("answers", "seed=42", "trainer.learning_rate=1e-5"),
+    "sft_answers_1e-5-42": fine_tune("answers", "seed=42", SFT_RATE),
     "pass_rate": Arm([PASS_RATE]),
     "bots-42": tune(*BOTS, seed=42, needs="pass_rate"),
     **{f"{name}-{seed}": arm for seed in (1, 2) for name, arm in {
@@ -145,6 +153,7 @@ ARMS: dict[str, Arm] = {
         "sft_answers": fine_tune("answers", f"seed={seed}"),
         "bots": tune(*BOTS, seed=seed, needs="pass_rate"),
     }.items()},
+    **{f"sft_rl-{seed}": fine_tune_then_tune(seed=seed) for seed in (42, 1, 2)},
     **{f"rl_all-{seed}": tune(*ALL, seed=seed) for seed in (42, 1, 2)},
     "rl_none-42": tune("environment.args.irrelevance=0", "environment.num_train=1660", seed=42),
     "easy2hard-42": tune(*select("offline_easy2hard"), seed=42, needs="pass_rate"),

@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape: prompt tokens per sequence")
     parser.add_argument("--new-tokens", type=int, default=128, help="with --shape: sampled tokens per sequence")
     parser.add_argument("--repeats", type=int, default=3, help="with --shape: timed repeats")
+    parser.add_argument("--kernels", type=int, default=0, help="with --shape, on a GPU: kernels to list")
     parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     arguments = parser.parse_args()
     files = (arguments.model, arguments.questions)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.shared.kernels import profile_kernels
 from benchmarks.shared.shapes import build_random_model
 from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
@@ -90,7 +91,8 @@ def run_exact(arguments: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "exact.json"
         command = [sys.executable, "-m", "benchmarks.training.mismatch", f"--device={arguments.device}", f"--out={out}"]
-        subprocess.run([*command, *sizes, f"--numerics={EXACT}"], check=True)
+        options = [f"--numerics={EXACT}", f"--kernels={arguments.kernels}"]
+        subprocess.run([*command, *sizes, *options], check=True)
         return Figures(**json.loads(out.read_text())["details"][EXACT])
 
 
@@ -112,18 +114,21 @@ def measure_residuals(arguments: argparse.Namespace, *, is_wide: bool) -> Figure
     engine_s = measure(answer, arguments.repeats, device)
     # With a learning rate this small 16-bit weights do not change, so all steps do the same work.
     settings = TrainerSection(learning_rate=1e-12, mismatch_warn=1e9, mismatch_stop=1e9)
-    num_steps = arguments.repeats + WARMUP_STEPS
+    num_steps = arguments.repeats + WARMUP_STEPS + 2  # a profile takes two
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=max_model_len, num_total_steps=num_steps)
     metrics, *_ = [trainer.step(samples) for _ in range(WARMUP_STEPS)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     step_s = measure(lambda: trainer.step(samples), arguments.repeats, device)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
+    for what, work in (("sampling", answer), ("step", lambda: trainer.step(samples))) if arguments.kernels else ():
+        print("\n".join([f"kernels, {what}:", *profile_kernels(work, num_rows=arguments.kernels)]), flush=True)
     return Figures(
         k3=metrics["mismatch/kl"],
         max_log_ratio=metrics["mismatch/max_log_ratio"],
         engine_tokens_per_s=arguments.sequences * arguments.new_tokens / engine_s,
         step_s=step_s,
-        step_peak_gb=torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        step_peak_gb=peak,
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from trinity_files import read_notes, translate
 
-from tunesmith.commands.settings import load_run_file
+from tunesmith.commands.settings import load_file, load_run_file
 from tunesmith.compat.trinity_rules import RULES
 from tunesmith.compat.trinity_yaml import is_trinity_file
-from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection
+from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection, RunConfig
 from tunesmith.errors import ConfigError
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
@@ -72,7 +72,7 @@ def test_the_recipes_files_are_recognized_and_translated(monkeypatch):
 def test_the_math_agents_file_is_translated(tmp_path, caplog):
     path = tmp_path / "config.yaml"
     path.write_text(MATH_AGENT)
-    config = load_run_file(path, ["total_steps=3"], values={"algorithm": {"batch_size": 8}})
+    config = load_file(RunConfig, path, ["total_steps=3"], values={"algorithm": {"batch_size": 8}})
     assert (config.name, config.checkpoint_root_dir, config.total_steps) == ("GSM8K-Qwen3-0.6B", "./checkpoints", 3)
     assert (config.model.path, config.model.max_model_len, config.model.max_tokens) == ("Qwen/Qwen3-0.6B", 24576, 16384)
     assert (config.train_dataset.path, config.train_dataset.name) == ("openai/gsm8k", "main")

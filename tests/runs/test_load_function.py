@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import recipes.world
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_function import load_function
 
@@ -49,19 +48,12 @@ def test_names_in_files_of_earlier_versions_load(spec):
     ],
 )
 def test_without_a_clone_the_error_says_where_a_former_function_is(spec, place, monkeypatch):
-    for name in [each for each in sys.modules if each.startswith(("recipes.", "tunesmith.et_agent.world"))]:
+    for name in [each for each in sys.modules if each.startswith("recipes.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "recipes", None)  # an import of it fails as if it were not there
     with pytest.raises(ConfigError, match=f"^function: .*{place}") as caught:
         load_function(spec, knob="function")
     assert "run in the root of a clone of Tunesmith's repository" in str(caught.value)
-
-
-def test_programs_import_the_world_under_its_former_name():
-    from tunesmith.et_agent.world import World
-    from tunesmith.et_agent.world.config import WorldConfig
-
-    assert World is recipes.world.World and WorldConfig is recipes.world.WorldConfig
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from run_folders import load_untimed_metrics
 from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import TunerModelConfig
 from tunesmith.commands.sft.train import resume_training
@@ -30,7 +31,7 @@ def run(tmp_path, pocket_folder):
 
 def test_resuming_before_a_damaged_checkpoint_reproduces_the_metrics(run, capsys):
     whole = run()
-    before = load_metrics(whole.folder / "metrics.jsonl", has_times=False)
+    before = load_untimed_metrics(whole.folder / "metrics.jsonl")
     assert {path.name for path in (whole.folder / "rollouts").iterdir()} == {
         "steps_000001-000002.parquet", "steps_000003-000004.parquet"
     }  # fmt: skip
@@ -41,7 +42,7 @@ def test_resuming_before_a_damaged_checkpoint_reproduces_the_metrics(run, capsys
     with pytest.raises(StorageError, match=r"global_step_4/model\.safetensors is damaged.*--resume-from 3"):
         run(continue_from_checkpoint=True)
     again = run("resume_from_step=3", continue_from_checkpoint=True)
-    assert load_metrics(again.folder / "metrics.jsonl", has_times=False) == before
+    assert load_untimed_metrics(again.folder / "metrics.jsonl") == before
     (old,) = again.folder.glob("old-*")
     assert f"resumed from step 3; files of later steps were moved to {old}" in capsys.readouterr().err
     assert (old / "global_step_4").is_dir()

@@ -55,7 +55,7 @@ def test_a_model_without_decoder_layers_is_refused(monkeypatch):
     monkeypatch.setattr(sharded_model, "GradientCheckpointingLayer", type("Layer", (), {}))
     model = build_tiny("llama")
     with pytest.raises(ModelError, match="LlamaForCausalLM has no decoder layers that cluster.has_sharded_weights"):
-        sharded_model.find_layers(model, model.dtype)
+        sharded_model.find_decoder_layers(model, model.dtype)
 
 
 def test_a_rank_without_vllm_has_the_facts_of_the_policy():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from small_pocket import write_small_pocket
+from tunesmith.monitor.metrics_file import load_metrics
 
 AGENT = textwrap.dedent(
     """
@@ -88,3 +89,8 @@ def write_run_folder(folder: Path, **settings: Any) -> None:
         "evaluation": {"interval_steps": 3, "at_start": True, "max_tasks": 4},
     }
     (folder / "run.yaml").write_text(json.dumps(config | settings))
+
+
+def load_untimed_metrics(path):
+    """The records of a metrics.jsonl without metrics that depend on time: all others are equal in equal runs."""
+    return [{key: each for key, each in row.items() if not key.startswith("perf/")} for row in load_metrics(path)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from fractions import Fraction
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.tools.calculator import CALCULATOR_TOOL, MAX_CHARACTERS, answer_call, calculate, compute_expression
+from tunesmith.tools.calculator import MAX_CHARACTERS, calculate, compute_expression
 
 
 @pytest.mark.parametrize(
@@ -137,28 +136,6 @@ def split_digits(text):
         else:
             parts.append(character)
     return parts
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "result"),
-    [
-        ("calculator", '{"expression": "6 * 7"}', "42"),
-        ("calculator", '{"expression": 42}', "Error: the expression must be text, not int"),
-        ("calculator", '{"expression": "6 * 7", "precision": 2}', "Error: calculator takes one argument"),
-        ("calculator", "[]", "Error: calculator takes one argument"),
-        ("calculator", "{", "Error: the arguments are not JSON"),
-        ("calculator", "[" * 100_000, "Error: the arguments are not JSON"),
-        ("search", "{}", "Error: there is no tool 'search'; the only one is calculator"),
-    ],
-)
-def test_tool_calls_are_executed(name, arguments, result):
-    assert answer_call(name, arguments).startswith(result)
-
-
-def test_the_schema_matches_answer_call():
-    function = CALCULATOR_TOOL["function"]
-    arguments = dict.fromkeys(function["parameters"]["required"], "1 + 1")
-    assert answer_call(function["name"], json.dumps(arguments)) == "2"
 
 
 def test_equal_expressions_have_equal_results():

@@ -286,12 +286,12 @@ def test_numbers_that_json_does_not_have_are_null(answers):
     ],
 )  # fmt: skip
 def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, template, reply):
-    from tunesmith.viewer.answers.conversation import drop_controls, list_tool_names, parse_reply
+    from tunesmith.viewer.answers.conversation import describe_text, drop_controls, list_tool_names
     from tunesmith.viewer.reading.token_text import find_reply_format
 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     reply_format = find_reply_format(tmp_path, {"model": {"tool_call_parser": "auto"}})
-    message = parse_reply(drop_controls(reply, reply_format), reply_format)
+    message = describe_text(drop_controls(reply, reply_format), reply_format)
     assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == [("f", {"a": 3})]
     assert message["content"] == ""
     assert list_tool_names([reply.replace("\x02", "").replace("\x03", "")], reply_format) == ["f"]

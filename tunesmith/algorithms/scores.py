@@ -98,7 +98,6 @@ class TokenInputs:
         return np.ones(len(self.sequence_E), dtype=bool) if self.is_expert_E is None else ~self.is_expert_E
 
     def list_columns(self) -> dict[str, np.ndarray]:
-        """The columns that are not None, by name."""
         columns = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_E")}
         return {name: column_E for name, column_E in columns.items() if column_E is not None}
 

@@ -10,8 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import HARMONY, CallFormat, HarmonyParser, ReplyParser
+from tunesmith.chat.parsers import HARMONY, CallFormat, parse_reply
 
 SENTINEL = "zqxjkvbpYw"
 """Argument of the probe; its position shows where the arguments end."""
@@ -57,7 +56,10 @@ def find_rendered_call(text: str, call_format: CallFormat, *, turn_ends: re.Patt
     found = turn_ends.search(text, after)
     reply_end = len(text) if found is None else found.start()
     start = _find_start(text[:position], call_format)
-    if start is None or not _is_probe(_parse(text[start:reply_end], call_format)):
+    if start is None:
+        return None
+    calls = parse_reply(text[start:reply_end], call_format, has_reasoning=False).tool_calls
+    if [(call.name, json.loads(call.arguments)) for call in calls] != [(PROBE, {"a": SENTINEL})]:
         return None
     arguments = re.search(call_format.arguments_start, text[position:end])
     if arguments is None:
@@ -92,15 +94,3 @@ def _find_start(text: str, call_format: CallFormat) -> int | None:
         return max(text.rfind(" to="), text.rfind("<|channel|>")) if "to=" in text else None
     starts = map(text.rfind, (*call_format.openers, *call_format.first_openers))
     return next((index for index in starts if index >= 0), None)
-
-
-def _parse(text: str, call_format: CallFormat) -> Message:
-    if call_format is HARMONY:
-        return HarmonyParser(new_call_id=str, has_tool_calls=True).parse(text)
-    parser = ReplyParser(new_call_id=str, has_reasoning=False, has_tool_calls=True, call_format=call_format)
-    return parser.parse(text)
-
-
-def _is_probe(message: Message) -> bool:
-    calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
-    return calls == [(PROBE, {"a": SENTINEL})]

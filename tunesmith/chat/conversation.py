@@ -59,7 +59,6 @@ class Conversation:
         )
 
     def identify_reply(self, reply: Message) -> tuple[int, tuple[MatchKey, ...]]:
-        """Digest and match keys of this conversation with a reply."""
         key = build_reply_key(reply)
         return hash((self.digest, key)), (*self.keys, key)
 

@@ -34,6 +34,7 @@ from tunesmith.chat.parsers import (
     IncrementalParser,
     ReplyParser,
     find_reasoning_parser,
+    parse_reply,
 )
 from tunesmith.chat.special_tokens import ESCAPE, encode_text
 from tunesmith.chat.template import ChatTemplate
@@ -232,10 +233,8 @@ class Renderer:
         if message.tool_calls:
             self._is_watching = False
         elif '"arguments"' in message.content:
-            parser = ReplyParser(
-                new_call_id=str, has_reasoning=False, has_tool_calls=True, call_format=JSON, tools=tools
-            )
-            self._num_unread_calls += bool(parser.parse(message.content).tool_calls)
+            read = parse_reply(message.content, JSON, has_reasoning=False, tools=tools)
+            self._num_unread_calls += bool(read.tool_calls)
             if self._num_unread_calls == NUM_WATCHED_REPLIES:
                 self._is_watching = False
                 logger.warning(JSON_CALLS_WARNING, NUM_WATCHED_REPLIES, self._tool_call_parser, HERMES.name)

@@ -227,9 +227,9 @@ class ChatTemplate:
 
         `appended`: text that follows the sentinel in the message; the result begins with it, as the template writes it.
         """
-        if not self._has_local_fallbacks(tools):
+        if not self.has_system or (tools and not self.has_tools):  # expressed in other messages than where it occurs
             messages, tools = self._apply_fallbacks(messages, tools)
-        position = _find_sentinel(messages)
+        position = next((index for index in range(len(messages) - 1, 0, -1) if _has_sentinel(messages[index])), 0)
         if position > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
             shortened = [messages[0], *messages[position - 1 :]]
             with contextlib.suppress(ValueError):  # the template may refuse the shortened conversation
@@ -244,10 +244,6 @@ class ChatTemplate:
         messages, tools = self._apply_fallbacks(messages, tools)
         call_id = _find_sentinel_call(messages)
         return self.find_delta(self._render(messages, tools, variables, True), call_id=call_id, appended=appended)
-
-    def _has_local_fallbacks(self, tools: Tools) -> bool:
-        """Whether what the template lacks is expressed in the messages where it occurs, not in others."""
-        return self.has_system and (self.has_tools or not tools)
 
     def _apply_fallbacks(self, messages: Sequence[Message], tools: Tools) -> tuple[Sequence[Message], Tools]:
         """Express features that the template lacks as message text."""
@@ -376,11 +372,6 @@ class ChatTemplate:
 
 def _has_sentinel(message: Message) -> bool:
     return SENTINEL in message.content or any(SENTINEL in call.arguments for call in message.tool_calls)
-
-
-def _find_sentinel(messages: Sequence[Message]) -> int:
-    """Index of the last message with the sentinel; 0 if there is none."""
-    return next((index for index in range(len(messages) - 1, 0, -1) if _has_sentinel(messages[index])), 0)
 
 
 def _find_sentinel_call(messages: Sequence[Message]) -> str | None:

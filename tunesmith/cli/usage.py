@@ -108,7 +108,6 @@ def list_positional(command: TyperCommand, ctx: Any) -> list[str]:
 
 
 def find_option(command: TyperCommand, name: str) -> Any:
-    """The option of that name; None if the command has none."""
     return next((each for each in command.params if name in each.opts), None)
 
 

@@ -11,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import operator
 import os
 import pickle
 import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.errors import RankError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SECRET_BYTES = 32
 HEADER = struct.Struct("!Q")
@@ -43,8 +47,7 @@ class Alive:
 class Call:
     """A call of a method of the object that carries out the messages on the other rank."""
 
-    method: str
-    arguments: tuple[Any, ...]
+    work: operator.methodcaller
     is_answered: bool
 
 
@@ -83,13 +86,15 @@ class Link:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._streams[1].write(HEADER.pack(len(data)) + data)
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: Callable[Concatenate[Any, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method on the other rank without waiting for it."""
-        self.send(Call(method, arguments, is_answered=False))
+        self.send(Call(operator.methodcaller(method.__name__, *args, **kwargs), is_answered=False))
 
-    def ask_for(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+    def ask_for(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
         """Call a method on the other rank, for its result."""
-        return self.ask(Call(method, arguments, is_answered=True))
+        return self.ask(Call(operator.methodcaller(method.__name__, *args, **kwargs), is_answered=True))
 
     def ask(self, question: object) -> asyncio.Future[Any]:
         """Send a message that the other rank answers, after others; the answer arrives while someone waits in
@@ -109,7 +114,7 @@ class Link:
 
     async def carry_out(self, call: Call, target: object) -> None:
         """Make a call of the other rank on the target, and send the result if it waits for it."""
-        result = getattr(target, call.method)(*call.arguments)
+        result = call.work(target)
         if inspect.isawaitable(result):
             result = await result
         if call.is_answered:
@@ -195,7 +200,6 @@ class Links:
 
     @property
     def first(self) -> Link:
-        """The link to the first rank."""
         return self.by_rank[0]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tunesmith.cluster.rank_info import RankInfo, watch_launcher
 from tunesmith.cluster.ranks import Ranks, rank_errors
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, first_line
 
 STORE_TIMEOUT_S = 20.0
 """Seconds that a rank tries to reach the store of torchrun's agent; the agent starts it before the rank."""
@@ -54,10 +54,10 @@ def open_ranks(place: RankInfo, *, device: torch.device, timeout_s: float) -> It
             )
             objects = dist.new_group(backend="gloo", timeout=timeout) if is_cuda else dist.group.WORLD
     except (RuntimeError, ValueError) as error:
-        cause = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"rank {place.rank} of {place.world_size} cannot join the others at MASTER_ADDR={place.address} "
-            f"({cause}): check that every rank was started, that the port is free, and that the hosts reach each other"
+            f"({first_line(error)}): check that every rank was started, that the port is free, and that the hosts "
+            "reach each other"
         ) from error
     try:
         yield Ranks(

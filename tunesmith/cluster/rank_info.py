@@ -72,14 +72,8 @@ def is_ray_worker() -> bool:
 
 def use_loopback() -> None:
     """Let gloo use the loopback interface, all that ranks of one host need, unless the user chose another."""
-    if (loopback := find_loopback()) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def find_loopback() -> str | None:
-    """Name of the loopback interface, None if it has an uncommon one."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
+    for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tunesmith.errors import RankError
+from tunesmith.errors import RankError, first_line
 
 T = TypeVar("T")
 
@@ -139,10 +139,9 @@ def rank_errors() -> Iterator[None]:
     except (RuntimeError, dist.DistError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        cause = (str(error).splitlines() or [""])[0]
         raise RankError(
             "another rank has ended or did not answer within cluster.timeout_s "
-            f"({cause}): its own message says why; resume the run from its last checkpoint with --resume"
+            f"({first_line(error)}): its own message says why; resume the run from its last checkpoint with --resume"
         ) from error
 
 

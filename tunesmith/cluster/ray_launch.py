@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from tunesmith import errors
 from tunesmith.cluster.ray_worker import ConsoleReader, FinalError, RayJob, add_line, run_worker
-from tunesmith.errors import ConfigError, RankError, StorageError, TunesmithError
+from tunesmith.errors import ConfigError, RankError, StorageError, TunesmithError, first_line
 from tunesmith.storage import storage_errors
 
 T = TypeVar("T")
@@ -368,8 +368,3 @@ def list_versions() -> dict[str, str]:
     """Versions of the packages that must be the same everywhere, here."""
     versions: dict[str, str] = build_inspection([])()["versions"]
     return versions
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a message that is not empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

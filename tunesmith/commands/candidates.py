@@ -219,14 +219,8 @@ def read_field(holder: Any, name: str) -> Any:
         return None
 
 
-_current: ContextVar[RolloutUsage | None] = ContextVar("tunesmith_usage", default=None)
-
-
-def get_usage() -> RolloutUsage:
-    """The usage of the workflow that runs in this context."""
-    usage = _current.get()
-    assert usage is not None, "a measured model was opened"
-    return usage
+CURRENT_USAGE: ContextVar[RolloutUsage | None] = ContextVar("tunesmith_usage", default=None)
+"""That of the workflow that runs in this context."""
 
 
 class MeasuredModel:
@@ -237,7 +231,7 @@ class MeasuredModel:
 
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         bound = self._provider.open(seed=seed, order=order, sampling=sampling)
-        _current.set(RolloutUsage(session=bound.session if isinstance(bound.session, Session) else None))
+        CURRENT_USAGE.set(RolloutUsage(session=bound.session if isinstance(bound.session, Session) else None))
         return bound
 
     def close(self, bound: BoundModel) -> tuple[Turn, ...]:
@@ -263,7 +257,7 @@ def counted_calls(model: Any) -> Iterator[None]:
 def _count_calls(model_class: Any) -> Any:
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = await super(counted, self).__call__(*args, **kwargs)
-        usage = _current.get()
+        usage = CURRENT_USAGE.get()
         if usage is None:
             return reply
         if isinstance(reply, AsyncIterator):

@@ -168,7 +168,6 @@ def check_batches(journal: Journal, batch_size: int, *, num_values: int) -> None
 
 
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
-    """Write rows with their pass rates to `out`."""
     names = (field, f"{field}_{CORRECTNESS}", f"{field}_{TOOL_CALLS}")
     records = [record[1:] for batch in load_json_lines(partial_file) for record in batch]
     rows = [

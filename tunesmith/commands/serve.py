@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from tunesmith.arguments import read_api_key
 from tunesmith.cluster.rank_info import find_rank_info
@@ -39,12 +38,13 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
     if judge is None and config.judge is not None:
         judge = load_function(config.judge, knob="judge")
     limits = ServerLimits(
+        host=section.host,
+        port=section.port,
         api_key=read_api_key(section.api_key_env, knob="serve.api_key_env"),
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
         max_requests=section.max_requests,
         public_url=section.public_url,
     )
-    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": section.port}
     check_port(section.port, host=section.host, knob=KNOB)
     workflow: WorkflowType
     if section.mode == "online":
@@ -53,14 +53,16 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
         )
         workflow = sessions.run_session
         server = Server(
-            start=partial(serve_live, sessions, **address), model=sessions, notice="model for live traffic: {url}/v1"
+            start=partial(serve_live, sessions, limits=limits),
+            model=sessions,
+            notice="model for live traffic: {url}/v1",
         )
     else:
         queue = TaskQueue(
             timeout_s=config.rollout.timeout_s, lost_after_s=section.lost_after_s, has_judge=judge is not None
         )
         workflow = queue.run_attempt
-        start = partial(serve_tasks, queue, **address, end_grace_s=END_GRACE_S)
+        start = partial(serve_tasks, queue, limits=limits, end_grace_s=END_GRACE_S)
         server = Server(start=start, notice="tasks for workers: {url}/tasks/next")
     return run_tuning(
         config.model_copy(update={"serve": section}),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tunesmith.cluster.rank_info import find_rank_info, is_launched, is_ray_worker
+from tunesmith.cluster.rank_info import find_rank_info, is_launched
 from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
 from tunesmith.config import (
@@ -76,11 +76,9 @@ def read_variable() -> list[str]:
     return shlex.split(os.environ.get(OVERRIDES_VARIABLE, ""))
 
 
-def load_run_file(
-    path: PathLike | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
-) -> RunConfig:
+def load_run_file(path: PathLike | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
-    return load_file(RunConfig, path, overrides, values=values)
+    return load_file(RunConfig, path, overrides)
 
 
 def load_file(
@@ -163,11 +161,6 @@ def is_launcher(cluster: ClusterSection) -> bool:
     if cluster.launcher != "torchrun":
         return False
     return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
-
-
-def is_ray_driver(cluster: ClusterSection) -> bool:
-    """Whether this process is to start the run's ranks on Ray: it is none of them itself."""
-    return cluster.launcher == "ray" and not is_ray_worker()
 
 
 def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:

@@ -22,10 +22,14 @@ logger = logging.getLogger(__name__)
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-class TinkerConfig(BaseModel):
-    """A LoRA adapter, with the fields that AgentScope passes to the Tinker service; it is trained in this process."""
+class StrictModel(BaseModel):
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class TinkerConfig(StrictModel):
+    """A LoRA adapter, with the fields that AgentScope passes to the Tinker service; it is trained in this process."""
 
     rank: int = Field(default=16, ge=1)
     seed: int | None = None
@@ -52,15 +56,8 @@ def translate_adapter(adapter: TinkerConfig) -> dict[str, Any]:
     return section if adapter.seed is None else section | {"seed": adapter.seed}
 
 
-logger = logging.getLogger(__name__)
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
-
-
-class StrictModel(BaseModel):
-    """Refuses unknown fields."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class TaskSelectorConfig(StrictModel):
@@ -114,7 +111,7 @@ class DatasetConfig(StrictModel):
 class TunerModelConfig(StrictModel):
     """The trained model or an auxiliary model, and its sampling parameters."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     model_path: str
     max_model_len: int

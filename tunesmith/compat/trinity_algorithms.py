@@ -150,7 +150,7 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
         draft.set("algorithm.correction.negative_sequence_delta", delta, source=f"{key}.enable_sequence_masking")
     for name in ("loss_agg_mode", "clip_range", "enable_sequence_masking", "delta_sequence_masking"):
         args.pop(name, None)
-    if find_algorithm(draft) in ("mix", "mix_chord"):
+    if find_algorithm(draft) in MIXTURES:
         args = {name: given for name, given in args.items() if name not in MIXTURE_SIZES}
     _set_args(draft, key, "loss_args", args)
 
@@ -213,16 +213,11 @@ def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
-    own = ("mix",) if find_algorithm(draft) in ("mix", "mix_chord") else ()
+    own = ("mix",) if find_algorithm(draft) in MIXTURES else ()
     reason = "the entropy bonus is the mean entropy of sampled tokens; choose default or none"
     allow("default", "none", *own, reason=reason)(draft, key, value)
     if value == "none":
         draft.set("algorithm.entropy_coef", 0.0, source=key)
-
-
-def read_entropy_args(draft: Draft, key: str, value: Any) -> None:
-    rules = {"entropy_coef": move("algorithm.entropy_coef", float)}
-    walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
 def read_correction(draft: Draft, key: str, value: Any) -> None:

@@ -6,9 +6,9 @@ is dropped silently: a key without a rule is an error. Refusals are collected, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from tunesmith.arguments import suggest_name
@@ -31,10 +31,11 @@ class Draft:
     problems: list[str] = field(default_factory=list)
     """Refusals, in the order of the file; each starts with the key."""
 
-    def attempt(self, apply: Callable[[], None]) -> None:
-        """Apply a rule; its refusal is collected once, whichever of several keys is refused for the same reason."""
+    @contextmanager
+    def collecting_problems(self) -> Iterator[None]:
+        """Within, a refusal is collected once, whichever of several keys is refused for the same reason."""
         try:
-            apply()
+            yield
         except ConfigError as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
@@ -103,17 +104,15 @@ def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, 
     for name, value in values.items():
         key, whole = f"{prefix}{name}", f"{parent}{prefix}{name}"
         if key in rules:
-            draft.attempt(partial(rules[key], draft, whole, value))
+            with draft.collecting_problems():
+                rules[key](draft, whole, value)
         elif any(known.startswith(f"{key}.") for known in rules):
             if value is not None:
-                draft.attempt(partial(_walk_section, draft, rules, value, whole=whole, parent=parent, prefix=f"{key}."))
+                with draft.collecting_problems():
+                    walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=f"{key}.")
         else:
             hint = suggest_name(str(name), list_names(rules, prefix))
             draft.problems.append(f"{whole} is not a known key: {hint}")
-
-
-def _walk_section(draft: Draft, rules: Mapping[str, Rule], value: Any, *, whole: str, parent: str, prefix: str) -> None:
-    walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=prefix)
 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:

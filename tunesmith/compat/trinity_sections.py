@@ -45,7 +45,7 @@ LORA_DEFAULTS: dict[str, Any] = {"lora_rank": 32, "lora_alpha": 32, "target_modu
 
 TASKSET_KEYS: dict[str, str] = {"path": "path", "split": "split", "subset_name": "name"}
 """Key of a task set -> field of our data set section."""
-SAMPLING_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_tokens"}
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_tokens")
 
 
 def read_taskset(draft: Draft, key: str, value: Any) -> None:
@@ -103,7 +103,8 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
             draft.notes.append(f"{key}={value!r}: workflow and judge find it as task[{name!r}]")
 
     def add_format(draft: Draft, key: str, value: Any) -> None:
-        if value and is_built_in(find_types(draft, given)):
+        workflow, reward = find_types(draft, given)
+        if value and (workflow in WORKFLOWS or reward in REWARDS):
             section.setdefault("fields", {})["format"] = dict(read_mapping(value, key))
         else:
             accept("workflows and judges receive the whole row unchanged")(draft, key, value)
@@ -137,10 +138,6 @@ def find_types(draft: Draft, given: Mapping[str, Any]) -> Types:
     )
     has_base = read_mapping(given.get("workflow_args"), "workflow_args").get("use_base")
     return "" if workflow == ADAPTER else f"{workflow} (use_base)" if has_base else workflow, reward
-
-
-def is_built_in(types: Types) -> bool:
-    return types[0] in WORKFLOWS or types[1] in REWARDS
 
 
 def resolve_functions(draft: Draft) -> None:
@@ -215,7 +212,7 @@ def read_sampling(draft: Draft, key: str, value: Any) -> None:
             )
         if given is not None:
             given = max(given, 0) if name == "top_k" else given
-            draft.set(f"model.{SAMPLING_KEYS[name]}", given, source=f"{key}.{name}", is_finer=True)
+            draft.set(f"model.{name}", given, source=f"{key}.{name}", is_finer=True)
 
 
 def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:

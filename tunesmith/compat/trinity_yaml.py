@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +172,8 @@ def translate_trinity_file(
     if command is None:
         resolvers += [resolve_cluster, resolve_concurrency, resolve_functions, resolve_differences]
     for resolve in resolvers:
-        draft.attempt(partial(resolve, draft))
+        with draft.collecting_problems():
+            resolve(draft)
     if draft.problems:
         raise ConfigError(describe_problems(draft.problems, lines or {}))
     translated = draft.values if command is None else convert_to_offline(draft)

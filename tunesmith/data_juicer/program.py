@@ -40,7 +40,8 @@ def apply_operators(request: Mapping[str, Any]) -> dict[str, Any]:
 def describe_row(row: Mapping[str, Any]) -> dict[str, Any]:
     stats = row.get(STATS) or {}
     # a model that did not answer has an empty record, and the score 0
-    failed = {f"{name.removesuffix('_record')}_score" for name, each in stats.items() if is_empty_record(name, each)}
+    empty = [name for name, each in stats.items() if name.endswith("_record") and not each]
+    failed = {f"{name.removesuffix('_record')}_score" for name in empty}
     numbers = {
         name: float(each)
         for name, each in stats.items()
@@ -48,10 +49,6 @@ def describe_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
     own = {name: each for name, each in row.items() if name not in (INDEX, STATS)}
     return {"index": row[INDEX], "row": own, "stats": numbers, "num_failed": len(failed)}
-
-
-def is_empty_record(name: str, value: Any) -> bool:
-    return name.endswith("_record") and not value
 
 
 def main() -> None:

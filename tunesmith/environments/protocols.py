@@ -135,7 +135,6 @@ def read_arguments(text: str) -> Mapping[str, Any] | None:
 
 
 def build_messages(system: str, question: str) -> list[dict[str, Any]]:
-    """The system message, if there is one, and the question."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": question}]
 

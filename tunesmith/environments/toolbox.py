@@ -17,6 +17,7 @@ from typing import Any
 from tunesmith.environments.transcript import Segment, Transcript
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.rollout.open_sessions import SESSIONS
+from tunesmith.storage import clean_text
 from tunesmith.tools.python.call import shorten_text
 from tunesmith.tools.tool import OpenSession, Run, Tool, ToolResult
 
@@ -114,7 +115,7 @@ class Toolbox:
 
     def _format(self, tool: Tool, result: ToolResult) -> str:
         limit = tool.max_result_chars or self.max_result_chars
-        return shorten_text(replace_surrogates(result.text).strip("\n") or NO_OUTPUT, limit)
+        return shorten_text(clean_text(result.text).strip("\n") or NO_OUTPUT, limit)
 
     async def _open(self, tool: Tool) -> Run | None:
         if tool.open_session is None:
@@ -134,11 +135,6 @@ async def _count(open_session: OpenSession) -> AsyncIterator[Any]:
             yield session
     finally:
         SESSIONS["closed"] += 1
-
-
-def replace_surrogates(text: str) -> str:
-    """The text as a request can hold it, without halves of characters; JSON may have these."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _build_limit(sentence: str) -> ToolResult:

@@ -46,6 +46,8 @@ def measure_group(group: Group) -> PathCost:
 
 def drop_routes(run: Trajectory) -> Trajectory:
     """The trajectory without routes, which only training needs."""
+    if all(turn.routes is None for turn in run.turns):
+        return run
     return replace(run, turns=tuple(turn if turn.routes is None else replace(turn, routes=None) for turn in run.turns))
 
 

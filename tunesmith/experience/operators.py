@@ -386,7 +386,6 @@ def check_rounds(args: Mapping[str, Any]) -> None:
 
 
 def choose_sigma(name: str, sigma: float | list[float], curriculum_round: int) -> float:
-    """The sigma of the round."""
     if not isinstance(sigma, list):
         return sigma
     if curriculum_round > len(sigma):

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import SINGLE, StepFiles, StepFormat, locate_step
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import clean_text, open_atomic, storage_errors
 from tunesmith.types import Distribution, Failure, Group, RunAdvantage, Task, Trajectory, Turn
 
 FORMAT = "1"
@@ -190,7 +190,6 @@ def set_step(table: pa.Table, step: int | None) -> pa.Table:
 
 
 def read_column(table: pa.Table, field: pa.Field) -> pa.Array | pa.ChunkedArray:
-    """A column in the type of `field`."""
     if field.name not in table.column_names:
         return pa.nulls(len(table), type=field.type)
     column = table.column(field.name)
@@ -224,7 +223,6 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def build_turn(turn: Turn) -> dict[str, Any]:
-    """One turn as a value of `TURN`."""
     distribution = turn.distribution
     return {
         "prompt_ids": turn.prompt_ids,
@@ -289,11 +287,6 @@ def parse_turn(turn: dict[str, Any], *, is_trained: bool = True) -> Turn:
         stop_reason=turn["stop_reason"],
         is_trained=is_trained,
     )
-
-
-def clean_text(text: str) -> str:
-    """The text with each lone surrogate, which UTF-8 cannot encode, replaced by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 ROLLOUT_STEPS = StepFormat(single="parquet", merged="parquet", merge=merge_rollouts, truncate=truncate_rollouts)

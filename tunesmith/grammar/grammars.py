@@ -94,7 +94,8 @@ class CallTexts:
         """Terms for a part of a call."""
         marks = sorted((*self.tokens, *filter(None, [self.call_id])), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-        return " ".join(self._write_part(part) for part in parts if part)
+        terms = (CALL_ID if part == self.call_id else write_tag(part, self.tokens.get(part)) for part in parts if part)
+        return " ".join(terms)
 
     def write_name(self, name: str) -> str:
         """Terms for the name of a tool and what separates it from the arguments."""
@@ -117,9 +118,6 @@ class CallTexts:
             is_lenient=is_lenient,
         )  # fmt: skip
         return arguments.build_rules(schema, rule=rule)
-
-    def _write_part(self, part: str) -> str:
-        return CALL_ID if part == self.call_id else write_tag(part, self.tokens.get(part))
 
 
 def build_call_grammar(

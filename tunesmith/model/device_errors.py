@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tunesmith.errors import LOST_DEVICE_ADVICE, lacks_host_memory
+from tunesmith.errors import LOST_DEVICE_ADVICE, first_line, lacks_host_memory
 
 LOST_DEVICE = ("CUDA error", "device-side assert", "cuBLAS", "CUBLAS", "cudnn", "NVML")
 """First words of errors after which this process cannot use the device any more."""
@@ -17,7 +17,7 @@ def is_device_error(error: Exception) -> bool:
 
 def explain_device_error(error: Exception, *, work: str, advice: str) -> str:
     """One sentence on why `work` failed; `advice` states how to use less memory."""
-    message = f"{work} failed: {type(error).__name__}: {_get_first_line(error)}"
+    message = f"{work} failed: {type(error).__name__}: {first_line(error)}"
     if _is_out_of_memory(error):
         return f"{message}; {advice}"
     if _has_lost_device(error):
@@ -31,8 +31,4 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _has_lost_device(error: Exception) -> bool:
     is_accelerator = isinstance(error, getattr(torch, "AcceleratorError", ()))
-    return is_accelerator or _get_first_line(error).startswith(LOST_DEVICE)
-
-
-def _get_first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+    return is_accelerator or first_line(error).startswith(LOST_DEVICE)

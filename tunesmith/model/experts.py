@@ -134,7 +134,8 @@ class _AddedLoss(torch.autograd.Function):
 def run_experts(module: Any, hidden_TC: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """The weighted sum of each token's experts, in the order of its experts."""
     num_tokens, num_chosen = expert_TK.shape
-    expert_P, order_P = torch.sort(expert_TK.reshape(-1))
+    # a radix sort takes a pass for every few bits
+    expert_P, order_P = torch.sort(expert_TK.reshape(-1).to(torch.int16))
     # a histogram, because a count by index would make the host wait; on a CPU it takes floats only
     values_P = expert_P.float() if hidden_TC.device.type == "cpu" else expert_P.int()
     count_E = torch.histc(values_P, bins=module.num_experts, min=0, max=module.num_experts - 1)
@@ -160,7 +161,7 @@ def _multiply(module: Any, name: str, input_PC: Tensor, offset_E: Tensor, expert
         down_ECR, up_ERO, scaling = adapter.read_factors()
         rank_PR = _multiply_groups(input_PC, down_ECR, offset_E)
         output_PO = output_PO + _multiply_groups(rank_PR, up_ERO, offset_E) * scaling
-    return output_PO + getattr(module, f"{name}_bias")[expert_P] if module.has_bias else output_PO
+    return output_PO + getattr(module, f"{name}_bias")[expert_P.long()] if module.has_bias else output_PO
 
 
 def _multiply_groups(input_PC: Tensor, weight_ECO: Tensor, offset_E: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ place, and the merged product reads the update. No weight is stored twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +22,33 @@ MERGED_LAYERS = (
 
 def merge_weights(model: nn.Module) -> None:
     """Merge the weights, and biases, of the layers in `MERGED_LAYERS` that are not merged yet."""
-    for module in model.modules():
-        for names in MERGED_LAYERS:
-            layers = [_get_linear(module, name) for name in names]
-            if all(layer is not None for layer in layers):
-                for attribute in ("weight", "bias"):
-                    _merge([getattr(layer, attribute) for layer in layers])
+    for layers in _find_siblings(model):
+        for attribute in ("weight", "bias"):
+            _merge([getattr(layer, attribute) for layer in layers])
 
 
 def find_merged_tensors(model: nn.Module) -> list[list[Tensor]]:
     """The weights of all plain linear layers; those that are merged are in one list, in the merged tensor's order."""
     rest = {id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}
     merged = []
-    for module in model.modules():
-        for names in MERGED_LAYERS:
-            layers = [layer for layer in (_get_linear(module, name) for name in names) if layer is not None]
-            weights: list[Tensor] = [layer.weight for layer in layers]
-            if len(weights) == len(names) and get_merged_view(weights) is not None:
-                merged.append(weights)
-                for weight in weights:
-                    rest.pop(id(weight))
+    for layers in _find_siblings(model):
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        if get_merged_view(weights) is not None:
+            merged.append(weights)
+            for weight in weights:
+                rest.pop(id(weight))
     return [*merged, *([weight] for weight in rest.values())]
 
 
-def _get_linear(module: nn.Module, name: str) -> nn.Linear | None:
-    """The linear layer of that name; in a PEFT layer, its base layer."""
-    layer = getattr(module, name, None)
-    layer = getattr(layer, "base_layer", layer)
-    return layer if type(layer) is nn.Linear else None
+def _find_siblings(model: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Linear layers with the same input: of PEFT layers the base layers, and the first factors of the adapter."""
+    for module in model.modules():
+        for names in MERGED_LAYERS:
+            layers = [getattr(module, name, None) for name in names]
+            factors = [next(iter(getattr(layer, "lora_A", {}).values()), None) for layer in layers]
+            for each in ([getattr(layer, "base_layer", layer) for layer in layers], factors):
+                if all(type(layer) is nn.Linear for layer in each):
+                    yield cast(list[nn.Linear], each)
 
 
 def _merge(parameters: Sequence[Tensor | None]) -> None:

@@ -25,8 +25,6 @@ from tunesmith.storage import open_atomic, storage_errors
 
 Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
-TIME_PREFIX = "perf/"
-"""Prefix of metrics that depend on time, and of no others: all other metrics are equal in equal runs."""
 
 
 class MetricsFile:
@@ -55,8 +53,8 @@ class MetricsFile:
         os.close(self._descriptor)
 
 
-def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, empty if there is no file; `has_times=False` leaves out `perf/` metrics."""
+def load_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, empty if there is no file."""
     records: list[dict[str, Any]] = []
     if not path.exists():
         return records
@@ -64,10 +62,7 @@ def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # the write was interrupted
-            record = parse_line(line, path=path, number=number)
-            records.append(
-                {key: value for key, value in record.items() if has_times or not key.startswith(TIME_PREFIX)}
-            )
+            records.append(parse_line(line, path=path, number=number))
     return records
 
 
@@ -108,10 +103,6 @@ class Series:
     @property
     def total(self) -> float:
         return float(np.sum(self.values))
-
-    @property
-    def median(self) -> float:
-        return float(np.median(self.values))
 
     @property
     def span(self) -> tuple[int, int]:
@@ -183,7 +174,6 @@ class MetricsLog:
 
     @property
     def names(self) -> set[str]:
-        """Names of all metrics."""
         return set().union(*self._columns.values())
 
     def get(self, name: str, kind: Kind | None = None) -> Series | None:

@@ -1,5 +1,5 @@
 """Stable import path of the calculator agent for run files: `tunesmith.pipeline.math_agent:calculator_agent`."""
 
-from tunesmith.commands.prepare.calculator_agent import build_calculator_agent, calculator_agent
+from tunesmith.commands.prepare.calculator_agent import calculator_agent
 
-__all__ = ["build_calculator_agent", "calculator_agent"]
+__all__ = ["calculator_agent"]

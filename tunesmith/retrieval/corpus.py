@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import DataError, MissingDataError
-from tunesmith.hub import describe_hub_failure, is_path_like, offline_if_unreachable
+from tunesmith.hub import is_path_like
 from tunesmith.retrieval.settings import IndexSettings
 
 
@@ -77,15 +77,15 @@ def iter_passages(
         return _iter_lines(path, settings)
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return _iter_data_set(str(path), settings, name=name, split=split, is_saved=True)
+            return _iter_data_set(str(path), settings, name=name, split=split)
         paths = sorted(each for each in path.rglob("*") if each.is_file())
         if any(each.suffix.lower() in TABLE_SUFFIXES for each in paths) and not _find_texts(paths, but="README.md"):
-            return _iter_data_set(str(path), settings, name=name, split=split, is_saved=False)
+            return _iter_data_set(str(path), settings, name=name, split=split)
         _refuse_parts(path, name=name, split=split)
         return _iter_folder(path, paths, settings)
     if is_path_like(str(source)):
         raise MissingDataError(f"the corpus {str(source)!r} does not exist; give a file, a folder or a hub id")
-    return _iter_data_set(str(source), settings, name=name, split=split, is_saved=False)
+    return _iter_data_set(str(source), settings, name=name, split=split)
 
 
 def _refuse_parts(path: Path, *, name: str | None, split: str | None) -> None:
@@ -129,29 +129,9 @@ def _iter_folder(folder: Path, files: list[Path], settings: IndexSettings) -> It
         yield from iter_row_passages(row, number, settings, where=str(path))
 
 
-def _iter_data_set(
-    path: str, settings: IndexSettings, *, name: str | None, split: str | None, is_saved: bool
-) -> Iterator[Passage]:
-    for number, row in enumerate(_iter_rows(path, name=name, split=split or "train", is_saved=is_saved)):
+def _iter_data_set(path: str, settings: IndexSettings, *, name: str | None, split: str | None) -> Iterator[Passage]:
+    from tunesmith.tasks.load_library import iter_library_rows  # slow to import, and not needed for files
+
+    rows = iter_library_rows(path, name=name, split=split or "train", is_streamed=True)
+    for number, row in enumerate(rows):
         yield from iter_row_passages(row, number, settings, where=f"row {number} of {path!r}")
-
-
-def _iter_rows(path: str, *, name: str | None, split: str, is_saved: bool) -> Iterator[Mapping[str, Any]]:
-    from datasets import load_dataset, load_from_disk  # slow to import, and not needed for files
-
-    try:
-        if is_saved:
-            rows: Any = load_from_disk(path)
-            if hasattr(rows, "keys"):
-                rows = rows[split]
-        else:
-            with offline_if_unreachable(path):
-                rows = load_dataset(path, name, split=split, streaming=True)
-        yield from rows
-    except StopIteration as error:
-        raise DataError(f"the data set {path!r} has a file without rows") from error
-    except KeyError as error:
-        raise DataError(f"the data set {path!r} has no split {split!r}; set --split") from error
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if Path(path).is_dir() else describe_hub_failure()
-        raise DataError(f"cannot load the data set {path!r} (split {split!r}): {reason}") from error

@@ -32,6 +32,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tunesmith.errors import shorten
 from tunesmith.http_server import BodyTooLargeError, format_url, has_key, open_listener, read_body, run_app
 from tunesmith.retrieval.index.ranking import Ranking
 from tunesmith.retrieval.index.search import SearchIndex, build_index
@@ -339,8 +340,7 @@ def _read_queries(values: dict[str, Any], *, is_batch: bool) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return shorten(json.dumps(value), 60)
 
 
 API_KEY_VARIABLE = "TUNESMITH_SEARCH_API_KEY"

@@ -42,7 +42,7 @@ from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
-from tunesmith.rollout.seeds import derive_round_seed, derive_seed
+from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.statistics import check_failures, compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import Worker, merge_statistics
@@ -330,7 +330,7 @@ class Dispatcher:
                     size=plan.group_size,
                     seed=(plan.seed, "in flight", number)
                     if plan.max_staleness
-                    else (derive_round_seed(plan.seed, round_index), step, position),
+                    else (derive_seed(plan.seed, "refill", round_index) if round_index else plan.seed, step, position),
                     has_branches=plan.branching is not None,
                 )
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tunesmith.errors import shorten
 from tunesmith.types import Failure, Group, JudgeOutput, Task, WorkflowOutput
 
 PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
@@ -92,7 +93,3 @@ def _find_kind(failure: Failure) -> tuple[str, ...]:
 
 def describe_type(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."

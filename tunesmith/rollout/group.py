@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.recording.recorder import Session
-from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Group, Sampling, Task, Trajectory
 
 
@@ -42,13 +41,6 @@ class GroupRequest:
         """Its place among the groups that are started together: requests are served in this order."""
         assert isinstance(self.seed[-1], int)
         return self.seed[-1]
-
-    def derive_rollout_seed(self, run_index: int) -> int:
-        return derive_seed(*self.seed, self.task.task_id, run_index)
-
-    def derive_branching_seed(self) -> int:
-        """Seed of the draws at branch points."""
-        return derive_seed(derive_seed(*self.seed[:-1], "branching"), self.index, self.task.task_id)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -87,7 +79,6 @@ def build_requests(
     seed: int,
     step: int = 0,
     sampling: Sampling | None = None,
-    has_branches: bool = False,
 ) -> list[GroupRequest]:
     """Requests of an evaluation for tasks that are started together, one for each."""
     return [
@@ -97,7 +88,6 @@ def build_requests(
             size=size,
             seed=(seed, step, index),
             sampling=sampling,
-            has_branches=has_branches,
             is_trained=False,
         )
         for index, task in enumerate(tasks)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tunesmith.errors import ServerLostError
+from tunesmith.errors import ServerLostError, shorten
 from tunesmith.rollout.failures import (
     MAX_MESSAGE_CHARS,
     WorkerError,
@@ -26,7 +26,6 @@ from tunesmith.rollout.failures import (
     describe_error,
     describe_type,
     format_traceback,
-    shorten,
 )
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed

@@ -9,8 +9,3 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit hash of the parts, equal in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def derive_round_seed(seed: int, round_index: int) -> int:
-    """Seed of one round of tasks in a step: the run's own seed for round 0, derived for later rounds."""
-    return derive_seed(seed, "refill", round_index) if round_index else seed

@@ -107,7 +107,8 @@ class ModelService:
         self.endpoint = build_endpoint(self.recorder, model_name=model_name)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """The server's URL while the endpoint is served over HTTP."""
-        self._is_served = False
+        self.is_served = False
+        """Whether the endpoint is served over HTTP now."""
         self._sampling = sampling
         self._build_model = build_model
         self._is_recorded = is_recorded
@@ -126,11 +127,6 @@ class ModelService:
     def policy_version(self) -> int:
         return self.recorder.engine.policy_version
 
-    @property
-    def is_served(self) -> bool:
-        """Whether the endpoint is served over HTTP now."""
-        return self._is_served
-
     def open(
         self,
         *,
@@ -148,7 +144,7 @@ class ModelService:
             is_recorded=self._is_recorded if is_recorded is None else is_recorded,
         )
         endpoint = Endpoint(
-            base_url=self.base_url if self._is_served else None,
+            base_url=self.base_url if self.is_served else None,
             api_key=session.key,
             model_name=self.endpoint.model_name,
             client=self._client.bind(session.key),
@@ -171,9 +167,9 @@ class ModelService:
         app = EndpointApp(self.endpoint, max_body_bytes=max_body_bytes)
         async with serve_app(app, has_key=True, host=host, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"
-            self._is_served = True
+            self.is_served = True
             try:
                 yield self.base_url
             finally:
                 self.base_url = self._client.base_url = f"{IN_PROCESS_URL}/v1"
-                self._is_served = False
+                self.is_served = False

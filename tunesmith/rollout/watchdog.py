@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from tunesmith.errors import RolloutError
 from tunesmith.user_lines import find_running_line, is_user_path
@@ -50,18 +51,6 @@ class BlockedTime:
     """When it last blocked, in seconds of `time.monotonic` without the time for which any rollout blocked."""
 
 
-@contextlib.contextmanager
-def watch_event_loop(logger: logging.Logger, *, limit_s: float = BLOCKED_LIMIT_S) -> Iterator[EventLoopWatchdog]:
-    """Log a warning with the stack when the running loop is blocked for `limit_s` seconds; once per line."""
-    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logger, limit_s)
-    thread = threading.Thread(target=watchdog.watch, name="tunesmith-watchdog", daemon=True)
-    thread.start()
-    try:
-        yield watchdog
-    finally:
-        watchdog.is_stopped.set()
-
-
 class EventLoopWatchdog:
     """Watches the event loop of the thread that creates it."""
 
@@ -76,7 +65,7 @@ class EventLoopWatchdog:
         self._num_overruns = 0
         self._blocked_s = 0.0
         self._paused_at: float | None = None
-        self.is_stopped = threading.Event()
+        self._is_stopped = threading.Event()
 
     @property
     def blocked_s(self) -> float:
@@ -114,9 +103,17 @@ class EventLoopWatchdog:
                 "meanwhile. Use an async client, or call the blocking function through asyncio.to_thread"
             )
 
-    def watch(self) -> None:
-        """Main function of the watchdog thread."""
-        while not self.is_stopped.wait(self._limit_s / 4):
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Self]:
+        """Within, a warning with the stack is logged when the loop is blocked for `limit_s` seconds; once per line."""
+        threading.Thread(target=self._watch, name="tunesmith-watchdog", daemon=True).start()
+        try:
+            yield self
+        finally:
+            self._is_stopped.set()
+
+    def _watch(self) -> None:
+        while not self._is_stopped.wait(self._limit_s / 4):
             if self._paused_at is None and time.monotonic() - self._last_alive > self._limit_s:
                 self._report_blocking_line()
             try:

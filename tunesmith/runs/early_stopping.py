@@ -31,7 +31,6 @@ class EarlyStopping:
         self._section = section
         self._best: BestValue | None = None
         self._num_since = 0
-        self._has_value = False
         self.reason: str | None = None
 
     def add(self, step: int, kind: Kind, metrics: Mapping[str, float | None]) -> None:
@@ -39,10 +38,9 @@ class EarlyStopping:
         rule = self._section
         if self.reason is not None or kind != find_kind(rule.metric):
             return
-        value = read_metric(metrics, rule.metric, knob="early_stopping", is_known=self._has_value)
+        value = read_metric(metrics, rule.metric, knob="early_stopping", is_known=self._best is not None)
         if value is None:
             return
-        self._has_value = True
         if self._best is None or is_better(value, self._best.value, mode=rule.mode, min_delta=rule.min_delta):
             self._best, self._num_since = BestValue(step=step, value=value), 0
         else:

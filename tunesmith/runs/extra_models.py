@@ -29,7 +29,7 @@ from tunesmith.model.load import (
 )
 from tunesmith.model.value_model import ValueModel
 from tunesmith.runs.policy import load_sharded_model
-from tunesmith.trainer.sharding.sharded_model import find_layers, find_sharding
+from tunesmith.trainer.sharding.sharded_model import find_decoder_layers, find_sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model:
     """Refuse a model without decoder layers, and a critic that would be a whole copy of it on each rank."""
     dtype = resolve_dtype(model.dtype, resolve_device(model.device))
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "base_path": model.base_path}
-    find_layers(build_empty_model(model.path, dtype=dtype, **options), dtype)
+    find_decoder_layers(build_empty_model(model.path, dtype=dtype, **options), dtype)
     if "values" in algorithm.needs and section.critic.path is None:
         raise ConfigError(
             f"cluster.has_sharded_weights: the critic of algorithm_type={algorithm.name!r} is not sharded, and it "

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from tunesmith.config import RunConfig, Section
 from tunesmith.config.section import Needs, Unused
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, first_line
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -284,7 +284,3 @@ def describe_default(field: FieldInfo) -> str:
         value = list(value)
     text: str = yaml.safe_dump(value, default_flow_style=True)
     return text.removesuffix("...\n").strip()
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

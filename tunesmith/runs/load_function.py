@@ -49,10 +49,10 @@ FORMER_NAMES = {
     "tunesmith.pipeline.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
     "tunesmith.pipeline.prepare.pocket_base": "recipes.pocket.pocket_base",
     "tunesmith.pipeline.prepare.world_expert": "recipes.world.conversations",
+    "tunesmith.et_agent.world": "recipes.world",
     "tunesmith.tasks.world": "recipes.world",
-    "tunesmith.tasks.world.world": "recipes.world",
 }
-"""Modules whose functions files of earlier versions name."""
+"""Modules and packages whose functions files of earlier versions name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +307,10 @@ def split_spec(spec: str, *, knob: str) -> tuple[str, str]:
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"{knob}={spec!r} must have the form module:function or file.py:function")
-    return FORMER_NAMES.get(source, source), name
+    for former, present in FORMER_NAMES.items():
+        if f"{source}.".startswith(f"{former}."):
+            return present + source.removeprefix(former), name
+    return source, name
 
 
 def find_file(source: str, *, knob: str) -> Path:

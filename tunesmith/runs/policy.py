@@ -86,15 +86,18 @@ def check_policy(section: ModelSection) -> PretrainedConfig:
     return check_section(section)
 
 
+WITHOUT_TOPK = ("longcat_flash", "phimoe")
+"""Types of models whose routers do not choose the largest scores in their `forward`, so that no route is replayed."""
+
+
 def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
     """Like `check_policy`, for a model that will be trained."""
     config = check_policy(section)
     text, code = config.get_text_config(), inspect.getmodule(find_model_class(config))
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     members = {} if code is None else vars(code)  # None: code of the model's own, which may have any routers
-    routers = [each for name, each in members.items() if name.endswith("Router") and hasattr(each, "forward")]
-    # `sparsemixer` of Phi-MoE does not choose the largest scores
-    has_choice = has_experts and any("topk" in each.forward.__code__.co_names for each in routers)
+    has_routers = has_experts and any(name.endswith("Router") for name in members)
+    has_choice = has_routers and text.model_type not in WITHOUT_TOPK
     has_balance = has_experts and "load_balancing_loss_func" in members
     for knob, is_supported in {"routing_replay": has_choice, "router_aux_loss_coef": has_balance}.items():
         if getattr(trainer, knob) and not is_supported:

@@ -158,7 +158,6 @@ def clear_later_steps(paths: RunPaths, checkpoint: Path | None, *, is_chosen: bo
 
 
 def resolve_run_root(config: RunConfig, *, now: datetime | None = None) -> Path:
-    """The run folder of a config."""
     name = config.name
     if name is None:
         if config.continue_from_checkpoint:

@@ -25,24 +25,30 @@ SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 def load_library_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
     """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
+    rows = iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None)
+    return list(itertools.islice(rows, num_rows))
+
+
+def iter_library_rows(path: str, *, name: str | None, split: str | None, is_streamed: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a split; `is_streamed`: none is read before it is needed."""
     source = Path(path).expanduser()
-    if is_saved(source):
-        return _read_saved(source, name=name, split=split, num_rows=num_rows)
-    if source.is_file():
-        arguments = _describe_file(source, name=name, split=split)
-    else:
-        arguments = {"path": str(source) if source.exists() else path, "name": name}
     try:
+        if is_saved(source):
+            yield from _open_saved(source, name=name, split=split)
+            return
+        if source.is_file():
+            arguments = _describe_file(source, name=name, split=split)
+        else:
+            arguments = {"path": str(source) if source.exists() else path, "name": name}
         with offline_if_unreachable(path):
             with hidden_progress_bars():
-                loaded = load_dataset(**arguments, streaming=num_rows is not None)
-            rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
-            return list(itertools.islice(rows, num_rows))
+                loaded = load_dataset(**arguments, streaming=is_streamed)
+            yield from _choose_split(loaded, split, path=path, is_file=source.is_file())
     except DataError:
         raise
     except StopIteration as error:
         raise DataError(f"the data set {path!r} has a file without rows") from error
-    except (OSError, ValueError, TypeError, DatasetsError) as error:
+    except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
         raise _explain(path, split, error) from error
 
 
@@ -62,24 +68,17 @@ def is_saved(source: Path) -> bool:
     return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
 
 
-def _read_saved(source: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """Rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
+def _open_saved(source: Path, *, name: str | None, split: str | None) -> Any:
+    """The rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
 
-    The rows are memory-mapped, so a preview reads only what it shows.
+    They are memory-mapped, so a preview reads only what it shows.
     """
     if name is not None:
         raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
-    try:
-        loaded = load_from_disk(str(source))
-        if isinstance(loaded, Dataset):
-            rows = _check_saved_split(loaded, split, source)
-        else:
-            rows = _choose_split(loaded, split, path=str(source), is_file=False)
-        return list(itertools.islice(rows, num_rows))
-    except DataError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
-        raise _explain(str(source), split, error) from error
+    loaded = load_from_disk(str(source))
+    if isinstance(loaded, Dataset):
+        return _check_saved_split(loaded, split, source)
+    return _choose_split(loaded, split, path=str(source), is_file=False)
 
 
 def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:

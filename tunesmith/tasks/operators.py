@@ -294,19 +294,17 @@ async def _send_all(
 ) -> None:
     """Send at most `max_concurrency` requests at once and save each reply on arrival; the first failure cancels all."""
     semaphore = asyncio.Semaphore(max_concurrency)
-    async with client:
 
-        async def run(key: str, text: str, number: int) -> None:
-            async with semaphore:
-                save_reply(key, await send(text, seed=number))
+    async def run(key: str, text: str, number: int) -> None:
+        async with semaphore:
+            save_reply(key, await send(text, seed=number))
 
-        running = [asyncio.create_task(run(key, *request)) for key, request in requests.items()]
-        try:
-            await asyncio.gather(*running)
-        finally:
-            for each in running:
-                each.cancel()
-            await asyncio.wait(running)
+    try:
+        async with client, asyncio.TaskGroup() as running:
+            for key, request in requests.items():
+                running.create_task(run(key, *request))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 async def _send_request(

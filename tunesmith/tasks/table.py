@@ -25,6 +25,7 @@ from tunesmith.tasks.operators import (
     length_filter,
     order_by_priority,
     paraphrase,
+    read_pass_rate,
     score_difficulty,
     score_quality,
 )
@@ -123,17 +124,8 @@ def check_selector(selector: Any, *, name: str) -> Selector:
 
 def load_features(tasks: Sequence[Task], keys: Sequence[str]) -> Floats:
     """The features in the tasks' rows (pass rates of reference models), one column per key."""
-    features_NK = np.empty((len(tasks), len(keys)))
-    for row, task in enumerate(tasks):
-        for column, key in enumerate(keys):
-            value = task.row.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise DataError(
-                    f"task {task.task_id} has {key}={value!r}, but a feature must be a pass rate from 0 to 1; its "
-                    f"fields are {', '.join(map(str, task.row))}. Fix the data or change task_selector.feature_keys"
-                )
-            features_NK[row, column] = value
-    return features_NK
+    features = [[read_pass_rate(task, key) for key in keys] for task in tasks]
+    return np.asarray(features, dtype=np.float64).reshape(len(tasks), len(keys))
 
 
 def apply_task_operators(

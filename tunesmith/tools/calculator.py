@@ -8,13 +8,13 @@ sentence that begins with "Error:", for the model to read.
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from tunesmith.errors import shorten
 from tunesmith.tools.tool import Tool, ToolInputError
 
 MAX_CHARACTERS = 500
@@ -41,7 +41,7 @@ CALCULATOR_TOOL: Mapping[str, Any] = {
         },
     },
 }
-"""The tool schema for chat requests; `answer_call` executes the model's calls."""
+"""The tool schema for chat requests; `build_calculator_tool` executes the model's calls."""
 
 SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": ""})
 """Typographic operators -> ASCII; currency signs are removed."""
@@ -61,23 +61,6 @@ BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 class ExpressionError(ToolInputError):
     """The expression cannot be computed; the message states the reason."""
-
-
-def answer_call(name: str, arguments: str) -> str:
-    """The result of a model's call of `CALCULATOR_TOOL`, or a sentence that begins with "Error:".
-
-    `arguments` is the JSON text of the call, which may be malformed.
-    """
-    expected = CALCULATOR_TOOL["function"]["name"]
-    if name != expected:
-        return f"Error: there is no tool {_shorten(name)!r}; the only one is {expected}"
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return "Error: the arguments are not JSON"
-    if not isinstance(given, dict) or given.keys() != {"expression"}:
-        return f'Error: {expected} takes one argument, as in {{"expression": "2 * 3"}}'
-    return calculate(given["expression"])
 
 
 def build_calculator_tool() -> Tool:
@@ -121,7 +104,7 @@ def compute_expression(expression: str) -> Fraction:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         hint = "; write 20% as 20/100" if "%" in text else ""
-        raise ExpressionError(f"cannot read {_shorten(text)!r}; {SYNTAX}{hint}") from error
+        raise ExpressionError(f"cannot read {shorten(text, MAX_SHOWN_CHARACTERS)!r}; {SYNTAX}{hint}") from error
     return _compute(tree.body, text, depth=0)
 
 
@@ -140,7 +123,8 @@ def _check_words(text: str) -> None:
     found = FOREIGN.search(EXPONENT.sub("0", text))
     if found is not None:
         hint = "; write * for x" if found.group() in "xX" else ""
-        raise ExpressionError(f"{_shorten(found.group())!r} is not arithmetic on numbers; {SYNTAX}{hint}")
+        shown = shorten(found.group(), MAX_SHOWN_CHARACTERS)
+        raise ExpressionError(f"{shown!r} is not arithmetic on numbers; {SYNTAX}{hint}")
 
 
 def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
@@ -156,7 +140,8 @@ def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
         case ast.BinOp(left=left_node, op=operation, right=right_node):
             left, right = _compute(left_node, text, depth=depth + 1), _compute(right_node, text, depth=depth + 1)
             return _check_size(_apply(operation, left, right))
-    raise ExpressionError(f"{_shorten(_quote(node, text))!r} is not arithmetic on numbers; {SYNTAX}")
+    shown = shorten(_quote(node, text), MAX_SHOWN_CHARACTERS)
+    raise ExpressionError(f"{shown!r} is not arithmetic on numbers; {SYNTAX}")
 
 
 def _quote(node: ast.expr, text: str) -> str:
@@ -208,7 +193,3 @@ def _check_size(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
         raise ExpressionError("the number is too large or too long")
     return value
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."

@@ -27,7 +27,7 @@ from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.arrays import copy_to_device
 from tunesmith.model.experts import ROUTING
 from tunesmith.model.forward.distribution import LogitAdjustment, TokenContext, build_adjustment
-from tunesmith.trainer.tree_attention.plan import TreePlan, count_groups, describe_attention
+from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention, describe_heads
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
 from tunesmith.types import Distribution, DistributionSpan, Sample
 
@@ -160,7 +160,7 @@ def build_row(
     return PackedRow(
         input_ids_1T=ids_T[None],
         position_ids_1T=depth_T[None],
-        plan=TreePlan(trie, model.device, **describe_attention(model), num_groups=count_groups(model)),
+        plan=TreePlan(trie, model.device, **describe_attention(model), heads=describe_heads(model)),
         chunks=tuple(
             Chunk(
                 distribution=chunk.distribution,

@@ -91,7 +91,6 @@ def reference_weights(model: PreTrainedModel, adapter: Weights | None) -> Iterat
 
 
 def _list_adapter(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The trained parameters of a model with an adapter."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

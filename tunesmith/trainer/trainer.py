@@ -124,7 +124,7 @@ class Trainer:
             if find_routers(each) or settings.routing_replay or settings.router_aux_loss_coef:
                 setattr(each, ROUTING, RowRouting(each, settings, max_tokens=longest + max(PADDING, longest // 8)))
         compiled = find_compilable(*models) if settings.has_compiled_layers else ()
-        if is_exact() and (self._dropouts or not compiled):  # values and gradients are computed apart
+        if is_exact() and (self._dropouts or not compiled):
             reason = "it does not work with model.lora.dropout" if self._dropouts else "layers cannot be fused"
             raise ConfigError(f"model.numerics=exact: {reason}; leave it at fast")
         self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)

@@ -87,7 +87,6 @@ class PassSetup:
     ranks: Ranks = field(default_factory=Ranks)
 
     def pack(self, samples: Sequence[Sample]) -> list[Trie]:
-        """The rows of the samples."""
         return pack_samples(
             samples,
             max_tokens_per_row=self.settings.max_tokens_per_row,

@@ -86,7 +86,6 @@ def print_step(run: Run, step: int | None, wanted: Filters, *, limit: int, conso
 
 
 def format_rollout(rollout: dict[str, Any]) -> Panel:
-    """One rollout as a panel."""
     lines: list[Text | Rule] = []
     for number, conversation in enumerate(rollout["conversations"]):
         if number:

@@ -36,7 +36,7 @@ def finetune(tmp_path, pocket_folder):
 def test_a_healthy_fine_tuning_has_no_finding(finetune):
     diagnosis = finetune(rate=3e-3)
     assert diagnosis.findings == () and diagnosis.state == "finished"
-    assert {each.check for each in diagnosis.passed} == {"stopped", "learning-rate", "gradients", "loss"}
+    assert {each.check for each in diagnosis.passed} == {"stopped", "learning-rate", "loss"}
 
 
 def test_a_dead_learning_rate(finetune):
@@ -49,16 +49,3 @@ def test_a_dead_learning_rate(finetune):
 def test_a_destructive_learning_rate(finetune):
     rows = [(f"How many apples has {n}?", f"{n * 7919 % 1000} apples, {n * 31 % 97}.") for n in range(48)]
     assert "loss" in {each.check for each in finetune(rate=1.0, rows=rows).findings}
-
-
-def test_overfitting(finetune, tmp_path):
-    """Held-out rows answer otherwise than the training rows, so their loss rises as these are learned."""
-    rows = [(f"Which color has ball {n}?", "The ball is red.") for n in range(16)]
-    held_out = [
-        [{"role": "user", "content": each[0]}, {"role": "assistant", "content": "It was blue"}] for each in rows
-    ]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in held_out))
-    eval_dataset = ConversationDataSection(path=str(tmp_path / "held_out.jsonl"))
-    diagnosis = finetune(rate=1e-2, rows=rows, num_epochs=6, eval_dataset=eval_dataset, evaluation_interval_steps=4)
-    (finding,) = [each for each in diagnosis.findings if each.check == "evaluation-loss"]
-    assert finding.severity == "note" and finding.settings == {"num_epochs": 5}

@@ -1,8 +1,8 @@
 """Ways to fail that no tiny run shows in seconds, from metrics written by hand.
 
-They are: a growing mismatch, entropy that explodes, a moderate growth of the KL, dead steps of a schedule, gradient
-spikes and non-finite numbers, rewards that fall or stay flat for dozens of steps, growing responses, replay of stale
-groups. Each has a counterpart just within its limit.
+They are: a growing mismatch, entropy that explodes, a moderate growth of the KL, dead steps of a schedule, rewards that
+fall or stay flat for dozens of steps, growing responses, replay of stale groups. Each has a
+counterpart just within its limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tunesmith.commands.doctor.diagnose import run_check
 from tunesmith.commands.doctor.optimizer import (
     find_dead_learning_rate,
     find_entropy,
-    find_gradients,
     find_kl,
     find_mismatch,
 )
@@ -77,12 +76,6 @@ CASES = {
         UNSOLVED | {"rollout/reward_mean": 0.8 - 0.6 * RISING + noise()},
         UNSOLVED | {"rollout/reward_mean": 0.5 + noise(0.1)},
     ),
-    "gradient is zero": (find_gradients, {"train/grad_norm": 0.0}, {"train/grad_norm": 1e-3}),
-    "gradients spike": (
-        find_gradients,
-        {"train/grad_norm": np.where(np.arange(40) % 20 == 5, 50.0, 1.0)},
-        {"train/grad_norm": np.where(np.arange(40) % 20 == 5, 5.0, 1.0)},
-    ),
     "a schedule with dead steps": (
         find_dead_learning_rate,
         {"train/learning_rate": np.where(np.arange(40) < 25, 1e-6, 1e-12)},
@@ -106,14 +99,6 @@ def test_a_check_finds_its_failure_and_accepts_what_is_just_within_its_limit(cas
     check_settings(finding, record.config)
     passed = run_check(check, build_record(healthy))
     assert isinstance(passed, str) and passed
-
-
-def test_numbers_that_are_not_finite_are_an_error(build_record):
-    losses = np.ones(40)
-    losses[7] = math.nan
-    finding = find_gradients(build_record({"train/loss": losses, "train/grad_norm": 1.0}))
-    assert finding.severity == "error" and finding.evidence[0].steps == (8, 8)
-    assert finding.settings["model.dtype"] == "float32"
 
 
 def test_a_flat_reward_is_reported_after_fifty_steps_only(build_record):

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from run_folders import load_untimed_metrics
 from tunesmith.cli import app
 from tunesmith.commands.run.config import PipelineConfig, load_pipeline, plan_stages
 from tunesmith.commands.run.folder import PipelineFolder, is_same_stage
@@ -222,7 +223,7 @@ def test_a_killed_training_stage_resumes_from_its_last_commit_with_equal_metrics
         "--set", "stages.rl.save_interval_steps=1", "--only", "rl",
     ]  # fmt: skip
     run(*arguments)
-    expected = load_metrics(copied / "out/rl/metrics.jsonl", has_times=False)
+    expected = load_untimed_metrics(copied / "out/rl/metrics.jsonl")
     assert [row["step"] for row in expected] == [1, 2]
     (copied / "called").unlink()
     (copied / "stop").write_text("")
@@ -233,7 +234,7 @@ def test_a_killed_training_stage_resumes_from_its_last_commit_with_equal_metrics
     (copied / "called").unlink()
     assert read_messages(run(*arguments)) == {"rl": ["resumed", "done"]}
     assert len((copied / "called").read_text()) == 4, "one step of two tasks with two rollouts each"
-    assert load_metrics(copied / "out/rl/metrics.jsonl", has_times=False) == expected
+    assert load_untimed_metrics(copied / "out/rl/metrics.jsonl") == expected
     done = PipelineFolder(copied / "out").load_done("rl")
     assert (done.num_attempts, done.num_killed) == (2, 0)
 

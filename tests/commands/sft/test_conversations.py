@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from conversation_examples import ROW, TOOL
 from fakes import build_chat_tokenizer
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.commands.sft.plan import hold_out, load_conversation_rows
+from tunesmith.commands.sft.plan import choose_rows, load_conversation_rows
 from tunesmith.config import ConversationDataSection
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.model.pocket import build_pocket_tokenizer
@@ -167,13 +167,11 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_rows_are_held_out_by_the_seed():
-    train, held_out = hold_out(range(20), 0.1, seed=3)
-    assert len(held_out) == 2
-    assert sorted(train + held_out) == list(range(20))
-    assert train == sorted(train)
-    assert hold_out(range(20), 0.1, seed=3) == (train, held_out)
-    assert any(hold_out(range(20), 0.1, seed=seed)[1] != held_out for seed in range(4, 8))
-    assert hold_out(range(20), 0.001, seed=3)[1] != []
-    assert hold_out(range(3), 0, seed=3) == ([0, 1, 2], [])
+    held_out = choose_rows(range(20), 0.1, seed=3)
+    assert len(held_out) == 2 and held_out < set(range(20))
+    assert choose_rows(range(20), 0.1, seed=3) == held_out
+    assert any(choose_rows(range(20), 0.1, seed=seed) != held_out for seed in range(4, 8))
+    assert len(choose_rows(range(20), 0.001, seed=3)) == 1
+    assert choose_rows(range(3), 0, seed=3) == set()
     with pytest.raises(DataError, match="eval_fraction=0.9 of 3 rows leaves none to train on"):
-        hold_out(range(3), 0.9, seed=3)
+        choose_rows(range(3), 0.9, seed=3)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from tiny_models import build_tiny
 from trainable_models import build_deep
+from tunesmith.config import LoraSection
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
@@ -23,6 +24,7 @@ from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.worker.model_runner import probe_layers
 from tunesmith.errors import ModelError
+from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import run_body, use_plan_attention
 from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps, fuse_layer
 from tunesmith.model.kernels.prologue import Prologue
@@ -109,8 +111,8 @@ def build_ops(calls: Counter[str]) -> FusedOps:
     def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
         return functional.silu(inputs @ gate_weight.T) * (inputs @ value_weight.T)
 
-    def add_linear(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return total.add_(inputs @ weight.T)
+    def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
+        return total.add_(factor * inputs @ weight.T)
 
     def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
@@ -178,6 +180,38 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_adapters_of_attention_take_one_product_for_their_inputs_and_one_for_each_layer(
+    name: str, dropout: float
+) -> None:
+    model = copy.deepcopy(build_tiny(name))
+    add_adapter(model, LoraSection(r=4, dropout=dropout), base="", dtype=model.dtype)
+    for key, weight in model.named_parameters():
+        if "lora_B" in key:
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * 0.3)
+    model.eval()
+    use_plan_attention(model)
+    ids = torch.randint(0, 97, (11,), generator=torch.Generator().manual_seed(0))
+    expected = model.get_decoder()(input_ids=ids[None]).last_hidden_state[0]
+    merge_weights(model)
+    num_layers = len(model.get_decoder().layers)
+    merged = find_merged_tensors(model.get_decoder())
+    assert [len(group) for group in merged if group[0].shape[0] == 4] == [3] * num_layers + [1] * num_layers
+    calls: Counter[str] = Counter()
+    fused = FusedLayers(model, build_ops(calls), max_positions=32)
+    cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
+    with fused.installed():
+        plan = build_prefill_plan(cache, [Span(0, 0, 11, list(range(3, 10)))], tile_tokens=8, device=CPU)
+        found = run_body(model, ids[None], torch.arange(11)[None], plan)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert calls == {
+        "rms norm": 2 * num_layers + 1, "merged linear of 6": num_layers, "merged linear of 1": num_layers,
+        "swiglu": num_layers, "add linear": 6 * num_layers, "paged prefill": num_layers,
+    }  # fmt: skip
+
+
 class Rounded:
     """What a quantizing operation returns: not a tensor, so that only products can read it."""
 
@@ -197,7 +231,7 @@ def build_quantized_ops(calls: Counter[str]) -> FusedOps:
         plain,
         merged_linear=lambda inputs, *rest: plain.merged_linear(read(inputs), *rest),
         swiglu=lambda inputs, *rest: plain.swiglu(read(inputs), *rest),
-        add_linear=lambda total, inputs, weight: plain.add_linear(total, read(inputs), weight),
+        add_linear=lambda total, inputs, *rest: plain.add_linear(total, read(inputs), *rest),
         quantized=QuantizedOps(
             rms_norm=lambda *arguments: Rounded(plain.rms_norm(*arguments)),
             swiglu=lambda inputs, *rest: Rounded(plain.swiglu(read(inputs), *rest)),
@@ -280,7 +314,7 @@ def test_a_residual_that_is_read_again_is_not_overwritten() -> None:
     torch.testing.assert_close(output, (kept + a @ w.T) * kept)
     torch.testing.assert_close(x, kept)
     assert is_whole
-    assert not calls
+    assert calls == {"merged linear of 1": 1}
 
 
 @torch.inference_mode()
@@ -322,6 +356,25 @@ def test_a_linear_is_fused_into_a_residual_of_its_own_or_a_wider_dtype_only() ->
 
 
 @torch.inference_mode()
+def test_factors_of_products_are_multiplied_and_a_product_that_is_read_twice_is_not_added_in_place() -> None:
+    x, a, w, v = torch.randn(2, 3, 8), torch.randn(2, 3, 5), torch.randn(8, 5), torch.randn(8, 5)
+
+    def scale(x: Tensor, a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return x + (functional.linear(a, w) + functional.linear(a, v) * 3.0) * 0.5
+
+    def read_twice(x: Tensor, a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        product = functional.linear(a, w) * 3.0
+        return (x + product) * product
+
+    for compute, num_fused in ((scale, 2), (read_twice, 0)):
+        expected = compute(x, a, w, v)
+        output, is_whole, calls = fuse(compute, x.clone(), a, w, v)
+        torch.testing.assert_close(output, expected)
+        assert is_whole
+        assert calls["add linear"] == num_fused
+
+
+@torch.inference_mode()
 def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
     x, y, w = torch.randn(1, 3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
 
@@ -331,7 +384,21 @@ def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
     output, is_whole, calls = fuse(compute, x, y, w)
     torch.testing.assert_close(output, compute(x, y, w))
     assert not is_whole
-    assert not calls
+    assert calls == {"merged linear of 1": 2}
+
+
+@torch.inference_mode()
+def test_products_of_other_products_are_fused() -> None:
+    """As in adapters."""
+    x, a, b = torch.randn(1, 3, 8), torch.randn(4, 8), torch.randn(8, 4)
+
+    def compute(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, a), b) * 2
+
+    output, is_whole, calls = fuse(compute, x, a, b)
+    torch.testing.assert_close(output, compute(x, a, b))
+    assert is_whole
+    assert calls == {"merged linear of 1": 2}
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Text with tags becomes a transcript; the two format checks accept and refuse what the original's do."""
+"""Text with tags becomes a transcript."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from tunesmith.environments.transcript import find_format_error
 from tunesmith.et_agent.formats.convert import find_failure, parse_trajectory
-from tunesmith.et_agent.formats.validity import find_reward_error, find_sft_error
 
 STEP = "<think>t</think><search>q</search> <result>\ndocs\n</result>\n"
 END = "<think>u</think><answer>\\boxed{1}</answer>"
@@ -75,47 +74,3 @@ def test_failures_are_recognized_by_the_messages_of_the_tools(result, failure):
     assert find_failure(result) == failure
     transcript = parse_trajectory("q", f"<python>x</python><result>{result}</result>")
     assert transcript.failed_calls == bool(failure)
-
-
-VALID = STEP + END
-REWARD = {
-    VALID: None,
-    "<answer>\\boxed{1}</answer><think></think>": None,
-    "<think></think><result>made up</result><answer>\\boxed{1}</answer>": None,
-    VALID + " and more": None,
-    "<think>a<think>b</think></think><answer>\\boxed{}</answer>": None,
-    "<think>a" + END: "2 opening and 1 closing think tags",
-    "<answer>\\boxed{1}</answer>": "0 opening and 0 closing think tags",
-    VALID + "<answer>\\boxed{1}</answer>": "2 opening and 2 closing answer tags",
-    "<think></think></answer>\\boxed{1}<answer>": "the answer is closed before it is opened",
-    "<think></think>\\boxed{1}<answer>1</answer>": "the answer has no",
-    "<think></think><search>q</search>" + END: "a <search> is not followed by",
-    "<think></think><python>q<result></result></python>" + END: "a <python> is not followed by",
-    STEP + "<search>q</search>" + END: "a <search> is not followed by",
-}
-SFT = {
-    VALID: None,
-    f"\n{VALID}\n": None,
-    "<answer>\\boxed{1}</answer><think></think>": "does not begin with <think>",
-    VALID + " and more": "does not end with </answer>",
-    "<think>a</think><answer>\\boxed{1} or \\boxed{2}</answer>": "the answer has 2 \\boxed{}",
-    "<think>a</think><answer><think></think>\\boxed{1}</answer>": "the answer contains <think>",
-    "<think>a</think><answer><search>q</search><result></result>\\boxed{1}</answer>": "the answer contains <result>",
-    "<think></think><result>made up</result><answer>\\boxed{1}</answer>": None,
-}
-
-
-@pytest.mark.parametrize(("text", "error"), REWARD.items())
-def test_the_format_check_of_the_reward(text, error):
-    found = find_reward_error(text)
-    assert found is None if error is None else error in found
-
-
-@pytest.mark.parametrize(("text", "error"), SFT.items())
-def test_the_format_check_of_fine_tuning_data(text, error):
-    found = find_sft_error(text)
-    assert found is None if error is None else error in found
-
-
-def test_what_fine_tuning_accepts_the_reward_accepts():
-    assert all(find_reward_error(text) is None for text in (*REWARD, *SFT) if find_sft_error(text) is None)

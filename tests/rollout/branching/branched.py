@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
@@ -69,7 +71,8 @@ async def run_branched(
     workflow, branching, *, service=None, group_size=8, tasks=TASKS[:1], seed=7, max_concurrency=100, part=slice(None)
 ) -> list[Group]:
     """`part`: of the groups that are started together, those that run here."""
-    requests = build_requests(tasks, size=group_size, seed=seed, step=1, has_branches=branching is not None)
+    requests = build_requests(tasks, size=group_size, seed=seed, step=1)
+    requests = [replace(each, has_branches=branching is not None) for each in requests]
     runner = GroupRunner(
         agent=Agent(workflow=workflow, timeout_s=TIMEOUT_S),
         model=service or build_service(),

@@ -40,7 +40,7 @@ async def serve(*, feedback_timeout_s=60.0, max_sessions=8, headers=None, **limi
     service = build_service()
     given = {"max_body_bytes": 4096, "max_requests": 64} | limits
     async with (
-        serve_live(sessions, service, ServerLimits(**given), host="127.0.0.1", port=0) as url,
+        serve_live(sessions, service, ServerLimits(**given)) as url,
         httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client,
     ):
         yield Served(sessions, service, client)

@@ -71,7 +71,7 @@ async def serve(*, lost_after_s=20.0, headers=None, **limits):
     async with contextlib.AsyncExitStack() as stack:
         urls = []
         for rank, (queue, service) in enumerate(zip(queues, services, strict=True)):
-            served = serve_tasks(queue, service, given, host="127.0.0.1", port=0, rank=rank, links=links[rank])
+            served = serve_tasks(queue, service, given, rank=rank, links=links[rank])
             urls.append(await stack.enter_async_context(served))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=urls[0], headers=headers, timeout=30))
         yield Served(queues=queues, links=links, urls=urls, services=services, client=client, agents=agents)

@@ -61,7 +61,7 @@ async def serve(
     service = build_service()
     given = {"max_body_bytes": 4096, "max_requests": 64} | limits
     async with (
-        serve_tasks(queue, service, ServerLimits(**given), host="127.0.0.1", port=0, end_grace_s=end_grace_s) as url,
+        serve_tasks(queue, service, ServerLimits(**given), end_grace_s=end_grace_s) as url,
         httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client,
     ):
         yield Served(queue=queue, service=service, client=client, agent=agent)

@@ -24,7 +24,7 @@ from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.statistics import check_failures, compute_rollout_metrics
-from tunesmith.rollout.watchdog import watch_event_loop
+from tunesmith.rollout.watchdog import EventLoopWatchdog
 from tunesmith.rollout.workers.group_runner import GroupRunner
 from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
@@ -213,7 +213,7 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
     root, warned = logging.getLogger(), Warned()
     root.addHandler(warned)
     try:
-        with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+        with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
             await asyncio.sleep(0.2)
             assert not caplog.records
             block_here()
@@ -226,7 +226,7 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
 @pytest.mark.anyio
 async def test_the_watchdog_does_not_blame_the_code_that_started_the_event_loop(caplog):
     """This file is below the event loop in the stack, but the blocking call is not its own."""
-    with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+    with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
         asyncio.get_running_loop().call_soon(time.sleep, 0.4)
         await asyncio.sleep(0.5)
     assert [each.getMessage().splitlines()[0].split(";")[0] for each in caplog.records] == [
@@ -247,7 +247,7 @@ class SlowModule(importlib.abc.InspectLoader):
 @pytest.mark.anyio
 async def test_the_watchdog_does_not_report_imports_of_the_program(caplog, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [SlowModule(), *sys.meta_path])
-    with watch_event_loop(logging.getLogger("test_watchdog"), limit_s=0.1):
+    with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
         asyncio.get_running_loop().call_soon(importlib.import_module, "slow_module")
         await asyncio.sleep(0.5)
     assert sys.modules.pop("slow_module")

@@ -23,7 +23,7 @@ from tunesmith.retrieval import SearchIndex
 from tunesmith.runs.load_function import load_tool
 from tunesmith.tools.search.settings import SearchToolSection
 from tunesmith.tools.search.tool import (
-    FoundPassage,
+    Passage,
     ResultCache,
     SearchTool,
     build_search_tool,
@@ -51,7 +51,7 @@ def with_server(server: ReplayServer, work, **settings):
 
 
 def test_passages_are_cut_and_joined_by_blank_lines():
-    passages = [FoundPassage("a", "x" * 8), FoundPassage("b", "yy")]
+    passages = [Passage("a", "x" * 8), Passage("b", "yy")]
     assert format_passages(passages, 5) == "xxxxx...\n\nyy"
     assert format_passages(passages, 8) == "xxxxxxxx\n\nyy"
     assert format_passages([], 5) == "No results found."
@@ -156,7 +156,7 @@ def test_a_wrong_query_is_an_error_of_the_model():
 
 def test_results_fit_the_limit_that_the_tool_announces():
     tool = build_search_tool(SearchToolSection(url=CLOSED_PORT, top_n=3, max_passage_chars=100))
-    longest = format_passages([FoundPassage(str(number), "x" * 500) for number in range(3)], 100)
+    longest = format_passages([Passage(str(number), "x" * 500) for number in range(3)], 100)
     assert len(longest) <= tool.max_result_chars
     assert tool.text_argument == "query" and tool.timeout_s is None
 
@@ -219,10 +219,10 @@ def test_several_processes_share_a_cache(tmp_path):
     program = textwrap.dedent("""
         import sys
         from tunesmith.tools.search.tool import ResultCache
-        from tunesmith.tools.search.tool import FoundPassage
+        from tunesmith.tools.search.tool import Passage
         cache = ResultCache("cache.sqlite")
         for number in range(30):
-            cache.put(f"{number}", [FoundPassage("id", sys.argv[1])])
+            cache.put(f"{number}", [Passage("id", sys.argv[1])])
             assert cache.get(f"{number}") is not None
     """)
     children = [
@@ -237,7 +237,7 @@ def test_several_processes_share_a_cache(tmp_path):
 def test_a_cache_keeps_the_latest_results(tmp_path):
     cache = ResultCache(tmp_path / "cache.sqlite", max_entries=3)
     for key in "abcad":  # a is stored again
-        cache.put(key, [FoundPassage("id", key)])
+        cache.put(key, [Passage("id", key)])
     assert [key for key in "abcd" if cache.get(key)] == ["a", "c", "d"]
     cache.close()
     server = ReplayServer({"status": "healthy"}, DOCS)
@@ -270,9 +270,9 @@ def test_serper_results_become_passages(tmp_path, monkeypatch):
 
     found, again = with_server(server, work, **settings)
     assert found == again == [
-        FoundPassage("https://example.org/founded", "Apple Inc. / Founded\nApril 1, 1976"),
-        FoundPassage("", "Apple\nApple Inc. is an American multinational technology company."),
-        FoundPassage("https://www.apple.com/", "Apple\nDiscover the world of Apple."),
+        Passage("https://example.org/founded", "Apple Inc. / Founded\nApril 1, 1976"),
+        Passage("", "Apple\nApple Inc. is an American multinational technology company."),
+        Passage("https://www.apple.com/", "Apple\nDiscover the world of Apple."),
     ]  # fmt: skip
     ((method, headers, _, body),) = server.requests
     assert method == "POST" and headers["x-api-key"] == "serper-key"

@@ -5,7 +5,9 @@ holds reasoning, content and calls in messages of their own and has its own pars
 """
 
 from importlib import import_module
+from typing import Any
 
+from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
@@ -35,6 +37,7 @@ __all__ = [
     "find_call_format",
     "find_reasoning_parser",
     "join_deltas",
+    "parse_reply",
 ]
 
 REASONING_TAGS = {
@@ -62,6 +65,16 @@ def find_call_format(template: str) -> CallFormat:
     """
     formats = (each for each in CALL_FORMATS.values() if any(tag in template for tag in each.template_tags))
     return next(formats, HERMES)
+
+
+def parse_reply(text: str, call_format: CallFormat, *, has_reasoning: bool = True, **details: Any) -> Message:
+    """A whole reply without a request; `details` are arguments of `ReplyParser`."""
+    if call_format is HARMONY:
+        return HarmonyParser(new_call_id=str, has_tool_calls=True).parse(text)
+    parser = ReplyParser(
+        new_call_id=str, has_reasoning=has_reasoning, has_tool_calls=True, call_format=call_format, **details
+    )
+    return parser.parse(text)
 
 
 def find_reasoning_parser(template: str) -> str:

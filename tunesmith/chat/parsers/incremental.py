@@ -78,7 +78,6 @@ class IncrementalParser(ABC):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found."""
         return self._stop.found
 
     def feed(self, text: str) -> Delta:

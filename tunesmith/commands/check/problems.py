@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
@@ -27,14 +26,13 @@ from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.service import BoundModel, ModelProvider, ModelService
 from tunesmith.rollout.watchdog import MIN_BLOCKED_S, BlockedTime, EventLoopWatchdog
 from tunesmith.runs.policy import BuildModel, Policy
-from tunesmith.types import Failure, Sampling, StopReason, Task, Trajectory, Turn
+from tunesmith.types import Failure, Sampling, StopReason, Task, Trajectory, Turn, count_equal
 
 LATE_CALLS_S = 0.5
 """Time after the rollout in which calls of its background tasks are still noticed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedConversation:
+class ObservedConversation(NamedTuple):
     """A call's messages and its reply, as the recorder matches later calls with them."""
 
     call_index: int
@@ -85,16 +83,6 @@ class BlockingLog(EventLoopWatchdog):
             self.steps.append(Blocked(seconds=seconds, line=step.line))
 
 
-@contextlib.contextmanager
-def watch_blocking() -> Iterator[BlockingLog]:
-    watchdog = BlockingLog()
-    threading.Thread(target=watchdog.watch, name="tunesmith-watchdog", daemon=True).start()
-    try:
-        yield watchdog
-    finally:
-        watchdog.is_stopped.set()
-
-
 class ObservedModel:
     """The policy for one rollout; keeps the session's conversations when it is closed."""
 
@@ -107,10 +95,7 @@ class ObservedModel:
 
     def close(self, bound: BoundModel) -> tuple[Turn, ...]:
         assert isinstance(bound.session, Session)
-        self.conversations = tuple(
-            ObservedConversation(call_index=index, scope=scope, keys=keys)
-            for index, scope, keys in bound.session.list_conversations()
-        )
+        self.conversations = tuple(ObservedConversation(*each) for each in bound.session.list_conversations())
         return self._service.close(bound)
 
 
@@ -136,7 +121,7 @@ async def observe_rollout(
     port, max_body_bytes = rollout.http_port, int(rollout.max_body_mib * 2**20)
     serving = contextlib.nullcontext() if port is None else service.serve(port=port, max_body_bytes=max_body_bytes)
     async with serving:
-        with watch_blocking() as watchdog:
+        with BlockingLog().watching() as watchdog:
             trajectory = await run_trajectory(
                 task, 0, agent=agent, model=model, auxiliary_models=auxiliary_models, seed=seed,
                 watchdog=watchdog,
@@ -405,14 +390,6 @@ def describe_branch(call: SessionCall, conversations: tuple[ObservedConversation
     return f"message {num_equal + 1} ({after[0]}) differs from {recorded}: recorded {shown[0]}, sent {shown[1]}"
 
 
-def count_equal(keys: tuple[MatchKey, ...], others: tuple[MatchKey, ...]) -> int:
-    """Number of equal messages at the start of both."""
-    for number, (one, other) in enumerate(zip(keys, others, strict=False)):
-        if one != other:
-            return number
-    return min(len(keys), len(others))
-
-
 def describe_key(key: MatchKey) -> str:
     """A message as text: role, content and tool calls."""
     role, text, extra = key
@@ -425,8 +402,7 @@ NUM_BEFORE, NUM_AFTER = 30, 60
 
 def quote_difference(one: str, other: str) -> tuple[str, str]:
     """Both texts from shortly before their first different character."""
-    pairs = zip(one, other, strict=False)
-    first = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    first = count_equal(one, other)
     start = max(first - NUM_BEFORE, 0)
     return _quote(one, start, first + NUM_AFTER), _quote(other, start, first + NUM_AFTER)
 

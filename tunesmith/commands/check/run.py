@@ -73,23 +73,20 @@ class WorkflowCheck:
         return asdict(self)
 
     def __str__(self) -> str:
-        return format_check(self)
-
-
-def format_check(check: WorkflowCheck) -> str:
-    """The check as text: the samples with their masks, the reward, the findings."""
-    lines = [f"task {check.task_id}, model {check.model}: {check.num_turns} turns in {check.seconds:.1f} s"]
-    for number, sample in enumerate(check.samples, start=1):
-        lines += ["", f"sample {number}: {sample.num_tokens} tokens, {sample.num_sampled_tokens} sampled by the model"]
-        for span in sample.spans:
-            lines.append(f"--- {'sampled' if span.is_sampled else 'context'}, {span.num_tokens} tokens")
-            lines.append(span.text)
-    is_trained = check.reward is not None
-    lines += ["", f"response: {check.response_text}", f"reward: {check.reward if is_trained else 'none'}"]
-    lines += [f"metric {name}: {value:g}" for name, value in check.metrics.items()]
-    num_trained = sum(sample.num_sampled_tokens for sample in check.samples) if is_trained else 0
-    lines.append(f"tokens that would be trained: {num_trained}")
-    return "\n".join(lines + format_findings(check.findings, otherwise="no problem found"))
+        """The samples with their masks, the reward, the findings."""
+        lines = [f"task {self.task_id}, model {self.model}: {self.num_turns} turns in {self.seconds:.1f} s"]
+        for number, sample in enumerate(self.samples, start=1):
+            counts = f"{sample.num_tokens} tokens, {sample.num_sampled_tokens} sampled by the model"
+            lines += ["", f"sample {number}: {counts}"]
+            for span in sample.spans:
+                lines.append(f"--- {'sampled' if span.is_sampled else 'context'}, {span.num_tokens} tokens")
+                lines.append(span.text)
+        is_trained = self.reward is not None
+        lines += ["", f"response: {self.response_text}", f"reward: {self.reward if is_trained else 'none'}"]
+        lines += [f"metric {name}: {value:g}" for name, value in self.metrics.items()]
+        num_trained = sum(sample.num_sampled_tokens for sample in self.samples) if is_trained else 0
+        lines.append(f"tokens that would be trained: {num_trained}")
+        return "\n".join(lines + format_findings(self.findings, otherwise="no problem found"))
 
 
 DEFAULT_WORKFLOW = "workflow"

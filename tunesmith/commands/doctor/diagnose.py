@@ -77,7 +77,6 @@ Check = Callable[[CheckedRun[Any]], Outcome]
 SHARED_CHECKS: Mapping[str, Check] = {
     "stopped": failures.find_stop,
     "learning-rate": optimizer.find_dead_learning_rate,
-    "gradients": optimizer.find_gradients,
 }
 """Checks of every run, by the name that their outcome has."""
 RL_CHECKS: Mapping[str, Check] = {
@@ -94,7 +93,6 @@ RL_CHECKS: Mapping[str, Check] = {
 }
 OFFLINE_CHECKS: Mapping[str, Check] = {
     "loss": optimizer.find_loss_trend,
-    "evaluation-loss": optimizer.find_evaluation_loss,
 }
 
 
@@ -140,7 +138,6 @@ def diagnose(
 
 
 def check_run(run: str | Path | RunResult) -> Diagnosis:
-    """The outcomes of all checks of a run."""
     record = open_run(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
     checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if record.is_offline else RL_CHECKS)}
     outcomes = {name: run_check(check, record) for name, check in checks.items()}

@@ -174,8 +174,10 @@ def find_truncated_rollout(run: RlRun) -> list[Evidence]:
 
 def find_refused_prompts(run: RlRun) -> Outcome:
     """Model calls refused because the prompt leaves no room for a token."""
-    recent, num_calls, share = run.need_share("rollout/num_overlong", "rollout/num_calls")
-    if share < MAX_REFUSED_SHARE:
+    recent, num_calls = run.need_recent("rollout/num_overlong"), run.need_recent("rollout/num_calls").total
+    if not num_calls:
+        return None
+    if (share := recent.total / num_calls) < MAX_REFUSED_SHARE:
         return f"{recent.total:.0f} of {num_calls:.0f} recent calls had too long a prompt"
     value = 2 * run.config.model.max_model_len
     return CheckFinding(

@@ -1,6 +1,5 @@
-"""Checks of the optimizer, of fine-tuning as well as of reinforcement learning: weights that do not change, exploding
-or non-finite gradients; of the loss of fine-tuning and preference training; and of the policy's drift:
-sampler and trainer mismatch, entropy, KL.
+"""Checks of the optimizer, of fine-tuning as well as of reinforcement learning: weights that do not change; of the loss
+of fine-tuning and preference training; and of the policy's drift: sampler and trainer mismatch, entropy, KL.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import numpy as np
 from tunesmith.commands.doctor.record import (
     AnyRun,
     CheckFinding,
-    Evidence,
     OfflineRun,
     Outcome,
     RlRun,
     compute_slope_t,
     find_longest_streak,
-    find_spikes,
     format_settings,
     need_ends,
     observe,
@@ -33,10 +30,6 @@ MIN_CHANGED_SHARE = 0.01
 """Share of sampled weights that change in float32, for runs that do not record `train/relative_update`."""
 DEAD_RATE_SHARE, MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE = 1e-3, 10, 0.1
 """Steps below a thousandth of the peak learning rate are dead; a cosine schedule has only 2 % of such steps."""
-SPIKE_FACTOR, SPIKE_WINDOW, MAX_SPIKE_SHARE, MIN_SPIKE_STEPS = 10.0, 10, 0.02, 10
-"""A gradient norm of ten times the median of the ten steps before it comes from a few tokens of very low probability.
-Norms that fall from the start on, as in fine-tuning, are no spikes."""
-NEAR_ZERO = 1e-12
 
 
 def find_dead_learning_rate(run: AnyRun) -> Outcome:
@@ -80,60 +73,9 @@ def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: flo
     )
 
 
-def find_gradients(run: AnyRun) -> Outcome:
-    """Gradients that are not finite, zero or spiking."""
-    lost = find_non_finite(run)
-    if lost is not None:
-        return lost
-    series = run.need("train/grad_norm")
-    limit, rate = run.config.trainer.max_grad_norm, run.config.trainer.peak_learning_rate
-    observed = f"median norm {series.median:.3g}, largest {series.values.max():.3g}, clipped at {limit:g}"
-    if series.recent.values.max() <= NEAR_ZERO:
-        return CheckFinding(
-            severity="error",
-            problem="the gradient is zero in all recent updates",
-            evidence=(observe(series.recent, observed, 0.0),),
-            change="check that rewards differ and that experience.operators leave tokens to train",
-        )
-    is_spike = find_spikes(series, factor=SPIKE_FACTOR, width=SPIKE_WINDOW) & (series.values > limit)
-    if len(series) >= MIN_SPIKE_STEPS and is_spike.mean() > MAX_SPIKE_SHARE:
-        spikes, settings = series.select(is_spike), {"trainer.learning_rate": rate / 3, "trainer.betas": [0.9, 0.95]}
-        listed = ", ".join(map(str, spikes.steps[:5].tolist()))
-        return CheckFinding(
-            problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
-            evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
-            change=f"read the rollouts of these steps for degenerate text, and set {format_settings(settings)}",
-            settings=settings,
-        )
-    return observed
-
-
-def find_non_finite(run: AnyRun) -> CheckFinding | None:
-    """Metrics of training that were NaN or infinite."""
-    bad = [series.select(~np.isfinite(series.values)) for series in run.metrics.list_series("train")]
-    bad = [series for series in bad if len(series)]
-    if not bad:
-        return None
-    settings: dict[str, object] = {"trainer.learning_rate": run.config.trainer.peak_learning_rate / 3}
-    if run.config.model.dtype != "float32":
-        settings["model.dtype"] = "float32"
-    return CheckFinding(
-        severity="error",
-        problem="numbers of the training were not finite",
-        evidence=tuple(
-            Evidence(source=series.name, observed=f"not finite {len(series)} times", steps=series.span)
-            for series in bad[:3]
-        ),
-        change=f"set {format_settings(settings)}",
-        settings=settings,
-    )
-
-
 MIN_LOSS_FALL = 0.05
 """A loss that falls by less than a twentieth has learned next to nothing."""
 RISEN_T = 3.0
-OVERFIT_RISE = 0.02
-"""Share by which the evaluation loss exceeds its lowest value at the end."""
 
 
 def find_loss_trend(run: OfflineRun) -> Outcome:
@@ -152,27 +94,6 @@ def find_loss_trend(run: OfflineRun) -> Outcome:
         problem=problem,
         evidence=(observe(series, observed, last.mean),),
         change=f"set {format_settings(settings)}, or train longer with num_epochs={run.config.num_epochs + 1}",
-        settings=settings,
-    )
-
-
-def find_evaluation_loss(run: OfflineRun) -> Outcome:
-    """An evaluation loss that rises again: overfitting."""
-    series = run.metrics.get("eval/loss", "eval")
-    if series is None or len(series.finite) < 2:
-        return None
-    series = series.finite
-    best, last = int(np.argmin(series.values)), float(series.values[-1])
-    lowest = float(series.values[best])
-    observed = f"{lowest:.4g} at step {series.steps[best]}, {last:.4g} at step {series.steps[-1]}"
-    if last <= (1 + OVERFIT_RISE) * lowest:
-        return observed
-    settings = {"num_epochs": max(1, run.config.num_epochs - 1)}
-    return CheckFinding(
-        severity="note",
-        problem=f"the model overfits after step {series.steps[best]}, whose weights are kept",
-        evidence=(observe(series, observed, last),),
-        change=f"set {format_settings(settings)}, lower trainer.learning_rate, or add rows",
         settings=settings,
     )
 

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, Section, SftConfig
+from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metrics_file import RECENT_SHARE, Series
 from tunesmith.runs.load_config import build_section, load_values
@@ -98,7 +99,19 @@ class Diagnosis:
         return asdict(self) | {"folder": str(self.folder)}
 
     def __str__(self) -> str:
-        return format_diagnosis(self)
+        steps = f"{self.num_steps} steps" if self.num_steps != 1 else "1 step"
+        if self.total_steps is not None and self.num_steps < self.total_steps:
+            steps = f"{self.num_steps} of {self.total_steps} steps"
+        lines = [f"{self.folder}: {self.state}, {steps}"]
+        if self.step_time is not None:
+            lines.append(f"time of a step: {self.step_time}")
+        lines += format_findings(self.findings, otherwise="no finding")
+        if self.passed:
+            lines += ["", "checked and within limits:"]
+            lines += [f"  {each.check}: {each.figure}" for each in self.passed]
+        if self.not_checked:
+            lines += ["", f"not checked (not recorded, or of no use in this run): {', '.join(self.not_checked)}"]
+        return "\n".join(lines)
 
 
 def observe(series: Series, observed: str, value: float | None = None) -> Evidence:
@@ -131,23 +144,6 @@ def format_findings(findings: Sequence[CheckFinding], *, otherwise: str) -> list
     return lines or ["", otherwise]
 
 
-def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """The diagnosis as text."""
-    steps = f"{diagnosis.num_steps} steps" if diagnosis.num_steps != 1 else "1 step"
-    if diagnosis.total_steps is not None and diagnosis.num_steps < diagnosis.total_steps:
-        steps = f"{diagnosis.num_steps} of {diagnosis.total_steps} steps"
-    lines = [f"{diagnosis.folder}: {diagnosis.state}, {steps}"]
-    if diagnosis.step_time is not None:
-        lines.append(f"time of a step: {diagnosis.step_time}")
-    lines += format_findings(diagnosis.findings, otherwise="no finding")
-    if diagnosis.passed:
-        lines += ["", "checked and within limits:"]
-        lines += [f"  {each.check}: {each.figure}" for each in diagnosis.passed]
-    if diagnosis.not_checked:
-        lines += ["", f"not checked (not recorded, or of no use in this run): {', '.join(diagnosis.not_checked)}"]
-    return "\n".join(lines)
-
-
 CONFIGS: Mapping[RunKind, type[Any]] = {
     "tune": RunConfig,
     "serve": RunConfig,
@@ -173,13 +169,17 @@ class CheckedRun(RunRecord, Generic[Config]):
     @functools.cached_property
     def config(self) -> Config:
         """The settings. Values that this version refuses, in the file of an earlier one, are left out."""
-        kind, values = CONFIGS[self.kind], load_values(self.paths.config)
-        before = None
-        while values != before and (errors := find_refused(kind, values)):
+        config: Config
+        kind, values, before = CONFIGS[self.kind], load_values(self.paths.config), None
+        while values != before:
             before = copy.deepcopy(values)
-            for refused in errors:
-                remove_value(values, locate(refused))
-        config: Config = build_section(kind, values)
+            try:
+                config = kind.model_validate(values)
+                return config
+            except ValidationError as error:
+                for refused in error.errors():
+                    remove_value(values, locate(refused))
+        config = build_section(kind, values)  # raises: nothing more can be left out
         return config
 
     def get(self, name: str) -> Series | None:
@@ -197,13 +197,6 @@ class CheckedRun(RunRecord, Generic[Config]):
 
     def need_recent(self, name: str) -> Series:
         return self.need(name).recent
-
-    def need_share(self, part: str, whole: str) -> tuple[Series, float, float]:
-        """The recent values of a metric, the sum of another that it is a part of, and its share."""
-        recent, total = self.need_recent(part), self.need_recent(whole).total
-        if not total:
-            raise NotRecordedError(whole)
-        return recent, total, recent.total / total
 
     def get_recent(self, name: str) -> Series | None:
         series = self.get(name)
@@ -230,14 +223,6 @@ def open_run(path: Path) -> CheckedRun[Any]:
     if run.kind not in CONFIGS:
         raise StorageError(f"{path} is not the folder of a training run: it has no config.yaml and metrics.jsonl")
     return run
-
-
-def find_refused(kind: type[Section], values: dict[str, Any]) -> list[ErrorDetails]:
-    try:
-        kind.model_validate(values)
-    except ValidationError as error:
-        return error.errors()
-    return []
 
 
 def locate(refused: ErrorDetails) -> tuple[str | int, ...]:
@@ -287,22 +272,9 @@ def compute_slope_t(series: Series) -> float:
     return slope / error if error > 0 else float(np.sign(slope)) * np.inf
 
 
-def find_spikes(series: Series, *, factor: float, width: int) -> np.ndarray:
-    """Mask of the values above `factor` times the median of the `width` values before them."""
-    values = series.values
-    medians = [np.median(values[max(index - width, 0) : index]) for index in range(MIN_WINDOW_STEPS, len(values))]
-    mask = np.zeros(len(values), bool)
-    mask[MIN_WINDOW_STEPS:] = values[MIN_WINDOW_STEPS:] > factor * np.array(medians)
-    return mask
-
-
 def find_longest_streak(mask: np.ndarray) -> int:
     """Length of the longest run of True."""
-    longest = current = 0
-    for value in mask.tolist():
-        current = current + 1 if value else 0
-        longest = max(longest, current)
-    return longest
+    return max((len(list(run)) for value, run in groupby(mask.tolist()) if value), default=0)
 
 
 def find_best_window(series: Series, width: int) -> Series:

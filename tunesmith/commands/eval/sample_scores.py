@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, shorten
 from tunesmith.types import TRUNCATED, Group, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -169,10 +169,7 @@ def score_groups(groups: Sequence[Group], renderer: Renderer) -> list[TaskScores
 def describe_row(task: Task) -> dict[str, Any]:
     """The row of a task as JSON values, with long text cut."""
     row: dict[str, Any] = json.loads(json.dumps(dict(task.row), default=str))
-    return {
-        name: f"{value[:MAX_FIELD_CHARS]}..." if isinstance(value, str) and len(value) > MAX_FIELD_CHARS else value
-        for name, value in row.items()
-    }
+    return {name: shorten(each, MAX_FIELD_CHARS) if isinstance(each, str) else each for name, each in row.items()}
 
 
 def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:

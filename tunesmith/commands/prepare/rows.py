@@ -17,8 +17,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
-from tunesmith.commands.prepare.calculator_agent import TOOLS, build_conversation
+from tunesmith.commands.prepare.calculator_agent import SYSTEM_PROMPT, TOOLS
 from tunesmith.config import ContaminationSection, ParaphraseSection, PrepareSection
+from tunesmith.environments import protocols
 from tunesmith.errors import DataError
 from tunesmith.judges.answers import match_numeric
 from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
@@ -68,7 +69,7 @@ def build_messages(question: str, solution: Solution, *, style: Style) -> list[d
     """The whole conversation of a solution that `check_calculations` returned."""
     while style == "last" and len(solution.calculations) > 1:
         solution = solution.join(0)
-    messages = build_conversation(question)
+    messages = protocols.build_messages(SYSTEM_PROMPT, question)
     for number, (text, calculation) in enumerate(zip(solution.texts[:-1], solution.calculations, strict=True), start=1):
         call = {"name": CALCULATOR_TOOL["function"]["name"], "arguments": {"expression": calculation.expression}}
         call_id = f"call_{number}"

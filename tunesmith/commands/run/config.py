@@ -77,11 +77,6 @@ class RoundsSection(Section):
     def name_stage(name: str, number: int) -> str:
         return f"{name}_{number}"
 
-    @property
-    def last_model(self) -> str:
-        """The reference to the model of the last round."""
-        return STAGE + self.name_stage(self.model, self.count)
-
     def _read(self, text: str, *, number: int) -> Any:
         """What a string of an inner stage stands for in a round."""
         if text.startswith(ROUND):
@@ -112,7 +107,7 @@ def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
                 added = rounds.expand()
             except ValueError as error:
                 raise ValueError(f"stages.{name}: {error}") from error
-            aliases[STAGE + name] = rounds.last_model
+            aliases[STAGE + name] = STAGE + rounds.name_stage(rounds.model, rounds.count)
         taken = next((each for each in added if each in expanded or (each != name and each in stages)), None)
         if taken is not None:
             raise ValueError(f"stages.{name} has a stage {taken!r}, which is already the name of another stage")
@@ -244,13 +239,11 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineCo
     try:
         return PipelineConfig.model_validate(values)
     except ValidationError as error:
-        faults = [fault | {"loc": drop_kind(fault["loc"])} for fault in error.errors()]
-        raise ConfigError("; ".join(describe_validation_error(fault) for fault in faults)) from error
-
-
-def drop_kind(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Location of a validation error without the kind that pydantic inserts after the stage's name."""
-    return (*location[:2], *location[3:]) if location[:1] == ("stages",) else location
+        faults = error.errors()
+        for fault in faults:
+            if fault["loc"][:1] == ("stages",):  # pydantic inserts the kind after the stage's name
+                fault["loc"] = (*fault["loc"][:2], *fault["loc"][3:])
+        raise ConfigError("; ".join(map(describe_validation_error, faults))) from error
 
 
 def plan_stages(config: PipelineConfig) -> list[PlannedStage]:

@@ -61,7 +61,9 @@ def run_command(
     """`tunesmith run`: the report, or with `is_check` what would happen to each stage."""
     selection = StageSelection(only=only, start_from=start_from, is_rerun=is_rerun)
     if is_check:
-        return "\n".join(f"{name}: {action}" for name, action in check_pipeline(config, selection=selection).items())
+        stages, folder = plan_stages(config), PipelineFolder(Path(config.folder).expanduser().absolute())
+        actions = check_selected(stages, selection.select(stages), folder, is_rerun=is_rerun)
+        return "\n".join(f"{name}: {action}" for name, action in actions.items())
     result = run_pipeline(config, selection=selection)
     return f"{result.report.read_text(encoding='utf-8')}\nreport: {result.report}"
 
@@ -120,13 +122,6 @@ def begin_stage(stage: PlannedStage, folder: PipelineFolder, *, is_rerun: bool) 
         message = "restarted" if aside is None else f"restarted; its previous output is in {aside.name}"
     folder.begin(stage)
     return message
-
-
-def check_pipeline(config: PipelineConfig, *, selection: StageSelection = StageSelection()) -> dict[str, str]:
-    """Validate the selected stages and return what would happen to each; writes nothing."""
-    folder = PipelineFolder(Path(config.folder).expanduser().absolute())
-    stages = plan_stages(config)
-    return check_selected(stages, selection.select(stages), folder, is_rerun=selection.is_rerun)
 
 
 def check_selected(

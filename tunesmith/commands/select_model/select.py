@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tunesmith.commands.candidates import (
+    CURRENT_USAGE,
     Candidate,
     MeasuredModel,
     RunLimits,
@@ -26,7 +27,6 @@ from tunesmith.commands.candidates import (
     count_failures,
     counted_calls,
     find_problem,
-    get_usage,
     list_run_causes,
     load_candidate,
     load_fixed_tasks,
@@ -232,7 +232,9 @@ def measure_workflow(workflow: WorkflowType) -> Callable[..., Any]:
         if not isinstance(output, WorkflowOutput):
             return output
         metrics = dict(output.metrics or {}) | {"execution_time": time.perf_counter() - started}
-        if (tokens := get_usage().count_tokens()) is not None:
+        usage = CURRENT_USAGE.get()
+        assert usage is not None, "a measured model was opened"
+        if (tokens := usage.count_tokens()) is not None:
             names = ("input_tokens", "output_tokens", "total_tokens")
             metrics |= dict(zip(names, map(float, (*tokens, sum(tokens))), strict=True))
         return WorkflowOutput(response=MeasuredResponse(response=output.response, metrics=metrics), metrics=metrics)

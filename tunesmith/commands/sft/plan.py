@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -56,7 +56,6 @@ class OfflinePlan:
 
     @property
     def batches(self) -> list[list[Sample]]:
-        """The batch of each step."""
         return [batch for epoch in self.epochs for batch in epoch][: self.max_steps]
 
     def count_last_epoch_steps(self, num_steps: int) -> int:
@@ -115,7 +114,7 @@ def hold_out_rows(samples: Sequence[Sample], config: OfflineConfig) -> tuple[lis
     """
     prompts = group_by_prompt(samples)
     rows = sorted(row for prompt in prompts for row in prompt)
-    held_out = set(hold_out(rows, config.eval_fraction, seed=config.seed)[1])
+    held_out = choose_rows(rows, config.eval_fraction, seed=config.seed)
     if len(prompts) < len(rows):
         held_out = choose_prompts(prompts, len(held_out), seed=config.seed) or held_out
     return (
@@ -187,7 +186,6 @@ def build_batches(samples: Sequence[Sample], config: OfflineConfig, *, epoch: in
 
 
 Row = Mapping[str, Any]
-Item = TypeVar("Item")
 
 
 def load_conversation_rows(section: ConversationDataSection) -> list[Row]:
@@ -227,15 +225,11 @@ def drop_empty_fields(value: Any) -> Any:
     return value
 
 
-def hold_out(items: Sequence[Item], fraction: float, *, seed: int) -> tuple[list[Item], list[Item]]:
-    """Split items into training and held-out items, each in order; a fraction above 0 holds out at least one."""
+def choose_rows(rows: Sequence[int], fraction: float, *, seed: int) -> set[int]:
+    """Random rows to hold out; a fraction above 0 holds out at least one."""
     if fraction == 0:
-        return list(items), []
-    count = max(1, round(fraction * len(items)))
-    if count >= len(items):
-        raise DataError(f"eval_fraction={fraction:g} of {len(items)} rows leaves none to train on")
-    chosen = set(random.Random(f"held-out-{seed}").sample(range(len(items)), count))
-    return (
-        [item for index, item in enumerate(items) if index not in chosen],
-        [item for index, item in enumerate(items) if index in chosen],
-    )
+        return set()
+    count = max(1, round(fraction * len(rows)))
+    if count >= len(rows):
+        raise DataError(f"eval_fraction={fraction:g} of {len(rows)} rows leaves none to train on")
+    return set(random.Random(f"held-out-{seed}").sample(rows, count))

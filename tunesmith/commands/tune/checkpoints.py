@@ -31,7 +31,7 @@ from tunesmith.model.checkpoint import (
 from tunesmith.runs.policy import Policy
 from tunesmith.runs.run_folder import RunFolder, describe_recovery
 from tunesmith.storage import RunPaths, remove_tree, renamed_folder, save_json
-from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding, gather_state, load_state
+from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state, load_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -89,7 +89,7 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
     if ranks.is_alone:
         return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
     if find_sharding(policy.model) is not None:
-        return count_weight_bytes(policy.model) + trainer.count_state_bytes()
+        return int(policy.model.num_parameters() * policy.model.dtype.itemsize) + trainer.count_state_bytes()
     return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 

@@ -107,7 +107,6 @@ class RunControl:
             await self._call(function, record, name="on_evaluation")
 
     async def end_checkpoint(self, step: int) -> None:
-        """Call `on_checkpoint`."""
         function = self._callbacks.on_checkpoint
         if function is not None:
             record = CheckpointEnd(

@@ -5,12 +5,11 @@ A run is a function of its prompt and its task, so a prompt that the optimizer e
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -19,12 +18,11 @@ from openai.types.chat import ChatCompletion
 from tunesmith.chat.client import create_chat_completion
 from tunesmith.commands.candidates import RunLimits, count_failures, find_problem, list_run_causes, run_agent
 from tunesmith.commands.eval.sample_scores import Difference
-from tunesmith.errors import RolloutError
-from tunesmith.rollout.failures import shorten
+from tunesmith.errors import RolloutError, shorten
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.runs.policy import LoadedModel
-from tunesmith.types import Engine, JudgeType, Task, Trajectory
+from tunesmith.types import JudgeType, Task, Trajectory
 
 MAX_SHOWN_CHARS = 200
 logger = logging.getLogger(__name__)
@@ -60,7 +58,6 @@ class PromptRuns:
     """Prompt -> positions of the tasks of its scores; other runs are examples for the proposing model."""
 
     async def run(self, prompt: str, positions: Sequence[int]) -> list[Trajectory]:
-        """The runs of a prompt on tasks, by their positions."""
         known = self.done.setdefault(prompt, {})
         missing = [position for position in dict.fromkeys(positions) if position not in known]
         if missing:
@@ -137,32 +134,22 @@ class Teacher:
     async def ask(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
         """The reply's text; `fields` are sampling parameters, which a caller's chat model chooses itself."""
         seed = derive_seed(self._seed, "teacher", next(self._numbers))
-        bound = self._model.provider.open(seed=seed, order=())
+        bound, engine = self._model.provider.open(seed=seed, order=()), self._model.engine
         try:
-            # the search asks between runs, which pause the engine that both may share
-            with sampling(self._model.engine):
-                if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
-                    return read_text(await create_chat_completion(bound.model, messages, **fields))
-                reply = await bound.model([dict(message) for message in messages])
-                if isinstance(reply, AsyncIterator):
-                    reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
-                return read_text(reply)
+            if engine is not None:  # the search asks between runs, which pause the engine that both may share
+                engine.resume(0)
+            if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
+                return read_text(await create_chat_completion(bound.model, messages, **fields))
+            reply = await bound.model([dict(message) for message in messages])
+            if isinstance(reply, AsyncIterator):
+                reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
+            return read_text(reply)
         except Exception as error:  # the caller's model, or a server
             raise RolloutError(f"the model that proposes prompts failed: {type(error).__name__}: {error}") from error
         finally:
+            if engine is not None:
+                engine.pause()
             self._model.provider.close(bound)
-
-
-@contextlib.contextmanager
-def sampling(engine: Engine | None) -> Iterator[None]:
-    """Within: the engine, if there is one, samples from an empty prefix cache. Rollouts see to that themselves."""
-    if engine is not None:
-        engine.resume(0)
-    try:
-        yield
-    finally:
-        if engine is not None:
-            engine.pause()
 
 
 def read_text(reply: Any) -> str:

@@ -29,9 +29,8 @@ from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.environments.sets.random_state import WithoutThread
-from tunesmith.errors import ConfigError, DataError, RolloutError
+from tunesmith.errors import ConfigError, DataError, RolloutError, shorten
 from tunesmith.monitor.console import ConsoleProgress
-from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.service import ExternalModel
 from tunesmith.rollout.signature import check_judge_function, check_prompt_workflow_function, list_parameters
 from tunesmith.runs.policy import BuildModel, LoadedModel

@@ -20,6 +20,7 @@ from itertools import accumulate, repeat, takewhile
 from operator import mul
 
 from tunesmith.engine.core.request import Request
+from tunesmith.types import count_equal
 
 NGRAM = 3
 """Fewest tokens that an occurrence has in common with the end of a request."""
@@ -102,11 +103,6 @@ class _History:
             self.num_right = self.num_right * DECAY + num_right
             self.num_compared = self.num_compared * DECAY + num_compared
         self.draft = []
-
-
-def count_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """Tokens of the draft before the first that differs."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, sampled, strict=False)))
 
 
 class Drafter:

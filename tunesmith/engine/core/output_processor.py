@@ -170,7 +170,8 @@ class OutputProcessor:
         # of a request that is cut off, tokens may be in the device's queue
         routes = None if stop_reason in ("cancelled", "deadline") else self.read_routes(state.request)
         self.scheduler.remove(state.request)
-        self._complete(state, stop_reason, routes)
+        self._output.results.append((state, replace(state.request.complete(stop_reason), routes=routes)))
+        self._remove(state)
 
     def fail(self, state: RequestState, message: str | None = None) -> None:
         """Fail a request, by default because its logits are not finite, and drop its blocks from the prefix cache."""
@@ -193,10 +194,6 @@ class OutputProcessor:
             failure.__cause__ = error
             self._output.results.append((state, failure))
             self._remove(state)
-
-    def _complete(self, state: RequestState, stop_reason: StopReason, routes: Any = None) -> None:
-        self._output.results.append((state, replace(state.request.complete(stop_reason), routes=routes)))
-        self._remove(state)
 
     def _remove(self, state: RequestState) -> None:
         del self.states[state.request.request_id]

@@ -36,7 +36,7 @@ from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.logits import compute_logits
-from tunesmith.model.kernels.span_attention import get_tile_tokens
+from tunesmith.model.kernels.span_attention import count_tile_rows, get_tile_tokens
 from tunesmith.model.merged_weights import merge_weights
 from tunesmith.model.torch_modes import is_exact
 
@@ -108,13 +108,14 @@ class DecodeGraphs:
         config = model.config.get_text_config()
         num_heads = config.num_attention_heads
         num_kv_heads = min(keys.shape[1] for keys in cache.keys if keys.shape[1])  # tiles must cover every layer
+        num_rows = min(count_tile_rows(keys.shape[3], keys.dtype) for keys in cache.keys if keys.shape[1])
         self._context = GraphContext(
             model=model,
             cache=cache,
             num_slots=max_num_seqs,
             num_columns=num_columns,
             scratch_block=scratch_block,
-            tile_tokens=get_tile_tokens(num_heads // min(num_kv_heads, num_heads)),
+            tile_tokens=get_tile_tokens(num_heads // min(num_kv_heads, num_heads), num_rows),
             divider=Divider(
                 block_size=cache.block_size,
                 num_kv_heads=num_kv_heads,

@@ -27,7 +27,7 @@ from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output
 from tunesmith.engine.core.request import MAX_TOP_LOGPROBS
 from tunesmith.engine.vllm.process import Connection, VllmProcess
-from tunesmith.engine.vllm.support import build_parameters, check_parameters, has_reply_penalties
+from tunesmith.engine.vllm.support import build_parameters, check_parameters
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
@@ -175,7 +175,9 @@ class VllmEngine(BaseEngine):
 
     def _submit(self, state: RequestState) -> None:
         request = state.request
-        if request.num_sampled and has_reply_penalties(request.sampling.distribution):
+        distribution = request.sampling.distribution
+        # these penalties depend on which tokens the reply has, and the tokens so far become part of the prompt
+        if request.num_sampled and (distribution.presence_penalty or distribution.frequency_penalty):
             self._fail(state, "engine.kind=vllm cannot go on with presence_penalty or frequency_penalty after a pause")
             return
         parameters = build_parameters(request, eos_ids=self.eos_ids, has_seed=self._settings.vllm.has_seeds)

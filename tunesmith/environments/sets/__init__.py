@@ -96,7 +96,6 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def load_set(name: str, args: Mapping[str, Any]) -> TaskEnvironment:
-    """The environment of a family."""
     family, _, member = name.partition(":")
     module = import_family(family)
     if not FAMILIES[family].is_open and member not in (names := module.list_names()):

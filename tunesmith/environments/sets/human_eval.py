@@ -39,9 +39,7 @@ def load(member: str, *, path: str | None = None) -> TaskEnvironment:
     return TaskEnvironment(name="human_eval", create=create, rows={"train": [], "test": rows})
 
 
-@lru_cache(1)
-def build_sandbox() -> PythonTool:
-    return PythonTool()
+build_sandbox = lru_cache(1)(PythonTool)
 
 
 def read_problems(path: str | None) -> dict[str, Mapping[str, Any]]:

@@ -66,11 +66,6 @@ def load(member: str, *, simplification: str = "", num_processes: Annotated[int,
 
 
 @functools.cache
-def load_pool(number: int) -> Pool:
-    return Pool(number)
-
-
-@functools.cache
 def read_variations(task: str, simplification: str, pool: Pool) -> dict[str, list[int]]:
     """The variations of each of the package's own splits."""
     simulator = pool.take()
@@ -150,6 +145,9 @@ class Pool:
             simulator.end()
         else:
             self._idle.append(simulator)
+
+
+load_pool = functools.cache(Pool)
 
 
 class Experiment:

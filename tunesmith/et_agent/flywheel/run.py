@@ -33,7 +33,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.tool_agent import tool_agent
 from tunesmith.environments.transcript import Transcript
-from tunesmith.errors import DataError, EngineError
+from tunesmith.errors import DataError, EngineError, shorten
 from tunesmith.et_agent.flywheel.operators import OPERATORS, FlywheelAttempt, Proposal, list_hints
 from tunesmith.et_agent.flywheel.roles import Role, TruncatedReplyError, build_model_analyst, build_model_author
 from tunesmith.et_agent.flywheel.state import (
@@ -52,7 +52,6 @@ from tunesmith.judges.tir import build_prompt
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
-from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.group import GroupRequest, build_requests
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider

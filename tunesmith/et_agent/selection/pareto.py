@@ -46,8 +46,6 @@ class ParetoSelection:
     """Crowding distance of each within its front."""
     num_mixed: int
     """Questions with mixed outcomes, from which was selected."""
-    num_unmixed: int
-    """Questions whose rollouts were all right, all wrong, or fewer than two."""
 
 
 def check_stage(config: ParetoSection) -> None:
@@ -155,7 +153,6 @@ def select_pareto(
         ranks=ranks[order],
         distances=distances[order],
         num_mixed=len(mixed_M),
-        num_unmixed=len(correctness) - len(mixed_M),
     )
 
 

@@ -8,8 +8,8 @@ of differences is closed:
   flags of `EXACT_PRODUCTS` it does not, and a row's result is the same for every number of rows.
 - Attention: sampler and trainer use one kernel with one order of additions (`model/kernels/span_attention.py`).
 - The layers of both run in the same operations, those of the sampler's fused layers: norms take one program a row. What
-  fusion leaves runs as the modeling code writes it, or is refused if it adds up a row. Gradients are those of the same
-  layer at the same input as torch compiles it, which rounds at other places (`trainer/layers/compiled_layers.py`).
+  fusion leaves runs as the modeling code writes it, or is refused if it adds up a row. Gradients of fused operations
+  are those of their formulas (`model/kernels/layer_gradients.py`).
 - The log-softmax: the sampler records the logprob that the trainer's kernel computes.
 
 Two runs also give the same bits: updates use deterministic algorithms, and nothing is chosen by its time.

@@ -33,7 +33,7 @@ def use_fp32_residual(model: PreTrainedModel) -> None:
     if dtype.itemsize >= torch.float32.itemsize:
         return
     norms = find_norms(model)
-    model.get_input_embeddings().register_forward_hook(_cast_to_float32)
+    model.get_input_embeddings().register_forward_hook(partial(_cast_to_dtype, torch.float32))
     for norm in norms:
         norm.register_forward_hook(partial(_cast_to_dtype, dtype))
     for name, module in model.get_decoder().named_children():
@@ -59,10 +59,6 @@ def _is_norm(module: nn.Module | None, size: int) -> bool:
     if module is None or isinstance(module, nn.LayerNorm):
         return False
     return {name: weight.shape for name, weight in module.named_parameters()} == {"weight": (size,)}
-
-
-def _cast_to_float32(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.float()
 
 
 def _cast_to_dtype(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

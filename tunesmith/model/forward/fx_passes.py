@@ -54,25 +54,26 @@ class FusedOps:
     """(input, weights, biases) -> one linear output per weight."""
     swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
-    add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(total, input, weight) -> total += input @ weight.T in place; the total may be wider."""
+    add_linear: Callable[..., Tensor]
+    """(total, input, weight, factor=1) -> total + factor * input @ weight.T; overwrites the total, or not, which may be
+    wider."""
     attention: Mapping[Any, Callable[..., Tensor]]
     """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
     quantized: QuantizedOps | None = None
-    """Set if products quantize their inputs: `merged_linear` then runs single linear layers too, and the output of a
-    norm or SwiGLU that only products read is quantized at once."""
+    """Set if products quantize their inputs: the output of a norm or SwiGLU that only products read is quantized at
+    once."""
 
 
 def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     """Fuse a traced layer in place; False if operations remain that only a compiler makes fast."""
     graph = module.graph
+    _drop_idle_nodes(graph)
     _fuse_rms_norms(graph, fused_ops)
     _fuse_rope_into_attention(graph, fused_ops)
     _fuse_swiglu(graph, fused_ops)
+    _fuse_added_products(graph, fused_ops)
     _merge_linears(graph, fused_ops)
-    _fuse_residual_adds(graph, fused_ops)
     if fused_ops.quantized is not None:
-        _merge_linears(graph, fused_ops, min_linears=1)
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue, step_conv}
@@ -127,6 +128,18 @@ def _unwrap(node: Any, targets: Iterable[Any]) -> Any:
 def _match_binary(node: Any, targets: Iterable[Any]) -> tuple[Any, Any] | None:
     """The two arguments of a binary call of one of the targets."""
     return (node.args[0], node.args[1]) if _is_call(node, targets) and len(node.args) == 2 and not node.kwargs else None
+
+
+def _drop_idle_nodes(graph: fx.Graph) -> None:
+    """Erase casts to the dtype that a tensor has, and dropout of a model that is not trained."""
+    for node in list(graph.nodes):
+        value = _get_example(node)
+        is_cast = _is_call(node, {"to"}) and value is not None and node.args[1:] == (value.dtype,) and not node.kwargs
+        is_kept = _is_call(node, {functional.dropout}) and node.args[2:3] == (False,)
+        source = _get_example(node.args[0]) if is_cast or is_kept else None
+        if source is not None and value is not None and source.dtype == value.dtype:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _fuse_rms_norms(graph: fx.Graph, fused_ops: FusedOps) -> None:
@@ -252,21 +265,19 @@ def _is_linear_without_bias(node: Any) -> bool:
     return _is_call(node, LINEAR) and (len(node.args) < 3 or node.args[2] is None) and not node.kwargs
 
 
-def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int = 2) -> None:
-    """Merge the linear layers that share an input into one call, if there are at least `min_linears`."""
+def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
+    """Merge the linear layers that share an input into one call."""
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_call(node, LINEAR) and not node.kwargs:
             linears_of[node.args[0]].append(node)
-    for inputs, linears in linears_of.items():
-        if len(linears) < min_linears:
-            continue
+    for linears in linears_of.values():
         weights: tuple[Any, ...] = tuple(node.args[1] for node in linears)
         biases = tuple(node.args[2] if len(node.args) > 2 else None for node in linears)
         if not all(weight.op in ("placeholder", "get_attr") for weight in weights):
             continue
         with graph.inserting_before(linears[0]):
-            outputs = graph.call_function(fused_ops.merged_linear, (inputs, weights, biases))
+            outputs = graph.call_function(fused_ops.merged_linear, (linears[0].args[0], weights, biases))
             parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
         for node, part in zip(linears, parts, strict=True):
             _replace_node(node, part)
@@ -297,28 +308,46 @@ def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     module.recompile()
 
 
-def _fuse_residual_adds(graph: fx.Graph, fused_ops: FusedOps) -> None:
-    """Fuse a linear layer's output into the residual addition, in place.
+def _fuse_added_products(graph: fx.Graph, fused_ops: FusedOps) -> None:
+    """Add products to a total in place: those of linear layers to the residual, those of adapters to their layer's.
 
-    Requires that only norms read the residual before, and that nothing reads it afterwards.
+    Requires that only norms read the total before, and that nothing reads it afterwards.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         pair = _match_binary(node, ADD)
         if pair is None:
             continue
-        for residual, product in (pair, pair[::-1]):
-            before, after = _get_example(residual), _get_example(node)
-            if not _is_linear_without_bias(product) or len(product.users) != 1 or before is None or after is None:
+        for total, term in (pair, pair[::-1]):
+            before, after, products = _get_example(total), _get_example(node), _match_products(term, fused_ops)
+            if not products or before is None or after is None or total.op == "get_attr":
                 continue
-            readers = [user for user in residual.users if user is not node]
+            readers = [user for user in total.users if user is not node]
             if not all(_is_call(user, {fused_ops.rms_norm}) and order[user] < order[node] for user in readers):
                 continue
-            has_same_type = before.shape == after.shape and before.dtype == after.dtype
-            if has_same_type and residual.op != "get_attr":
+            if before.shape == after.shape and before.dtype == after.dtype:
                 with graph.inserting_before(node):
-                    _replace_node(node, graph.call_function(fused_ops.add_linear, (residual, *product.args[:2])))
+                    for product in products:
+                        total = graph.call_function(fused_ops.add_linear, (total, *product))
+                        total.meta, order[total] = dict(node.meta), order[node]
+                    _replace_node(node, total)
+                graph.eliminate_dead_code()
                 break
+
+
+def _match_products(node: Any, fused_ops: FusedOps) -> list[tuple[Any, ...]]:
+    """The products that a node adds up, each input, weight and perhaps factor, if nothing else reads it; else []."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return []
+    if _is_linear_without_bias(node):
+        return [node.args[:2]]
+    if _is_call(node, {fused_ops.add_linear}):
+        first = _match_products(node.args[0], fused_ops)
+        return [*first, node.args[1:]] if first else []
+    pair = _match_binary(node, MUL)
+    if pair is None or not isinstance(pair[1], float | int):
+        return []
+    return [(*each[:2], pair[1] * (each[2] if len(each) > 2 else 1)) for each in _match_products(pair[0], fused_ops)]
 
 
 def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedOps) -> None:

@@ -89,11 +89,11 @@ def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
     return silu_and_mul(linear_merged(inputs, (gate_weight, value_weight)))
 
 
-def add_linear(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-    """total += inputs @ weight.T in the GEMM's epilogue; a 16-bit product is not rounded before a float32 total."""
+def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
+    """total += factor * inputs @ weight.T in the GEMM's epilogue: a 16-bit product is not rounded before."""
     rows, factors = total.view(-1, total.shape[-1]), inputs.view(-1, inputs.shape[-1])
     if total.dtype == weight.dtype:
-        rows.addmm_(factors, weight.t())
+        rows.addmm_(factors, weight.t(), alpha=factor)
     else:
-        torch.addmm(rows, factors, weight.t(), out_dtype=total.dtype, out=rows)
+        torch.addmm(rows, factors, weight.t(), out_dtype=total.dtype, alpha=factor, out=rows)
     return total

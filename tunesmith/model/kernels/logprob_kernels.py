@@ -178,9 +178,14 @@ class FusedLogprob(torch.autograd.Function):
         return grad_hidden_NC, grad_weight_VC, None, None, None
 
 
+def has_accumulated_grad(weight: Tensor) -> bool:
+    """Whether the gradient of a 16-bit weight is accumulated in float32, in place."""
+    return weight.is_leaf and weight.grad_dtype == torch.float32 and weight.dtype != torch.float32
+
+
 def compute_weight_grad(weight_VC: Tensor, grad_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
     """The gradient of a 16-bit weight, or None if it was accumulated into a float32 `weight.grad`."""
-    if not weight_VC.is_leaf or weight_VC.grad_dtype != torch.float32 or weight_VC.dtype == torch.float32:
+    if not has_accumulated_grad(weight_VC):
         return grad_NV.t() @ hidden_NC
     if weight_VC.grad is None:
         weight_VC.grad = torch.mm(grad_NV.t(), hidden_NC, out_dtype=torch.float32)

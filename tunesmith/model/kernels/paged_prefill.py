@@ -66,8 +66,12 @@ def run_paged_prefill(
     softcap: float,
     sinks_H: Tensor | None = None,
     prologue: Prologue | None = None,
+    log_sums_TH: Tensor | None = None,
 ) -> Tensor:
-    """As `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads."""
+    """As `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads.
+
+    The sums of the softmax, as logarithms of base 2, are written to `log_sums_TH`; gradients need them.
+    """
     _, num_heads, num_tokens, size = query_1HTD.shape
     num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     num_groups, size_pad = num_heads // num_kv_heads, max(16, triton.next_power_of_2(size))
@@ -87,18 +91,20 @@ def run_paged_prefill(
             HEADS_PAD=max(triton.next_power_of_2(num_kv_heads), num_rows), num_warps=2, **options,
         )  # fmt: skip
     groups_pad = triton.next_power_of_2(num_groups)
-    tile = choose_tile_config(size, query_1HTD.dtype, num_groups, num_tiles * num_kv_heads)
+    tile = choose_tile_config(size, query_1HTD.dtype, num_groups, num_tiles * num_kv_heads, is_step=is_step)
     num_copies = max(THREAD_ELEMENTS * 32 * tile.num_warps // size_pad, 1)
     output = torch.empty((1, num_tokens, num_heads, size), dtype=query_1HTD.dtype, device=query_1HTD.device)
     span_attention_kernel[(num_tiles, num_kv_heads)](
         query_1HTD, key_1KTD, value_1KTD, keys_PKZD, values_PKZD, block_table_RP,
         spans_3R[0], spans_3R[1], spans_3R[2], *((spans_3R[0],) * 2 if is_step else tiles_2I),
-        cos, sin, query_norm, key_norm, output, output if sinks_H is None else sinks_H,
-        scaling, softcap, epsilon, sliding_window, block_table_RP.stride(0),
+        cos, sin, query_norm, key_norm, output, output if log_sums_TH is None else log_sums_TH,
+        output if sinks_H is None else sinks_H, scaling, softcap, epsilon, sliding_window, block_table_RP.stride(0),
         query_1HTD.stride(2), query_1HTD.stride(1), *key_strides,
         GROUPS=num_groups, GROUPS_PAD=groups_pad, ROWS=tile.rows, TOKENS=tile.tokens,
-        HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_SINKS=sinks_H is not None, IS_STEP=is_step,
-        COPIES=num_copies, QUERIES=max(groups_pad, num_copies),
+        HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_SINKS=sinks_H is not None,
+        HAS_LOG_SUMS=log_sums_TH is not None, IS_STEP=is_step, COPIES=num_copies, QUERIES=max(groups_pad, num_copies),
+        # with exact numerics no tile has other operations than another
+        HAS_OPEN_TILES=not (is_exact() or sliding_window),
         PRECISION="ieee" if query_1HTD.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip

@@ -37,15 +37,10 @@ class AdapterFiles:
     """Names of adapted weights of experts."""
 
 
-def is_adapter(place: Path) -> bool:
-    """Whether a folder holds an adapter."""
-    return (place / ADAPTER_CONFIG).is_file() and not any(place.glob("model*.safetensors"))
-
-
 def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
     """The adapter at a model path, or None if the path names a full model."""
     folder = Path(path).expanduser()
-    if not is_adapter(folder):
+    if not (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("model*.safetensors")):
         if base_path is not None:
             raise ModelError(f"model.base_path={base_path!r} is unused: model.path={path!r} is not an adapter folder")
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -94,8 +94,8 @@ def write_dense(folder: Path, texts: Iterable[str], num_texts: int, settings: In
     path = folder / EMBEDDINGS
     shape = (num_texts, embedder.num_dimensions)
     vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-    start = 0
-    for chunk in _iter_chunks(texts, CHUNK):
+    start, left = 0, iter(texts)
+    while chunk := list(islice(left, CHUNK)):
         vectors[start : start + len(chunk)] = embedder.embed_passages(chunk)
         start += len(chunk)
     if not index.is_trained:
@@ -117,12 +117,6 @@ def _train(index: Any, vectors: NDArray[np.float32], settings: IndexSettings) ->
             f"faiss={settings.faiss!r} cannot be trained on {num_drawn} passages ({str(error).splitlines()[-1]}); "
             "use fewer lists, or Flat"
         ) from error
-
-
-def _iter_chunks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    left = iter(texts)
-    while chunk := list(islice(left, size)):
-        yield chunk
 
 
 class DenseIndex:

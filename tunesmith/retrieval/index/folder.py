@@ -25,7 +25,7 @@ import numpy as np
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.retrieval.corpus import Passage
 from tunesmith.retrieval.settings import IndexSettings
-from tunesmith.storage import load_json, save_json
+from tunesmith.storage import list_files, load_json, save_json
 from tunesmith.version import __version__
 
 LINES, OFFSETS, RANKS = "passages.jsonl", "offsets.npy", "id_rank.npy"
@@ -129,9 +129,7 @@ def describe_index(store: PassageStore, settings: IndexSettings, *, corpus_sha25
 
 def write_manifest(folder: Path, info: IndexInfo) -> None:
     """Describe the files of a finished index; written last."""
-    files = {
-        path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    files = {name: (folder / name).stat().st_size for name in list_files(folder)}
     values = asdict(info) | {"settings": info.settings.model_dump()}
     save_json(folder / FILE, {"format": FORMAT, "format_version": FORMAT_VERSION} | values | {"files": files})
 

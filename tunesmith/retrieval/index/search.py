@@ -130,7 +130,6 @@ class SearchIndex:
         ]
 
     def read_hits(self, ranking: Ranking) -> list[Hit]:
-        """The passages of a ranking."""
         pairs = zip(ranking.positions.tolist(), ranking.scores.tolist(), strict=True)
         found = [(self.passages.read_passage(position), score) for position, score in pairs]
         return [Hit(passage_id=each.passage_id, contents=each.contents, score=score) for each, score in found]

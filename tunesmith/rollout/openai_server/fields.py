@@ -142,7 +142,6 @@ def read_object(known: Fields) -> Read:
 
 
 def read_list(value: Any, name: str) -> list[dict[str, Any]]:
-    """A list of objects."""
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise RequestError(f"{name} must be a list of objects", param=_root(name))
     return value

@@ -35,18 +35,13 @@ UsesVariable = Callable[[str], bool]
 
 def translate_request(body: Any, uses_variable: UsesVariable) -> dict[str, Any]:
     """The chat request of a Messages request; `uses_variable`: whether the chat template refers to a variable."""
-    fields = _translate_prompt(body, FIELDS, uses_variable)
+    fields = translate_prompt(body, FIELDS, uses_variable)
     if "max_tokens" not in fields:
         raise RequestError("max_tokens is required", param="max_tokens")
     return fields | ({"stream_options": {"include_usage": True}} if fields.get("stream") else {})
 
 
-def translate_counted_request(body: Any, uses_variable: UsesVariable) -> dict[str, Any]:
-    """As `translate_request`, for a request that counts the tokens of a prompt."""
-    return _translate_prompt(body, COUNTED_FIELDS, uses_variable)
-
-
-def _translate_prompt(body: Any, known: Fields, uses_variable: UsesVariable) -> dict[str, Any]:
+def translate_prompt(body: Any, known: Fields, uses_variable: UsesVariable) -> dict[str, Any]:
     fields = translate_fields(body, known)
     messages = fields.pop("system", []) + fields.get("messages", [])
     if messages and messages[-1]["role"] == "assistant":  # the reply continues this message
@@ -301,5 +296,5 @@ class MessagesApi:
 
     async def count_tokens(self, session: Session, fields: Any) -> dict[str, Any]:
         """Number of prompt tokens that a request with these fields would have; nothing is sampled or recorded."""
-        chat_fields = translate_counted_request(fields, self._uses_variable)
+        chat_fields = translate_prompt(fields, COUNTED_FIELDS, self._uses_variable)
         return {"input_tokens": await self._endpoint.count_prompt_tokens(session, chat_fields)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tunesmith.errors import ReplayError
 from tunesmith.experience.samples import extends
 from tunesmith.tool_log import RecordedToolCall, ToolLog
-from tunesmith.types import Completion, OnTokens, Sampling, TokenDetails, Turn
+from tunesmith.types import Completion, OnTokens, Sampling, TokenDetails, Turn, count_equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ def drop_details(sampling: Sampling, on_tokens: OnTokens | None) -> OnTokens | N
 
 def _describe_difference(one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """The first position at which two prompts differ."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return f"token {position} is {a}, not {b}"
-    return f"{len(one)} tokens, not {len(other)}"
+    position = count_equal(one, other)
+    if position == min(len(one), len(other)):
+        return f"{len(one)} tokens, not {len(other)}"
+    return f"token {position} is {one[position]}, not {other[position]}"

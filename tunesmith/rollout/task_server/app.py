@@ -110,8 +110,11 @@ def check_key(scope: Scope, api_key: str | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Who may use the queue, and how much."""
+    """Where a server listens, who may use it, and how much."""
 
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 picks a free one."""
     api_key: str | None = None
     max_body_bytes: int
     max_requests: int
@@ -303,14 +306,18 @@ class RequestLimit:
 KNOB = "serve.port"
 
 
+def listen(app: ASGIApp, limits: ServerLimits, *, rank: int = 0) -> contextlib.AbstractAsyncContextManager[str]:
+    public_url = None if limits.public_url is None else limits.public_url.replace("{rank}", str(rank))
+    has_key = limits.api_key is not None
+    return serve_app(app, has_key=has_key, host=limits.host, port=limits.port, knob=KNOB, public_url=public_url)
+
+
 @contextlib.asynccontextmanager
 async def serve_tasks(
     queue: TaskQueue,
     service: ModelService,
     limits: ServerLimits,
     *,
-    host: str,
-    port: int,
     rank: int = 0,
     links: Links = NO_LINKS,
     end_grace_s: float = 0.0,
@@ -322,12 +329,7 @@ async def serve_tasks(
     """
     model_app = EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes)
     app = build_task_app(queue, model_app, limits, has_tasks=rank == 0)
-    public_url = None if limits.public_url is None else limits.public_url.replace("{rank}", str(rank))
-    has_key = limits.api_key is not None
-    async with (
-        serve_app(app, has_key=has_key, host=host, port=port, knob=KNOB, public_url=public_url) as url,
-        share_queue(queue, links, url=url),
-    ):
+    async with listen(app, limits, rank=rank) as url, share_queue(queue, links, url=url):
         try:
             yield url
         finally:
@@ -337,23 +339,13 @@ async def serve_tasks(
 
 @contextlib.asynccontextmanager
 async def serve_live(
-    sessions: LiveSessions,
-    service: ModelService,
-    limits: ServerLimits,
-    *,
-    host: str,
-    port: int,
-    rank: int = 0,
-    links: Links = NO_LINKS,
+    sessions: LiveSessions, service: ModelService, limits: ServerLimits, *, rank: int = 0, links: Links = NO_LINKS
 ) -> AsyncIterator[str]:
     """Serve live traffic until the block ends, and yield the URL; there is one rank."""
     assert rank == 0 and not links.by_rank
     sessions.bind(service)
     app = build_live_app(sessions, EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes), limits)
-    server = serve_app(
-        app, has_key=limits.api_key is not None, host=host, port=port, knob=KNOB, public_url=limits.public_url
-    )
-    async with server as url, sessions.watch():
+    async with listen(app, limits) as url, sessions.watch():
         try:
             yield url
         finally:

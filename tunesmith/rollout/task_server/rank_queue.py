@@ -44,13 +44,13 @@ class FirstRank:
     def offered(self, attempt: Attempt) -> Iterator[None]:
         """Let workers take the attempt from the first rank until the block ends."""
         self._attempts[attempt.attempt_id] = attempt
-        self._link.call("offer", attempt.attempt_id, attempt.task, attempt.model_name, self._url)
+        self._link.call(OtherRank.offer, attempt.attempt_id, attempt.task, attempt.model_name, self._url)
         self._fail_if_lost(attempt)
         try:
             yield
         finally:
             del self._attempts[attempt.attempt_id]
-            self._link.call("end", attempt.attempt_id)
+            self._link.call(OtherRank.end, attempt.attempt_id)
 
     async def follow(self) -> None:
         """Carry out the messages of the first rank. Without it all attempts are lost."""
@@ -69,7 +69,7 @@ class FirstRank:
             attempt.worker = worker
             attempt.taken.set()
 
-    def deliver(self, attempt_id: str, report: Report | None) -> tuple[int, str] | None:
+    async def deliver(self, attempt_id: str, report: Report | None) -> tuple[int, str] | None:
         """Deliver a report, or a heartbeat; returns HTTP status and reason if it is refused."""
         try:
             self._queue.receive_report(attempt_id, report)
@@ -109,7 +109,7 @@ class OtherRank:
     async def report(self, attempt_id: str, report: Report | None) -> None:
         """Pass a report on; raises ApiError if the rank refuses it."""
         try:
-            refusal = await self._link.ask_for("deliver", attempt_id, report)
+            refusal = await self._link.ask_for(FirstRank.deliver, attempt_id, report)
         except RankError as error:
             message = f"the rank of the attempt does not answer ({error}); try again later"
             raise ApiError(503, message) from error
@@ -129,7 +129,7 @@ class OtherRank:
         """Offer an attempt until cancelled."""
         with self._queue.offered(attempt):
             await attempt.taken.wait()
-            self._link.call("take", attempt.attempt_id, attempt.worker)
+            self._link.call(FirstRank.take, attempt.attempt_id, attempt.worker)
             await asyncio.Event().wait()
 
 

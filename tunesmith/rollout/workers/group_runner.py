@@ -21,8 +21,9 @@ from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
+from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider, RecordedCalls
-from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog, watch_event_loop
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog
 from tunesmith.types import Group, Trajectory
 
 
@@ -68,7 +69,8 @@ class GroupRunner:
         return self._watchdog
 
     async def __aenter__(self) -> Self:
-        watched = watch_event_loop(self._agent.logger, limit_s=min(BLOCKED_LIMIT_S, self._agent.timeout_s / 4))
+        limit_s = min(BLOCKED_LIMIT_S, self._agent.timeout_s / 4)
+        watched = EventLoopWatchdog(asyncio.get_running_loop(), self._agent.logger, limit_s).watching()
         self._watchdog = self._stack.enter_context(watched)
         return self
 
@@ -119,7 +121,7 @@ class GroupRunner:
         if request.has_branches:
             assert self._branching is not None
             run = partial(self._run_rollout, group)
-            seed = request.derive_branching_seed()
+            seed = derive_seed(derive_seed(*request.seed[:-1], "branching"), request.index, request.task.task_id)
             await GroupTrees(self._branching, group_size=request.size, seed=seed, run=run).run()
             return
         runs = [asyncio.create_task(self._run_rollout(group, run_index)) for run_index in range(request.size)]
@@ -147,7 +149,7 @@ class GroupRunner:
                 agent=self._agent,
                 model=self._model,
                 auxiliary_models=self._auxiliary_models,
-                seed=request.derive_rollout_seed(run_index),
+                seed=derive_seed(*request.seed, request.task.task_id, run_index),
                 order=(request.index, run_index),
                 sampling=request.sampling,
                 watchdog=self._watchdog,

@@ -111,7 +111,7 @@ class RankWorker:
         # a rank that only samples goes on with weights that it has; one that trains was paused for the update
         if not self.only_samples or policy_version != self._version:
             self._version = policy_version
-            dropped += await self._link.ask_for("set_version", policy_version, self._num_weights)
+            dropped += await self._link.ask_for(ServedWorker.set_version, policy_version, self._num_weights)
         # groups that such a rank has sent are known only here, so they age here
         if self.only_samples:
             ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
@@ -123,39 +123,38 @@ class RankWorker:
 
     def start(self, requests: Sequence[GroupRequest]) -> None:
         self._running |= {request.number: request for request in requests}
-        self._link.call("start", requests)
+        self._link.call(ServedWorker.start, requests)
 
     def begin_window(self) -> None:
         if self._has_phases:
             self._window = "sampling"
-            self._link.call("begin_window", self._phase)
+            self._link.call(ServedWorker.begin_window, self._phase)
 
     def end_sampling(self) -> None:
         """Windows that end after this are those of an earlier phase."""
         if self._has_phases:
             self._phase += 1
-            self._link.call("end_sampling")
+            self._link.call(ServedWorker.end_sampling)
 
     def take(self, numbers: Sequence[int]) -> list[FinishedGroup]:
         return [self._finished.pop(number) for number in numbers]
 
     async def fetch(self, numbers: Sequence[int]) -> list[Group]:
-        groups: list[Group] = await self._link.ask_for("fetch", numbers)
-        return groups
+        return await self._link.ask_for(ServedWorker.fetch, numbers)
 
     def pause(self) -> None:
         """A rank that only samples goes on."""
         if not self.only_samples:
-            self._statistics = self._link.ask_for("pause")
+            self._statistics = self._link.ask_for(ServedWorker.pause)
 
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
-        groups: list[Group] = await self._link.ask_for("evaluate", requests, policy_version)
+        groups = await self._link.ask_for(ServedWorker.evaluate, requests, policy_version)
         for group in groups:
             self.progress.add(group.trajectories, is_kept=False)
         return groups
 
     async def take_statistics(self) -> WorkerStatistics:
-        counting, self._statistics = self._statistics or self._link.ask_for("take_statistics"), None
+        counting, self._statistics = self._statistics or self._link.ask_for(ServedWorker.take_statistics), None
         counted = await counting
         if counted.branching is not None and self._branching is not None:
             self._branching.stats.add(counted.branching)
@@ -302,7 +301,7 @@ class ServedWorker:
             for finished in self._worker.take(self._worker.finished):
                 self._report(finished.number, finished.group)
             if self._worker.window in ("waiting", "idle"):
-                self._link.call("note_window", self._phase, self._worker.window)
+                self._link.call(RankWorker.note_window, self._phase, self._worker.window)
         except BaseException as error:  # noqa: BLE001 - raised by `receive`
             if not self._failed.done():
                 self._failed.set_exception(error)
@@ -315,4 +314,4 @@ class ServedWorker:
         self._untrained.discard(number)
         # the first rank saves what an aborted phase has finished; here it would pile up
         self._worker.progress.finished.clear()
-        self._link.call("note_finished", number, sent, measure_group(group))
+        self._link.call(RankWorker.note_finished, number, sent, measure_group(group))

@@ -121,11 +121,6 @@ def build_ruleset(libc: Any, *, readable: Sequence[str], writable: Sequence[str]
     return ruleset
 
 
-def restrict_self(libc: Any, ruleset: int) -> None:
-    """Apply the ruleset to this process for good; needs `no_new_privs`."""
-    check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
-
-
 def check(result: int, name: str) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
@@ -193,7 +188,8 @@ def _set_limits(config: Config) -> None:
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     if config["ruleset"] is not None:
-        restrict_self(libc, config["ruleset"])
+        # for good; needs NO_NEW_PRIVS
+        check(libc.syscall(RESTRICT_SELF, config["ruleset"], 0), "landlock_restrict_self")
     if config["filter"] is not None:
         check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(config["filter"])), "prctl(PR_SET_SECCOMP)")
 

@@ -68,8 +68,3 @@ class SearchToolSection(Section):
 
 
 MAX_BACKOFF_S = 30.0
-
-
-def find_backoff(backoff_s: float, attempt: int) -> float:
-    """Seconds between attempt `attempt` (from 0) and the next one."""
-    return min(backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)

@@ -28,20 +28,13 @@ from typing import Any, Protocol
 
 import httpx
 
-from tunesmith.errors import ConfigError, StorageError, ToolUnavailableError
+from tunesmith.errors import ConfigError, StorageError, ToolUnavailableError, shorten
+from tunesmith.retrieval.corpus import Passage
 from tunesmith.retrieval.index.search import SearchIndex, open_index
-from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection, find_backoff
+from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection
 from tunesmith.tools.tool import Tool, ToolInputError
 
 WEB_KEY_HEADERS = {"serper": "X-API-KEY", "bing": "Ocp-Apim-Subscription-Key"}
-
-
-@dataclass(frozen=True, slots=True)
-class FoundPassage:
-    """A passage: its id (for the web, its address) and its text, which begins with the title."""
-
-    passage_id: str
-    contents: str
 
 
 class SearchSource(Protocol):
@@ -50,7 +43,7 @@ class SearchSource(Protocol):
     async def find_version(self, client: httpx.AsyncClient) -> str:
         """A name of everything that results depend on besides the query and top_n."""
 
-    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         """Passages, best first."""
 
 
@@ -83,9 +76,9 @@ class IndexSource:
     async def find_version(self, client: httpx.AsyncClient) -> str:
         return self._index.info.index_hash
 
-    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         hits = await asyncio.to_thread(self._index.search, query, top_n)
-        return [FoundPassage(hit.passage_id, hit.contents) for hit in hits]
+        return [Passage(hit.passage_id, hit.contents) for hit in hits]
 
 
 class ServerSource:
@@ -105,13 +98,13 @@ class ServerSource:
             self._version = str(index["hash"]) if isinstance(index, dict) and "hash" in index else url
         return self._version
 
-    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         url = f"{self._settings.found_url}/search"
         body = {"query": query, "top_n": top_n}
         rows, headers = await fetch_json(client, "POST", url, self._settings, headers=self._headers, body=body)
         self._version = headers.get("x-index-hash", self._version)
         try:
-            return [FoundPassage(str(row["id"]), str(row["contents"])) for row in rows]
+            return [Passage(str(row["id"]), str(row["contents"])) for row in rows]
         except (TypeError, KeyError) as error:
             raise ToolUnavailableError(f'{url} did not answer with a list of {{"id", "contents"}}') from error
 
@@ -126,7 +119,7 @@ class WebSource:
     async def find_version(self, client: httpx.AsyncClient) -> str:
         return self._settings.found_url
 
-    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         settings, url, headers = self._settings, self._settings.found_url, self._headers
         if settings.source == "serper":
             body = {"q": query, "num": top_n}
@@ -137,7 +130,7 @@ class WebSource:
         return read_bing(found, url)[:top_n]
 
 
-def read_serper(found: Any, url: str) -> list[FoundPassage]:
+def read_serper(found: Any, url: str) -> list[Passage]:
     """The passages of a Serper response: `organic`, and before them `answerBox` and `knowledgeGraph`."""
     if not isinstance(found, dict) or not isinstance(found.get("organic"), list):
         raise ToolUnavailableError(f"{url} did not answer in Serper's form: there is no list `organic`")
@@ -147,7 +140,7 @@ def read_serper(found: Any, url: str) -> list[FoundPassage]:
     return [passage for passage in passages if passage.contents]
 
 
-def read_bing(found: Any, url: str) -> list[FoundPassage]:
+def read_bing(found: Any, url: str) -> list[Passage]:
     """The passages of a Bing response, `webPages.value`; one without `webPages` has no results."""
     if not isinstance(found, dict) or not ("webPages" in found or "queryContext" in found or "_type" in found):
         raise ToolUnavailableError(f"{url} did not answer in Bing's form: there is no `webPages`")
@@ -156,10 +149,10 @@ def read_bing(found: Any, url: str) -> list[FoundPassage]:
     return [passage for passage in passages if passage.contents]
 
 
-def _read_page(row: dict[str, Any], address: str, fields: tuple[str, ...]) -> FoundPassage:
+def _read_page(row: dict[str, Any], address: str, fields: tuple[str, ...]) -> Passage:
     texts = [row.get("title"), *(row.get(field) for field in fields)]
     contents = "\n".join(text.strip() for text in texts if isinstance(text, str) and text.strip())
-    return FoundPassage(str(row.get(address, "")), contents)
+    return Passage(str(row.get(address, "")), contents)  # the address is the id
 
 
 logger = logging.getLogger(__name__)
@@ -184,7 +177,7 @@ async def fetch_json(
     """
     problem = ""
     for attempt in range(settings.num_retries + 1):
-        wait_s = find_backoff(settings.backoff_s, attempt)
+        wait_s = min(settings.backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)
         try:
             async with asyncio.timeout(settings.timeout_s):
                 response = await client.request(method, url, headers=headers, json=body, params=parameters)
@@ -261,7 +254,7 @@ class ResultCache:
         except (OSError, sqlite3.Error) as error:
             raise StorageError(f"cannot use {self._path} as a cache of searches: {error}") from error
 
-    def get(self, key: str) -> list[FoundPassage] | None:
+    def get(self, key: str) -> list[Passage] | None:
         """The stored passages, or None if there are none or they are too old."""
         found = self._execute("SELECT passages, created FROM results WHERE key = ?", (key,))
         if not found:
@@ -269,9 +262,9 @@ class ResultCache:
         text, created = found[0]
         if self._max_age_s is not None and time.time() - created > self._max_age_s:
             return None
-        return [FoundPassage(*row) for row in json.loads(text)]
+        return [Passage(*row) for row in json.loads(text)]
 
-    def put(self, key: str, passages: list[FoundPassage]) -> None:
+    def put(self, key: str, passages: list[Passage]) -> None:
         """Store passages, and remove the oldest over the limit; another process may have stored the same key."""
         text = json.dumps([(each.passage_id, each.contents) for each in passages])
         self._execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?)", (key, text, time.time()))
@@ -302,7 +295,7 @@ class _LoopState:
     """The connections of one event loop, and the searches that run in it."""
 
     client: httpx.AsyncClient
-    running: dict[str, asyncio.Task[list[FoundPassage]]] = field(default_factory=dict)
+    running: dict[str, asyncio.Task[list[Passage]]] = field(default_factory=dict)
 
 
 class SearchTool:
@@ -344,7 +337,7 @@ class SearchTool:
         """The text for the model."""
         return format_passages(await self.find(query), self.settings.max_passage_chars)
 
-    async def find(self, query: str, top_n: int | None = None) -> list[FoundPassage]:
+    async def find(self, query: str, top_n: int | None = None) -> list[Passage]:
         """The passages for a query, best first.
 
         Raises:
@@ -393,7 +386,7 @@ class SearchTool:
         if self._cache is not None:
             self._cache.close()
 
-    async def _search_in_time(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+    async def _search_in_time(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         limit = asyncio.timeout(self.total_timeout_s)
         try:
             async with limit:
@@ -406,7 +399,7 @@ class SearchTool:
                 f"{self.total_timeout_s:g} s, retries included. Start the server, or raise timeout_s of the tool"
             ) from error
 
-    async def _search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+    async def _search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         if self._cache is None:
             self.num_requests += 1
             return await self._source.search(client, query, top_n)
@@ -435,13 +428,9 @@ class SearchTool:
         return state
 
 
-def format_passages(passages: list[FoundPassage], max_chars: int) -> str:
+def format_passages(passages: list[Passage], max_chars: int) -> str:
     """Passages as the model reads them."""
     return "\n\n".join(shorten(each.contents, max_chars) for each in passages) or NO_RESULTS
-
-
-def shorten(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def build_search_tool(settings: SearchToolSection | None = None, *, total_timeout_s: float | None = None) -> Tool:

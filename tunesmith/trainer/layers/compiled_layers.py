@@ -4,8 +4,8 @@
 it, and torch's cache on disk serves the next run. Only code within `compiled_layers` runs compiled: the sampler uses
 the original layers.
 
-With `model.numerics=exact` a layer's output is that of the sampler's fused operations, and its gradients are those of
-the compiled layer at the same input. Both are computed, which costs a second forward of the layers.
+With `model.numerics=exact` a layer runs in the sampler's fused operations instead, each of which has a gradient of its
+own (`model/kernels/layer_gradients.py`); torch differentiates what is not fused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,6 +26,8 @@ from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import exact_attention
 
+CHECKPOINTS_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
+"""Whether transformers checkpoints a layer in its forward, which is compiled here, and not around it (before 5.24)."""
 MAX_VARIANTS = 64
 """Recompilations of one function: layer classes, with and without gradients, with and without adapters, dtypes."""
 
@@ -75,49 +77,43 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
     torch.compile has a graph break at a parameter whose gradient has another dtype. A layer that is recompiled in the
     middle of an update, for rows of another size, would be compiled in pieces, which all later rows would use.
     """
-    compiled = compile_function(type(module).forward)
-    exact = fuse_function(type(module).forward) if is_exact() else None
+    compiled = (fuse_function if is_exact() else compile_function)(type(module).forward)
     parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
     has_states = bool(list_recurrent(module))
 
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         if has_states and (plan := options.get("attention_plan")) is not None:
             _ = plan.segments  # built now, since torch would trace how
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         try:
-            if exact is None:
-                return compiled(module, *arguments, **options)
-            with torch.no_grad():  # fused layers add to their input in place
-                output = exact(module, arguments[0].clone(), *arguments[1:], **options)
-            if torch.is_grad_enabled():
-                output = _WithGradientsOf.apply(compiled(module, *arguments, **options), output)
-            return output
+            return compiled(module, *arguments, **options)
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def run_inside(*arguments: Any, **options: Any) -> Any:
+        module.gradient_checkpointing = False
+        try:
+            return run(*arguments, **options)
+        finally:
+            module.gradient_checkpointing = True
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        is_checkpointed = CHECKPOINTS_FORWARD and getattr(module, "gradient_checkpointing", False) and module.training
+        if not is_checkpointed or not torch.is_grad_enabled():
+            return run(*arguments, **options)
+        return module._gradient_checkpointing_func(partial(run_inside, **options), *arguments)
+
     return forward
-
-
-class _WithGradientsOf(torch.autograd.Function):
-    """The second tensor, with the gradients of the first."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, output: Tensor) -> Tensor:
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 @lru_cache
 def fuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the forward, without gradients, in the operations of the sampler's fused layers."""
+    """Run the forward in the operations of the sampler's fused layers, with gradients."""
     from tunesmith.model.forward.fx_passes import FusedOps, compile_layer
-    from tunesmith.model.kernels import layer_ops  # needs Triton, which is on CUDA machines only
+    from tunesmith.model.kernels import layer_gradients as layer_ops  # needs Triton, which is on CUDA machines only
     from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
 
     ops = FusedOps(

@@ -25,6 +25,7 @@ from tunesmith.model.forward.attention import depends_on_length
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 from tunesmith.model.forward.recurrence import is_recurrent
+from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
 from tunesmith.trainer.metrics import PartTotals
 from tunesmith.trainer.sharding.sharded_model import find_sharding
@@ -37,6 +38,8 @@ MAX_GRAPHS = 48
 """Maximum number of captured sizes; rows of further sizes are launched kernel by kernel."""
 LAUNCH_BOUND_PARAMETERS = 400_000_000
 """Number of parameters below which launching the kernels takes longer than running them."""
+EXACT_LAUNCH_BOUND_PARAMETERS = 4_000_000_000
+"""The same with exact numerics, whose layers are not compiled."""
 METADATA_KEY = "tunesmith"
 """Key in the metadata of an autograd node."""
 
@@ -58,7 +61,8 @@ def can_capture(model: PreTrainedModel) -> bool:
 
 def is_launch_bound(model: PreTrainedModel) -> bool:
     """Whether kernel launches on the host limit the training of the model."""
-    return sum(parameter.numel() for parameter in model.parameters()) < LAUNCH_BOUND_PARAMETERS
+    most = EXACT_LAUNCH_BOUND_PARAMETERS if is_exact() else LAUNCH_BOUND_PARAMETERS
+    return sum(parameter.numel() for parameter in model.parameters()) < most
 
 
 def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_compiled: bool, has_dropout: bool) -> bool:

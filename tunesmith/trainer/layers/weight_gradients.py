@@ -16,6 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tunesmith.model.torch_modes import is_exact
+
 
 @torch.library.custom_op("tunesmith::accumulate_weight_grad", mutates_args=("total",))
 def accumulate_weight_grad(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
@@ -61,7 +63,7 @@ def accumulated_weight_grads(model: PreTrainedModel) -> Iterator[None]:
 
     A gradient that is None starts at zero. Gradients must not be replaced within.
     """
-    layers = find_layers(model)
+    layers = find_linear_layers(model)
     for layer in layers:
         weight = layer.weight
         total = torch.zeros_like(weight, dtype=torch.float32) if weight.grad is None else weight.grad
@@ -75,9 +77,10 @@ def accumulated_weight_grads(model: PreTrainedModel) -> Iterator[None]:
             layer.weight.grad = layer.__dict__.pop("weight_grad_total")
 
 
-def find_layers(model: PreTrainedModel) -> list[nn.Linear]:
-    """The trained 16-bit linear layers with float32 gradients inside the decoder layers, on a GPU."""
-    if model.device.type != "cuda":
+def find_linear_layers(model: PreTrainedModel) -> list[nn.Linear]:
+    """The trained 16-bit linear layers with float32 gradients inside the decoder layers, on a GPU. With exact numerics
+    fused products do the same."""
+    if model.device.type != "cuda" or is_exact():
         return []
     decoder_layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     linears = {id(part): part for layer in decoder_layers for part in layer.modules() if type(part) is nn.Linear}

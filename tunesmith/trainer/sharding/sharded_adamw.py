@@ -291,7 +291,6 @@ class ShardedAdamW(MasterAdamW):
 def build_optimizer(
     model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
 ) -> MasterAdamW:
-    """The optimizer of this rank."""
     if ranks.is_alone:
         return MasterAdamW(model, settings)
     return ShardedAdamW(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)

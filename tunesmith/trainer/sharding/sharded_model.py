@@ -54,7 +54,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
     """
     model.tie_weights()  # moving a model to the meta device unties them
     dtype, decoder = model.dtype, model.get_decoder()
-    layers = find_layers(model, dtype)
+    layers = find_decoder_layers(model, dtype)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     seeds = {name: seed for seed, name in enumerate(trained)}  # as `MasterAdamW`: equal masters on one and many ranks
     mesh = DeviceMesh.from_group(ranks.tensors, device.type)
@@ -88,7 +88,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
     _SHARDINGS[model] = Sharding(ranks=ranks, dtype=dtype)
 
 
-def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, nn.Module]:
+def find_decoder_layers(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The decoder layers by name; ModelError for an architecture that cannot be sharded by layer."""
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
@@ -131,11 +131,6 @@ def gather_state(model: PreTrainedModel) -> dict[str, Tensor]:
         id(weight): whole.cpu() for (_, weight), (_, whole) in zip(weights, iter_whole_weights(model), strict=True)
     }
     return {name: gathered.get(id(tensor), tensor).cpu() for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def count_weight_bytes(model: PreTrainedModel) -> int:
-    """Size of the whole model's weights."""
-    return sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
 
 
 @torch.no_grad()

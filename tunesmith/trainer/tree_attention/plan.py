@@ -3,7 +3,7 @@
 Node q attends to node k if and only if k <= q < subtree_end[k]; a sliding window counts in depth. On a CPU attention
 runs per segment (`cpu.py`). On a GPU one kernel evaluates the same rule, over tiles that are scheduled when the row is
 built (`tile_schedule.py`); long paths without branches go to cuDNN one by one, and float64 uses a dense mask. With
-`model.numerics=exact` attention without gradients is the sampler's kernel.
+`model.numerics=exact` attention is the sampler's kernel; gradients are those of the tiles.
 
 Axes: T tokens of the row.
 """
@@ -46,8 +46,8 @@ MAX_PATH_HEAD = 128
 
 torch.library.define(
     "tunesmith::exact_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, int window, float scaling, "
-    "float softcap) -> Tensor",
+    "(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, Tensor table, int steps, "
+    "int window, float scaling, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 exact_attention = torch.ops.tunesmith.exact_attention.default
@@ -70,25 +70,24 @@ class TreePlan:
         *,
         tiles: Sequence[Tile] = (NARROW,),
         windows: Sequence[int | None] = (),
-        num_groups: int | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """`tiles` and `windows` are those of the model (`describe_attention`); other tables are built on demand. Given
-        `num_groups`, the query heads of a key-value head, attention without gradients has the sampler's order of
-        additions."""
+        `heads` (`describe_heads`), attention has the sampler's order of additions."""
         self._trie = trie
         self._device = device
         self._max_depth = int(trie.depth_T.max(initial=0))
         self._segments = SegmentAttention(trie) if device.type == "cpu" else None
         self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
         self._tables: dict[tuple[int | None, int], Tensor] = {}
-        self._num_groups = num_groups
+        self._num_groups = None if heads is None else heads[0]
         self._spans: tuple[Tensor, Tensor, Tensor] | None = None
         if device.type != "cpu":
             self._tables = {(w, tile.steps): self._build_table(w, tile) for w in windows for tile in tiles}
-        if num_groups is not None:
+        if heads is not None:
             from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans  # needs Triton
 
-            self._spans = build_spans(pad_trie(trie), num_groups, device)
+            self._spans = build_spans(pad_trie(trie), heads, device)
 
     @cached_property
     def segments(self) -> SegmentTable:
@@ -125,23 +124,17 @@ class TreePlan:
         scaling = options.get_scaling(query.shape[-1])
         window, softcap = options.sliding_window, options.softcap
         is_plain = window is None and softcap is None and options.sinks is None and query.dtype != torch.float32
-        if self._spans is not None and not torch.is_grad_enabled():
-            return self._attend_exactly(query, key, value, self._spans, options)
-        is_plain = is_plain and self._spans is None  # cuDNN need not give the same gradients twice
-        if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
+        if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD and self._spans is None:
             return path_attention(query, key, value, self._path_starts, scaling)[0]
         table, steps = self._find_table(query, window)
-        return tree_attention(query, key, value, table, steps, window or 0, scaling, softcap or 0.0, options.sinks)[0]
-
-    def _attend_exactly(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
-    ) -> Tensor:
+        numbers = window or 0, scaling, softcap or 0.0
+        if self._spans is None:
+            return tree_attention(query, key, value, table, steps, *numbers, options.sinks)[0]
         from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
 
         assert query.shape[1] // key.shape[1] == self._num_groups, "tiles are those of another number of heads"
-        window, scaling = options.sliding_window or 0, options.get_scaling(query.shape[-1])
         attend = exact_attention if torch.compiler.is_compiling() else attend_exactly
-        return attend(query, key, value, *spans, window, scaling, options.softcap or 0.0)
+        return attend(query, key, value, *self._spans, table, steps, *numbers)
 
     def _find_table(self, query: Tensor, window: int | None) -> tuple[Tensor, int]:
         tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
@@ -189,10 +182,10 @@ def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def count_groups(model: PreTrainedModel) -> int | None:
-    """Query heads of a key-value head, with exact numerics."""
+def describe_heads(model: PreTrainedModel) -> tuple[int, int] | None:
+    """Query heads of a key-value head, and their size, with exact numerics."""
     config = model.config.get_text_config()
-    return config.num_attention_heads // config.num_key_value_heads if is_exact() else None
+    return (config.num_attention_heads // config.num_key_value_heads, find_head_size(config)) if is_exact() else None
 
 
 def find_long_paths(trie: Trie) -> Tensor | None:

@@ -13,7 +13,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from tunesmith.chat.parsers import HARMONY, HarmonyParser, IncrementalParser, ReplyParser
+from tunesmith.chat.parsers import parse_reply
 from tunesmith.types import Turn
 from tunesmith.viewer.reading.run import StoredRollout
 from tunesmith.viewer.reading.token_text import CLOSE, OPEN, ReplyFormat, TokenText
@@ -61,7 +61,7 @@ def describe_reply(number: int, turn: Turn, advantage: float | None, text: Token
     last = prompt_end.rpartition(tags.opening)[2]
     is_open = last != prompt_end and tags.closing not in last
     sampled = drop_controls(text.decode_marked(turn.sampled_ids), text.reply_format)
-    return parse_reply(sampled, text.reply_format, is_reasoning_open=is_open) | {
+    return describe_text(sampled, text.reply_format, is_reasoning_open=is_open) | {
         "sampled": True,
         "turn": number,
         "stop_reason": turn.stop_reason,
@@ -69,7 +69,6 @@ def describe_reply(number: int, turn: Turn, advantage: float | None, text: Token
         "logprob": fmean(turn.logprobs) if turn.logprobs else None,
         "advantage": advantage,
         "trained": advantage is not None,
-        "temperature": turn.distribution.temperature,
         "versions": sorted(set(turn.policy_versions)),
     }
 
@@ -86,25 +85,15 @@ def split_messages(marked: str, reply_format: ReplyFormat = HERMES_REPLY) -> lis
         role = ROLES.get(name, name)
         content = drop_controls(marked[header.end() : end], reply_format).removesuffix("\n")
         is_reply = role == "assistant"
-        messages.append(parse_reply(content, reply_format) if is_reply else {"role": role, "content": content})
+        messages.append(describe_text(content, reply_format) if is_reply else {"role": role, "content": content})
     return messages
 
 
-def parse_reply(content: str, reply_format: ReplyFormat, *, is_reasoning_open: bool = False) -> dict[str, Any]:
+def describe_text(content: str, reply_format: ReplyFormat, *, is_reasoning_open: bool = False) -> dict[str, Any]:
     """An assistant's text as reasoning, content and tool calls."""
-    parser: IncrementalParser
-    if reply_format.call_format is HARMONY:
-        parser = HarmonyParser(new_call_id=str, has_tool_calls=True)
-    else:
-        parser = ReplyParser(
-            new_call_id=str,
-            has_reasoning=True,
-            is_reasoning_open=is_reasoning_open,
-            has_tool_calls=True,
-            reasoning_tags=reply_format.tags,
-            call_format=reply_format.call_format,
-        )
-    message = parser.parse(content)
+    message = parse_reply(
+        content, reply_format.call_format, is_reasoning_open=is_reasoning_open, reasoning_tags=reply_format.tags
+    )
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     return {"role": "assistant", "content": message.content, "reasoning": message.reasoning, "tool_calls": calls}
 
@@ -117,7 +106,7 @@ def drop_controls(marked: str, reply_format: ReplyFormat) -> str:
 
 def list_tool_names(replies: Sequence[str], reply_format: ReplyFormat) -> list[str]:
     """Names of the tools that sampled replies call."""
-    calls = (parse_reply(reply, reply_format)["tool_calls"] for reply in replies if reply_format.may_call(reply))
+    calls = (describe_text(reply, reply_format)["tool_calls"] for reply in replies if reply_format.may_call(reply))
     return [call["name"] for call in chain(*calls)]
 
 

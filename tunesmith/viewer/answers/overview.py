@@ -87,7 +87,6 @@ def compress_steps(steps: Sequence[int]) -> list[list[int]]:
 
 
 def get_metric(runs: Sequence[Run], name: str) -> dict[str, Any]:
-    """The series of one metric in every run that has it."""
     series = []
     for number, run in enumerate(runs):
         if (found := run.metrics.get(name)) is not None:

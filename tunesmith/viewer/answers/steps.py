@@ -107,11 +107,6 @@ def summarize_rollout(run: Run, stored: StoredRollout) -> dict[str, Any]:
     }
 
 
-def describe_trie(run: Run, step: int, group: int) -> dict[str, Any]:
-    """The trie of a group."""
-    return build_trie(run.load_group(step, group), run.text)
-
-
 def describe_rollout(run: Run, step: int, group: int, number: int) -> dict[str, Any]:
     """A rollout with its conversations, its tokens and its failure."""
     stored = run.load_rollout(step, group, number)
@@ -213,7 +208,6 @@ def build_trie(rollouts: Sequence[StoredRollout], text: TokenText | None) -> dic
                 "num_tokens": end - start,
                 "parts": list_parts(members[0], start, end, text),
                 "runs": runs,
-                "num_leaves": len(members),
                 "ends": sorted({path.run for path in members if len(path.ids) == end}),
                 "reward": fmean(known) if known else None,
             }

@@ -21,11 +21,11 @@ from tunesmith.viewer.answers.overview import (
 )
 from tunesmith.viewer.answers.search import search_rollouts
 from tunesmith.viewer.answers.steps import (
+    build_trie,
     describe_group,
     describe_rollout,
     describe_selection,
     describe_step,
-    describe_trie,
 )
 from tunesmith.viewer.answers.tasks import describe_task, diff_rollouts, list_repeated_tasks
 from tunesmith.viewer.reading.run import Run, find_new_runs
@@ -52,7 +52,7 @@ OF_STEPS: Mapping[tuple[str, int], Callable[..., Any]] = {
     ("step", 1): describe_step,
     ("selection", 1): describe_selection,
     ("group", 2): describe_group,
-    ("trie", 2): describe_trie,
+    ("trie", 2): lambda run, step, group: build_trie(run.load_group(step, group), run.text),
     ("rollout", 3): describe_rollout,
 }
 """Answers about a step, a group or a rollout of a run, by the number of further keys in the path."""

@@ -341,10 +341,24 @@ def sample_next_tokens(
     )
 
 
+@triton.jit(do_not_specialize_on_alignment=ROW_ARGUMENTS)
+def _replace_logprobs_kernel(
+    logprobs, temperatures, top_ks, top_ps, min_ps, positions, log_lines, logprob_log, log_stride,
+    HAS_PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(HAS_PDL)
+    row = tl.program_id(0)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    is_plain = (tl.load(temperatures + row) == 1.0) & (top_k == 0) & (top_p >= 1.0) & (min_p == 0.0)
+    at = (tl.load(log_lines + row) + tl.load(positions + row)) * log_stride + row
+    tl.store(logprob_log + at, tl.load(logprobs + row), mask=is_plain)
+
+
 def log_trainer_logprobs(logits_RV: Tensor, rows: SamplingTensors) -> None:
     """Replace the logprobs just logged by those of the trainer's kernel, in rows that sample from the whole
     distribution at temperature 1: its sums have another order (`model/forward/exact.py`)."""
     logprobs_R, _, _ = compute_token_logprobs(logits_RV, rows.ids_R, scale_before=1.0, scale_after=1.0, softcap=0.0)
-    is_plain_R = (rows.temperatures_R == 1) & (rows.top_ks_R == 0) & (rows.top_ps_R >= 1) & (rows.min_ps_R == 0)
-    lines_1R, log_LR = (rows.log_lines_R + rows.positions_R)[None], rows.logprob_log_LR
-    log_LR.scatter_(0, lines_1R, torch.where(is_plain_R, logprobs_R, log_LR.gather(0, lines_1R)))
+    _replace_logprobs_kernel[(len(logprobs_R),)](
+        logprobs_R, rows.temperatures_R, rows.top_ks_R, rows.top_ps_R, rows.min_ps_R, rows.positions_R,
+        rows.log_lines_R, rows.logprob_log_LR, rows.logprob_log_LR.stride(0), num_warps=1, **get_launch_options(),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tree attention with the sampler's order of additions (`model.numerics=exact`), without gradients.
+"""Tree attention with the sampler's order of additions (`model.numerics=exact`); the tree kernels compute gradients.
 
 Each chain of the trie is a span whose row of the block table lists the places of its path, so a block holds one token.
 
@@ -8,23 +8,28 @@ size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tunesmith.experience.samples import Trie
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
+from tunesmith.model.kernels.layer_gradients import backward_norm_and_rotate, norm_and_rotate
 from tunesmith.model.kernels.paged_prefill import run_paged_prefill
 from tunesmith.model.kernels.prologue import Prologue
-from tunesmith.model.kernels.span_attention import get_tile_tokens
+from tunesmith.model.kernels.span_attention import count_tile_rows, get_tile_tokens
 from tunesmith.trainer.tree_attention.cpu import split_segments
+from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention_backward
 
 
-def build_spans(trie: Trie, num_groups: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def build_spans(trie: Trie, heads: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The chains of a trie as `run_paged_prefill` takes them: block table [S, P], spans [3, S], tiles [2, I].
 
-    `num_groups` are the query heads of a key-value head. Sizes are powers of two, so that rows share CUDA graphs; a
-    span of padding has no tokens, and tiles of padding belong to the last span, which is one.
+    `heads`: the query heads of a key-value head, and their size. Tensors have powers of two as sizes, so that rows can
+    share CUDA graphs; a span of padding has no tokens, and tiles of padding belong to the last span, which is one.
     """
     chains = split_segments(trie, max_child_tokens=max(trie.num_tokens, 1))
     lengths = np.array([chain.end - chain.start for chain in chains], np.int64)
@@ -36,7 +41,7 @@ def build_spans(trie: Trie, num_groups: int, device: torch.device) -> tuple[Tens
             table_SP[index, :depth] = table_SP[chain.parent, :depth]
         table_SP[index, depth : depth + length] = np.arange(chain.start, chain.end)
         spans_3S[:, index] = chain.start, depth, depth + length
-    tile_tokens = get_tile_tokens(num_groups)
+    tile_tokens = get_tile_tokens(heads[0], count_tile_rows(heads[1], torch.bfloat16))
     num_tiles = -(-lengths // tile_tokens)
     tiles_2I = np.full((2, _round_up(int(num_tiles.sum()))), len(table_SP) - 1, np.int32)
     tiles_2I[0, : num_tiles.sum()] = np.repeat(np.arange(len(chains)), num_tiles)
@@ -49,6 +54,49 @@ def _round_up(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+class _ExactAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
+        prologue: Prologue | None, paths: Tensor, spans: Tensor, tiles: Tensor, table: Tensor,
+        steps: int, window: int, scaling: float, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+        num_heads, num_tokens = query.shape[1:3]
+        keys, values = (each.new_empty((num_tokens, each.shape[1], 1, each.shape[3])) for each in (key, value))
+        slots_T = torch.arange(num_tokens, device=query.device)
+        log_sums_TH = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=query.device)
+        output = run_paged_prefill(
+            query, key, value, keys, values, slots_T, paths, spans, tiles, scaling, window, softcap,
+            prologue=prologue, log_sums_TH=log_sums_TH,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, query_norm, key_norm, output, log_sums_TH, table)
+        ctx.prologue, ctx.options = prologue, (steps, window, scaling, softcap)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, query_norm, key_norm, output, log_sums_TH, table = ctx.saved_tensors
+        prologue, log_sums_HT = ctx.prologue, log_sums_TH.t().contiguous()
+        if prologue is None:
+            grads = tree_attention_backward(grad, query, key, value, output, log_sums_HT, table, *ctx.options)
+            return *grads, *[None] * 11
+        angles, pairs = (prologue.cos_1TD, prologue.sin_1TD), ((query, query_norm), (key, key_norm))
+        rotated = [norm_and_rotate(heads, angles, norm, prologue.epsilon) for heads, norm in pairs]
+        *grads, grad_value = tree_attention_backward(grad, *rotated, value, output, log_sums_HT, table, *ctx.options)
+        # side by side, as the product that made query, key and value reads them
+        numbers = [query.shape[1], key.shape[1], key.shape[1]]
+        parts = query.new_empty((1, query.shape[2], sum(numbers), query.shape[3])).split(numbers, dim=2)
+        parts[2].copy_(grad_value.transpose(1, 2))
+        zipped = pairs, grads, parts[:2], ctx.needs_input_grad[3:5]
+        grad_norms = [
+            backward_norm_and_rotate(heads, grad, angles, norm, prologue.epsilon, part, has_weight_grad=needs_weight)
+            for (heads, norm), grad, part, needs_weight in zip(*zipped, strict=True)
+        ]
+        return *(part.transpose(1, 2) for part in parts), *grad_norms, *[None] * 9
+
+
 def attend_exactly(
     query_1HTD: Tensor,
     key_1KTD: Tensor,
@@ -56,19 +104,16 @@ def attend_exactly(
     paths_SP: Tensor,
     spans_3S: Tensor,
     tiles_2I: Tensor,
+    table: Tensor,
+    steps: int,
     window: int,
     scaling: float,
     softcap: float,
     prologue: Prologue | None = None,
 ) -> Tensor:
-    """Attention [1, T, H, D]; paths, spans and tiles are those of `build_spans`, `window` and `softcap` 0 mean none."""
-    query, key, value = (
-        each if each.stride(-1) == 1 else each.contiguous() for each in (query_1HTD, key_1KTD, value_1KTD)
-    )
-    num_tokens = query.shape[2]
-    keys, values = (each.new_empty((num_tokens, each.shape[1], 1, each.shape[3])) for each in (key, value))
-    slots_T = torch.arange(num_tokens, device=query.device)
-    return run_paged_prefill(
-        query, key, value, keys, values, slots_T, paths_SP, spans_3S, tiles_2I, scaling, window, softcap,
-        prologue=prologue,
+    """Attention [1, T, H, D]; paths, spans and tiles are those of `build_spans`, the rest is as in `tree_attention`."""
+    norms = (None, None) if prologue is None else (prologue.query_norm_D, prologue.key_norm_D)
+    return _ExactAttention.apply(
+        query_1HTD, key_1KTD, value_1KTD, *norms, prologue, paths_SP, spans_3S, tiles_2I, table, steps, window,
+        scaling, softcap,
     )  # fmt: skip
