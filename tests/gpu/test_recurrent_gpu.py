@@ -99,12 +99,13 @@ def test_gradients_on_a_trie_are_those_of_separate_rows_and_of_the_cpu(name: str
             assert (ours.cpu() - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "falcon_h1"])
 def test_float32_gradients_of_packed_rows_agree_with_float64_on_the_cpu(name: str) -> None:
     samples = build_samples(8)
     exact = compute_gradient(build_trainable(name), samples)
     model = build_trainable(name, dtype=torch.float32).cuda()
     modes = ({}, {"max_tokens": 700, "chunk_tokens": 100}, {"has_sharing": False})
+    modes = (*modes, *({"is_compiled": True} | mode for mode in modes))
     errors = [compute_error(compute_gradient(model, samples, **mode), exact) for mode in modes]
     assert max(errors) < 1e-3, errors
 

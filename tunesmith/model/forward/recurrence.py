@@ -97,7 +97,8 @@ def get_least_size(device: torch.device) -> int:
 class StateTable:
     """From which states the tokens of a row start, and where the states after them go."""
 
-    layer_states: Mapping[str, Tensor] | None = None
+    layer_states: Any = None
+    """The states of the layer by name, if there are any."""
 
     def __init__(self, states: States | None) -> None:
         self.states = states
@@ -118,22 +119,17 @@ class SlotTable(StateTable):
 
     def convolve(self, inputs_TC: Tensor, conv: Any, *, has_silu: bool) -> Tensor:
         """See `SegmentTable`."""
-        assert self.layer_states is not None
-        states = self.layer_states[CONV]
-        return ops.step_conv(inputs_TC, conv.weight.squeeze(1), conv.bias, has_silu, states, self.slots_T)
+        weights, states = (conv.weight.squeeze(1), conv.bias), self.layer_states[CONV]
+        return ops.step_conv(inputs_TC, *weights, has_silu, states, self.slots_T)
 
     def apply_delta(self, module: Any, mixed_TC: Tensor, rate_TH: Tensor, step_TH: Tensor) -> Tensor:
         """See `SegmentTable`."""
-        assert self.layer_states is not None
-        states = self.layer_states[MATRIX]
-        weights = (module.A_log, module.dt_bias, NORM_EPSILON)
+        weights, states = (module.A_log, module.dt_bias, NORM_EPSILON), self.layer_states[MATRIX]
         return ops.step_delta(mixed_TC, rate_TH, step_TH, *weights, states, self.slots_T)
 
     def apply_rule(self, query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor) -> Tensor:
         """See `SegmentTable`."""
-        assert self.layer_states is not None
-        states = self.layer_states[MATRIX]
-        return ops.step_states(query_THK, key_THK, value_THV, decay_TH, states, self.slots_T)
+        return ops.step_states(query_THK, key_THK, value_THV, decay_TH, self.layer_states[MATRIX], self.slots_T)
 
 
 class SegmentTable(StateTable):
@@ -268,8 +264,7 @@ class SegmentTable(StateTable):
                 turns[turn].append((parent, start, min(start + size, segment.end)))
                 parent = len(turns[turn]) - 1
             lasts.append((turn, parent))
-        if len(turns) < least:
-            turns += [[] for _ in range(least - len(turns))]
+        turns += [[] for _ in range(least - len(turns))]
         if sum(map(len, turns)) < least:
             turns[0] += [(0, 0, 0)] * (least - len(turns[0]))
         ends = [(*lasts[index], slot, index) for index, segment in enumerate(segments) for slot in segment.targets]

@@ -39,11 +39,12 @@ def _conv_kernel(
 def _step_kernel(
     queries, keys, values, decays, rates, a_logs, biases, states, slots, outputs, num_heads, repeats, key_stride,
     value_stride, decay_stride, scale, epsilon, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, IS_DELTA: tl.constexpr,
+    BLOCK_V: tl.constexpr, NUM_BLOCKS: tl.constexpr, IS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0).to(tl.int64)
+    # adjacent programs read adjacent columns of a state
+    item, block = tl.program_id(0).to(tl.int64) // NUM_BLOCKS, tl.program_id(0) % NUM_BLOCKS
     row, head = item // num_heads, item % num_heads
-    rows, columns = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows, columns = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_row, is_column = rows < K, columns < V
     place = (tl.load(slots + row) * num_heads + head) * K * V
     places, is_inside = states + place + rows[:, None] * V + columns[None], is_row[:, None] & is_column[None]
@@ -117,6 +118,7 @@ def _step(
 ) -> None:  # fmt: skip
     num_tokens, num_heads, size_v = output_THV.shape
     size_k, block_v = states.shape[2], 32
+    num_blocks = triton.cdiv(size_v, block_v)
     query, key, value, decay_TH = map(_align, (query, key, value, decay_TH))
     if query.stride(0) != key.stride(0):
         query, key = query.contiguous(), key.contiguous()
@@ -124,10 +126,11 @@ def _step(
     rate_TH = _align(rate_TH)
     if rate_TH.stride(0) != decay_TH.stride(0):
         rate_TH, decay_TH = rate_TH.contiguous(), decay_TH.contiguous()
-    _step_kernel[num_tokens * num_heads, triton.cdiv(size_v, block_v)](
+    _step_kernel[(num_tokens * num_heads * num_blocks,)](
         query, key, value, decay_TH, rate_TH, *rest, states, slots_T, output_THV, num_heads,
         num_heads * size_k // key.shape[1], key.stride(0), value.stride(0), decay_TH.stride(0), size_k**-0.5,
-        epsilon, size_k, size_v, triton.next_power_of_2(size_k), block_v, delta is not None,
+        epsilon, size_k, size_v, triton.next_power_of_2(size_k), block_v, num_blocks,
+        delta is not None,
     )  # fmt: skip
 
 
