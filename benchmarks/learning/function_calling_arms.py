@@ -151,6 +151,7 @@ ARMS: dict[str, Arm] = {
         "form": tune(operator(FORM), seed=seed),
         "shuffled": tune(operator(SHUFFLE, seed=seed), seed=seed),
         "sft_answers": fine_tune("answers", f"seed={seed}"),
+        "sft_answers_1e-5": fine_tune("answers", f"seed={seed}", SFT_RATE),
         "bots": tune(*BOTS, seed=seed, needs="pass_rate"),
     }.items()},
     **{f"sft_rl-{seed}": fine_tune_then_tune(seed=seed) for seed in (42, 1, 2)},
