@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from test_fx_passes import CPU, build_ops
 from torch import Tensor, fx
 from transformers import PreTrainedModel
@@ -150,6 +151,27 @@ def test_all_layers_of_a_kind_share_a_graph_that_serves_every_row(
         kinds = [each for each in graphs if not operations.isdisjoint(list_names(each))]
         is_fused = name == "lfm2" and "step_conv" in operations
         assert sorted(map(list_merged, kinds)) == ([] if is_fused else merged_of_kind), operations
+
+
+@torch.inference_mode()
+def test_a_compiled_chunk_reads_the_state_that_it_replaces() -> None:
+    """A prompt that is prefilled in chunks starts from the slot of its request, and ends in it."""
+    module = torch.nn.Conv1d(8, 8, 4, groups=8, bias=False)
+    inputs, states = torch.randn(5, 8), torch.randn(3, 3, 8)
+    segments = [Segment(start=0, end=3, source=1, targets=(1,)), Segment(start=3, end=5, source=0, targets=(2, 0))]
+    expected, found = (
+        SegmentTable(segments, CPU, {0: {CONV: states.clone()}}).select_layer(0) for _ in range(2)
+    )  # fmt: skip
+
+    def convolve(inputs: Tensor, table: SegmentTable) -> Tensor:
+        return table.convolve(inputs, module, has_silu=True)
+
+    torch._dynamo.reset()
+    # as on a GPU, where the context is not copied before it is read by index
+    with torch._inductor.config.patch(force_pointwise_cat=True):
+        output = torch.compile(convolve, fullgraph=True, dynamic=True)(inputs, found)
+    torch.testing.assert_close(output, convolve(inputs, expected))
+    torch.testing.assert_close(found.layer_states[CONV], expected.layer_states[CONV], atol=0, rtol=0)
 
 
 def list_names(graph: fx.GraphModule) -> list[str]:

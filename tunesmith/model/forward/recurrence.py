@@ -160,7 +160,7 @@ class SegmentTable(StateTable):
         assert num_before <= MAX_TAPS, f"a convolution over {num_before + 1} tokens"
         context = [inputs_TC.new_zeros((1, inputs_TC.shape[1])), inputs_TC]
         if self.layer_states is not None:
-            context.append(self.layer_states[CONV][self.sources_S].transpose(0, 1).flatten(0, 1))
+            context.append(ops.read_states(self.layer_states[CONV], self.sources_S).transpose(0, 1).flatten(0, 1))
         context_XC = torch.cat(context)
         wide = torch.promote_types(inputs_TC.dtype, torch.float32)
         # wide before it is read by index, so that gradients are added in that type
@@ -223,7 +223,7 @@ class SegmentTable(StateTable):
             new, old = solved.split([value.shape[3], key.shape[3]], 3)
         keys_KL = (key * (last - sums).exp()).transpose(2, 3)
         if self.layer_states is not None:
-            initial = self.layer_states[MATRIX][self.sources_S]
+            initial = ops.read_states(self.layer_states[MATRIX], self.sources_S)
         else:
             initial = value.new_zeros((1, value.shape[1], key.shape[3], value.shape[3]))
         states, deltas, ended = ops.scan_chunks(

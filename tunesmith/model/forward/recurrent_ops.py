@@ -21,6 +21,7 @@ _SCHEMAS = {
         "(Tensor grad_states, Tensor grad_deltas, Tensor? old, Tensor growth, Tensor keys, Tensor states, "
         "Tensor deltas, Tensor turns, Tensor parents) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
+    "read_states": "(Tensor states, Tensor slots) -> Tensor",
     "write_states": "(Tensor(a!) states, Tensor slots, Tensor values) -> ()",
     "step_conv": (
         "(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor"
@@ -143,14 +144,16 @@ def _differentiate_scan(ctx: Any, grad_states: Tensor, grad_deltas: Tensor, _: T
 torch.library.register_autograd("tunesmith::scan_chunks", _differentiate_scan, setup_context=_save_scanned)
 
 
+@torch.library.impl("tunesmith::read_states", "default")
+@torch.library.register_fake("tunesmith::read_states")
+def _read_states(states: Tensor, slots: Tensor) -> Tensor:
+    return states[slots]
+
+
 @torch.library.impl("tunesmith::write_states", "default")
+@torch.library.register_fake("tunesmith::write_states")
 def _write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
     states.index_copy_(0, slots, values)
-
-
-@torch.library.register_fake("tunesmith::write_states")
-def _write_nothing(_states: Tensor, _slots: Tensor, _values: Tensor) -> None:
-    return None
 
 
 @torch.library.register_fake("tunesmith::step_conv")
@@ -179,8 +182,8 @@ is the place of a chunk's predecessor in the turn before, in the first turn a ro
 `ends` are places in their turn.
 """
 scan_chunks_backward = torch.ops.tunesmith.scan_chunks_backward.default
-write_states = torch.ops.tunesmith.write_states.default
-"""states[slots] = values"""
+read_states, write_states = torch.ops.tunesmith.read_states.default, torch.ops.tunesmith.write_states.default
+"""states[slots], and states[slots] = values. torch's compiler would move a plain read behind the write that follows."""
 step_conv = torch.ops.tunesmith.step_conv.default
 """`SegmentTable.convolve` of one token for each slot, whose last inputs [W - 1, C] move on by one."""
 step_delta = torch.ops.tunesmith.step_delta.default
