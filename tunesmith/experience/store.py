@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -131,16 +132,23 @@ def check_rollouts(path: Path) -> None:
 def load_table(path: Path) -> pa.Table:
     """The rows that were saved as `path`."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
-    with storage_errors(stored_path, "read"):
+    with reading(stored_path), stored_path.open("rb") as file:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        check_format(stored_path, parquet.schema_arrow)
+        if step is None:
+            return parquet.read()
+        indices = range(parquet.num_row_groups)
+        return parquet.read_row_groups([index for index in indices if find_step(parquet, index) == step])
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert the errors of the file system, and of a file that is not Parquet, into a StorageError."""
+    with storage_errors(path, "read"):
         try:
-            with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                check_format(stored_path, parquet.schema_arrow)
-                if step is None:
-                    return parquet.read()
-                indices = range(parquet.num_row_groups)
-                return parquet.read_row_groups([index for index in indices if find_step(parquet, index) == step])
+            yield
         except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
+            raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
 
 
 def check_format(path: Path, schema: pa.Schema) -> None:
@@ -335,7 +343,10 @@ class RolloutFiles:
     def read_table(self, step: int, columns: Sequence[str]) -> pa.Table:
         """Columns of all rows of a step; those that the file lacks are left out."""
         with self._open(step) as parquet:
-            return read_row_group(parquet, self._find_row_group(parquet, step), columns)
+            stored, row_group = keep_stored(parquet, columns), self._find_row_group(parquet, step)
+            if row_group is None:
+                return parquet.read(stored, use_threads=False)
+            return parquet.read_row_group(row_group, stored, use_threads=False)
 
     def stamp(self, step: int) -> tuple[int, int]:
         """Modification time and size of the file that holds a step; they change when it is written again."""
@@ -384,20 +395,10 @@ class RolloutFiles:
 
 
 def open_rollouts(path: Path) -> pq.ParquetFile:
-    with storage_errors(path, "read"):
-        try:
-            parquet = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
+    with reading(path):
+        parquet = pq.ParquetFile(path)
     check_format(path, parquet.schema_arrow)
     return parquet
-
-
-def read_row_group(parquet: pq.ParquetFile, row_group: int | None, columns: Sequence[str]) -> pa.Table:
-    stored = keep_stored(parquet, columns)
-    if row_group is None:
-        return parquet.read(stored, use_threads=False)
-    return parquet.read_row_group(row_group, stored, use_threads=False)
 
 
 def keep_stored(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[str]:

@@ -221,9 +221,7 @@ def find_ability(task: Mapping[str, Any], accepted: Sequence[str]) -> Ability:
     given = task.get("ability")
     if given is not None and given not in ABILITIES:
         raise ValueError(f"ability={given!r} of a task; allowed: {', '.join(ABILITIES)}, or no such field")
-    if given is not None:
-        return "math" if given == "math" else "qa"
-    return "math" if any(map(has_formula, accepted)) else "qa"
+    return "math" if given == "math" or (given is None and any(map(has_formula, accepted))) else "qa"
 
 
 def find_known_ability(*names: str) -> Ability | None:
@@ -267,11 +265,6 @@ def _compare_math(stated: str, prediction: str, accepted: str) -> float:
     return 1.0 if prediction == expected else score_numeric(stated, expected) or 0.0
 
 
-def build_prompt(question: str, accepted: Sequence[str], answer: str) -> str:
-    """The question whether an answer means the same as an accepted one."""
-    return PROMPT.format(question=quote(question), reference=quote("\n".join(accepted)), answer=quote(answer))
-
-
 async def ask_for_equality(
     task: Mapping[str, Any], prediction: str, accepted: Sequence[str], auxiliary_models: Mapping[str, Any]
 ) -> float | None:
@@ -282,7 +275,8 @@ async def ask_for_equality(
     if not prediction:
         return 0.0
     model = find_auxiliary(auxiliary_models, AUXILIARY_NAME)
-    prompt = build_prompt(str(task.get("question", "")), accepted, prediction)
+    question = quote(str(task.get("question", "")))
+    prompt = PROMPT.format(question=question, reference=quote("\n".join(accepted)), answer=quote(prediction))
     for _ in range(NUM_ATTEMPTS):
         vote = await ask_for_vote(model, prompt)
         if vote is not None:

@@ -146,7 +146,8 @@ class DecodeGraphs:
         table_RP = self.input_batch.block_table_SP[rows.slots_R]
         division = self._context.divider.divide(table_RP, rows.positions_R, num_steps=num_steps)
         # first, since a capture overwrites the buffers into which this launch's inputs go
-        graph = self._get_graph(size, has_truncation, has_entropies, division.kind) if num_steps else None
+        key = (size, has_truncation, has_entropies, division.kind)
+        graph = (self._graphs.find(key) or self._capture(*key)) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
@@ -228,10 +229,6 @@ class DecodeGraphs:
         sample_next_tokens(logits_RV, rows, has_truncation=has_truncation, has_entropies=has_entropies)
         if is_exact():
             log_trainer_logprobs(logits_RV, rows)
-
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
-        key = (size, has_truncation, has_entropies, kind)
-        return self._graphs.find(key) or self._capture(*key)
 
     def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
         """Capture a step on padding rows while the device is idle."""

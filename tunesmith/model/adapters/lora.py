@@ -196,12 +196,6 @@ def set_dropout(model: PreTrainedModel, dropout: float) -> None:
             layers[ADAPTER] = nn.Dropout(dropout) if dropout else nn.Identity()
 
 
-def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedModel:
-    """The model with the adapter merged into its weights."""
-    merged: PreTrainedModel = attach_adapter(model, adapter, is_trainable=False).merge_and_unload(safe_merge=True)
-    return merged
-
-
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainable: bool) -> PeftModel:
     """Inject an adapter from disk into the model in place; refuse one with missing tensors."""
     try:

@@ -278,9 +278,7 @@ def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
             continue
         with graph.inserting_before(linears[0]):
             outputs = graph.call_function(fused_ops.merged_linear, (linears[0].args[0], weights, biases))
-            parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
-        for node, part in zip(linears, parts, strict=True):
-            _replace_node(node, part)
+            _replace_by_items(linears, outputs)
 
 
 def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -302,9 +300,7 @@ def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
             with graph.inserting_before(first):
                 product = graph.call_function(linear_merged, (source, [node.args[1] for node in nodes]))
                 parts = graph.call_method("split", (product, [len(weights[index]) for index in group], -1))
-                new = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
-            for node, part in zip(nodes, new, strict=True):
-                _replace_node(node, part)
+                _replace_by_items(nodes, parts)
     module.recompile()
 
 
@@ -373,6 +369,12 @@ def _read_sizes_of_input(norm: fx.Node, source: fx.Node) -> None:
     for user in list(norm.users):
         if _is_call(user, {"size"}) or (_is_call(user, {getattr}) and user.args[1] == "shape"):
             user.replace_input_with(norm, source)
+
+
+def _replace_by_items(nodes: Sequence[fx.Node], parts: fx.Node) -> None:
+    items = [parts.graph.call_function(operator.getitem, (parts, index)) for index in range(len(nodes))]
+    for node, item in zip(nodes, items, strict=True):
+        _replace_node(node, item)
 
 
 def _replace_node(old: fx.Node, new: fx.Node) -> None:
