@@ -233,7 +233,6 @@ def save_link(path: Path, target: str) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Read a JSON file."""
     with storage_errors(path, "read"):
         text = path.read_bytes()
     try:

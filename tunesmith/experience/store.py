@@ -180,7 +180,6 @@ def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
 
 
 def truncate_rollouts(source: Path, target: Path, last: int) -> None:
-    """Write the steps of `source` up to `last` to `target`."""
     with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:

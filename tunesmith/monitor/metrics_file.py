@@ -39,7 +39,6 @@ class MetricsFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = format_line({"step": step, "kind": kind} | finite).encode()
         with storage_errors(self._path, "write"):

@@ -69,7 +69,6 @@ class RunFolder:
         return None if self.checkpoint is None else parse_checkpoint_step(self.checkpoint)
 
     def close(self) -> None:
-        """Release the lock."""
         self.workspace.close()
 
     def __enter__(self) -> RunFolder:

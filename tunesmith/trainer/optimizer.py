@@ -48,7 +48,6 @@ class MasterAdamW:
         )
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None."""
         for name, parameter in self._parameters.items():
             parameter.grad = None
             self._masters[name].grad = None

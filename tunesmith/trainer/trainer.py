@@ -318,7 +318,6 @@ class Trainer:
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
     def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        """Adapt the KL coefficient to the KL of the update."""
         adaptive, kl = self._algorithm.kl_adaptive, metrics.get("train/kl")
         if adaptive is not None and kl is not None:
             num_trajectories = len({sample.trajectory_index for sample in samples if not sample.is_expert})

@@ -108,7 +108,6 @@ def check_parameters(sampling: Sampling, *, eos_ids: Collection[int]) -> None:
 
 
 def list_end_ids(sampling: Sampling, eos_ids: Collection[int]) -> set[int]:
-    """The token ids that end a reply."""
     return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
 
 

@@ -189,7 +189,6 @@ def check_expert_dropout(lora: LoraSection, weights: list[str]) -> None:
 
 
 def set_dropout(model: PreTrainedModel, dropout: float) -> None:
-    """Set the dropout of the adapter's layers."""
     model.peft_config[ADAPTER].lora_dropout = dropout
     for module in model.modules():
         if isinstance(layers := getattr(module, "lora_dropout", None), nn.ModuleDict) and ADAPTER in layers:
