@@ -342,10 +342,7 @@ class RolloutFiles:
     def read_table(self, step: int, columns: Sequence[str]) -> pa.Table:
         """Columns of all rows of a step; those that the file lacks are left out."""
         with self._open(step) as parquet:
-            stored, row_group = keep_stored(parquet, columns), self._find_row_group(parquet, step)
-            if row_group is None:
-                return parquet.read(stored, use_threads=False)
-            return parquet.read_row_group(row_group, stored, use_threads=False)
+            return read_row_group(parquet, self._find_row_group(parquet, step), columns)
 
     def stamp(self, step: int) -> tuple[int, int]:
         """Modification time and size of the file that holds a step; they change when it is written again."""
@@ -398,6 +395,13 @@ def open_rollouts(path: Path) -> pq.ParquetFile:
         parquet = pq.ParquetFile(path)
     check_format(path, parquet.schema_arrow)
     return parquet
+
+
+def read_row_group(parquet: pq.ParquetFile, row_group: int | None, columns: Sequence[str]) -> pa.Table:
+    stored = keep_stored(parquet, columns)
+    if row_group is None:
+        return parquet.read(stored, use_threads=False)
+    return parquet.read_row_group(row_group, stored, use_threads=False)
 
 
 def keep_stored(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[str]:

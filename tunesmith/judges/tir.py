@@ -265,6 +265,11 @@ def _compare_math(stated: str, prediction: str, accepted: str) -> float:
     return 1.0 if prediction == expected else score_numeric(stated, expected) or 0.0
 
 
+def build_prompt(question: str, accepted: Sequence[str], answer: str) -> str:
+    """The question whether an answer means the same as an accepted one."""
+    return PROMPT.format(question=quote(question), reference=quote("\n".join(accepted)), answer=quote(answer))
+
+
 async def ask_for_equality(
     task: Mapping[str, Any], prediction: str, accepted: Sequence[str], auxiliary_models: Mapping[str, Any]
 ) -> float | None:
@@ -275,8 +280,7 @@ async def ask_for_equality(
     if not prediction:
         return 0.0
     model = find_auxiliary(auxiliary_models, AUXILIARY_NAME)
-    question = quote(str(task.get("question", "")))
-    prompt = PROMPT.format(question=question, reference=quote("\n".join(accepted)), answer=quote(prediction))
+    prompt = build_prompt(str(task.get("question", "")), accepted, prediction)
     for _ in range(NUM_ATTEMPTS):
         vote = await ask_for_vote(model, prompt)
         if vote is not None:
