@@ -233,7 +233,6 @@ def save_link(path: Path, target: str) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Read a JSON file."""
     with storage_errors(path, "read"):
         text = path.read_bytes()
     try:
@@ -246,10 +245,16 @@ def load_json_lines(path: Path) -> list[Any]:
     """Read a JSON Lines file; only \\n separates lines, as text may contain other Unicode line separators."""
     with storage_errors(path, "read"):
         lines = path.read_text(encoding="utf-8").split("\n")
+    return [
+        parse_json_line(line, path=path, number=number) for number, line in enumerate(lines, start=1) if line.strip()
+    ]
+
+
+def parse_json_line(line: str | bytes, *, path: Path, number: int) -> Any:
     try:
-        return [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
-        raise StorageError(f"cannot read {path}: a line of it is not JSON ({error})") from error
+        return json.loads(line)
+    except ValueError as error:
+        raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
 
 
 @contextmanager
@@ -328,7 +333,8 @@ class Journal:
         """The rows that were in the file when it was opened."""
         if path.exists():
             lines = enumerate(self._read_lines(), start=1)
-            self.rows = [self._parse(number, line) for number, line in lines if line.endswith(b"\n")]
+            complete = [(number, line) for number, line in lines if line.endswith(b"\n")]
+            self.rows = [parse_json_line(line, path=path, number=number) for number, line in complete]
             self.keep(len(self.rows))
 
     def append(self, *rows: Any) -> None:
@@ -352,12 +358,6 @@ class Journal:
     def _read_lines(self) -> list[bytes]:
         with storage_errors(self.path, "read"):
             return self.path.read_bytes().splitlines(keepends=True)
-
-    def _parse(self, number: int, line: bytes) -> Any:
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise StorageError(f"cannot read {self.path}: line {number} is not JSON ({error})") from error
 
 
 def compute_checksum(path: Path) -> str:

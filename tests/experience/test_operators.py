@@ -62,9 +62,7 @@ def test_pass_rates_average_clipped_outcomes_of_rollouts_without_failures():
 def test_an_outcome_metric_must_be_reported():
     groups = [group_of(0.2, 0.9, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}])]
     assert compute_pass_rates(groups, "accuracy") == [0.5]
-    with pytest.raises(
-        ConfigError, match="outcome_key='acuracy' is not a metric of rollout 0 of task t/0.*reports accuracy"
-    ):
+    with pytest.raises(ConfigError, match="'acuracy' is not a metric of rollout 0 of task t/0 .*outcome_key"):
         compute_pass_rates(groups, "acuracy")
 
 

@@ -29,6 +29,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.metric import Mean
 
 MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this, so that no token overflows the loss."""
 
 
 def compute_correction_weights(

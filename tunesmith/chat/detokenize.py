@@ -27,7 +27,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden_ids = frozenset(hidden_ids)
-        self._bytes_of = build_byte_table(self._backend, hidden_ids=self._hidden_ids)
+        # a third of the time of the Rust decoder, which builds a string for each token
+        is_bytes = type(getattr(self._backend, "decoder", None)) is decoders.ByteLevel
+        self._bytes_of = ByteTable(self._backend, self._hidden_ids) if is_bytes else None
 
     def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
         """Text of the ids without special tokens and `extra_hidden_ids`."""
@@ -74,14 +76,6 @@ class ByteTable(dict[int, bytes]):
 BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 """The alphabet of byte-level BPE (Radford et al., 2019)."""
 BYTE_CHARACTERS = frozenset(BYTE_OF_CHARACTER)
-
-
-def build_byte_table(backend: Any, *, hidden_ids: Collection[int]) -> ByteTable | None:
-    """The bytes of all tokens, if the text of ids is the text of their bytes; else None.
-
-    A third of the time of the Rust decoder, which builds a string for each token.
-    """
-    return ByteTable(backend, hidden_ids) if type(getattr(backend, "decoder", None)) is decoders.ByteLevel else None
 
 
 class IncrementalDetokenizer:

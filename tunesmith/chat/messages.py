@@ -61,7 +61,6 @@ class Message:
 
     @property
     def num_characters(self) -> int:
-        """Characters of content and reasoning."""
         return len(self.content) + len(self.reasoning or "")
 
     def to_template(self) -> dict[str, Any]:
@@ -227,7 +226,6 @@ def build_reply_key(message: Message) -> MatchKey:
 
 
 def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
-    """The match keys of a conversation."""
     return MatchKeys().extend(messages).keys
 
 

@@ -205,7 +205,6 @@ class ChatTemplate:
         """The special token after an assistant message; None if the header of the next message ends the turn."""
 
     def uses_variable(self, variable: str) -> bool:
-        """Whether the template refers to a variable."""
         return re.search(rf"\b{variable}\b", str(self._tokenizer.get_chat_template())) is not None
 
     def render(
@@ -375,7 +374,6 @@ def _has_sentinel(message: Message) -> bool:
 
 
 def _find_sentinel_call(messages: Sequence[Message]) -> str | None:
-    """Id of the call whose arguments have the sentinel."""
     calls = (call for message in messages for call in message.tool_calls if SENTINEL in call.arguments)
     return next((call.call_id or "" for call in calls), None)
 

@@ -25,7 +25,6 @@ def read_reference(text: str) -> StageReference | None:
 
 
 def list_strings(value: Any) -> list[str]:
-    """All strings in nested values."""
     found: list[str] = []
 
     def collect(text: str) -> str:

@@ -281,7 +281,6 @@ def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]
 
 
 def iter_sections(value: Any) -> Iterator[Section]:
-    """A section and all nested sections."""
     if isinstance(value, Section):
         yield value
         for name in type(value).model_fields:

@@ -247,19 +247,16 @@ class LocalEngine(BaseEngine):
 
     def _step(self) -> None:
         self._receive_requests()
-        self._abort_cancelled()
+        while self._cancelled:
+            state = self._output_processor.states.get(self._cancelled.popleft())
+            if state is not None:
+                self._output_processor.finish(state, "cancelled")
         self._finish_expired()
         self._stepper.step()
 
     def _receive_requests(self) -> None:
         while self._inbox:
             self._output_processor.add_request(self._inbox.popleft())
-
-    def _abort_cancelled(self) -> None:
-        while self._cancelled:
-            state = self._output_processor.states.get(self._cancelled.popleft())
-            if state is not None:
-                self._output_processor.finish(state, "cancelled")
 
     def _finish_expired(self) -> None:
         """Finish requests whose deadline has passed; most requests have none."""

@@ -138,7 +138,6 @@ def save_radar_plot(path: Path, radar: Radar) -> bool:
 
 
 def find_largest_means(models: Mapping[str, Mapping[str, Sequence[float]]], axes: Sequence[str]) -> dict[str, float]:
-    """The largest mean of each axis, 0 if none is positive."""
     return {axis: max(0.0, *(found[axis][0] for found in models.values() if axis in found)) for axis in axes}
 
 

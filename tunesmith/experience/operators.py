@@ -42,15 +42,7 @@ from tunesmith.types import TRUNCATED, Group, Trajectory, are_equal, is_above
 def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
     """The outcome of a scored rollout."""
     assert run.reward is not None
-    if outcome_key is None:
-        return run.reward
-    if outcome_key not in run.metrics:
-        reported = ", ".join(run.metrics) or "none"
-        raise ConfigError(
-            f"outcome_key={outcome_key!r} is not a metric of rollout {run.run_index} of task {run.task.task_id}, which "
-            f"reports {reported}: report it from the judge, or change experience.outcome_key"
-        )
-    return run.metrics[outcome_key]
+    return run.reward if outcome_key is None else read_metric(run, outcome_key, knob="experience.outcome_key")
 
 
 def read_metric(run: Trajectory, key: str, *, knob: str) -> float:
@@ -77,7 +69,9 @@ def clip_outcome(outcome: float) -> float:
     return 0.0 if not is_above(outcome, 0.0) else 1.0 if not is_above(1.0, outcome) else outcome
 
 
-Operator = Callable[..., tuple[list[Group], dict[str, float]]]
+OperatorResult = tuple[list[Group], dict[str, float]]
+"""Groups and metrics."""
+Operator = Callable[..., OperatorResult]
 
 STRICT_MARGIN = 1 / 16
 STRICT_EPSILON = 1e-3
@@ -93,9 +87,7 @@ class Shaping(TypedDict):
     weight: float
 
 
-def pass_rate_calculator(
-    groups: Sequence[Group], *, outcome_key: str | None = None
-) -> tuple[list[Group], dict[str, float]]:
+def pass_rate_calculator(groups: Sequence[Group], *, outcome_key: str | None = None) -> OperatorResult:
     """Measure the share of tasks that are neither solved nor failed by all their rollouts; groups are unchanged."""
     rates = [rate for rate in compute_pass_rates(groups, outcome_key) if rate is not None]
     if not rates:
@@ -112,19 +104,17 @@ def pass_rate_calculator(
     }
 
 
-def reward_filter(groups: Sequence[Group], *, threshold: float = 0.0) -> tuple[list[Group], dict[str, float]]:
+def reward_filter(groups: Sequence[Group], *, threshold: float = 0.0) -> OperatorResult:
     """Keep rollouts whose reward is at least `threshold`."""
     return _keep_runs(groups, lambda run: run.reward is not None and run.reward >= threshold)
 
 
-def invalid_reward_filter(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+def invalid_reward_filter(groups: Sequence[Group]) -> OperatorResult:
     """Keep rollouts with a finite reward: failures and rewards that shaping made infinite are dropped."""
     return _keep_runs(groups, lambda run: run.reward is not None and math.isfinite(run.reward))
 
 
-def reward_std_filter(
-    groups: Sequence[Group], *, threshold: NonNegativeFloat = 0.0
-) -> tuple[list[Group], dict[str, float]]:
+def reward_std_filter(groups: Sequence[Group], *, threshold: NonNegativeFloat = 0.0) -> OperatorResult:
     """Keep groups of two or more scored rollouts whose reward standard deviation (population) exceeds `threshold`."""
 
     def has_spread(group: Group) -> bool:
@@ -136,7 +126,7 @@ def reward_std_filter(
 
 def outcome_gate(
     groups: Sequence[Group], *, outcome_key: str | None = None, tolerance: NonNegativeFloat = 0.0
-) -> tuple[list[Group], dict[str, float]]:
+) -> OperatorResult:
     """Keep groups whose outcomes differ by more than `tolerance`; with equal outcomes only shaping noise would train.
 
     A group with one scored rollout cannot be compared and is kept.
@@ -151,7 +141,7 @@ def outcome_gate(
 
 def dapo_dynamic_sampling(
     groups: Sequence[Group], *, metric_key: str | None = None, correct_threshold: float = 0.0
-) -> tuple[list[Group], dict[str, float]]:
+) -> OperatorResult:
     """Keep groups in which some rollouts are correct and some are not (Yu et al., 2025, eq. 11).
 
     A rollout is correct when its metric `metric_key` (default `accuracy`), or its reward when it does not report that
@@ -166,7 +156,7 @@ def dapo_dynamic_sampling(
     return _keep_groups(groups, lambda group: len({is_correct(run) for run in group.scored}) == 2)
 
 
-def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+def mask_response_truncated(groups: Sequence[Group]) -> OperatorResult:
     """Exclude turns truncated by `max_tokens` or by the context from training; their rollout's reward still counts."""
     num_masked = 0
 
@@ -182,7 +172,7 @@ def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[
 
 def reward_shaping_mapper(
     groups: Sequence[Group], *, reward_shaping_configs: Annotated[list[Shaping], Field(min_length=1)]
-) -> tuple[list[Group], dict[str, float]]:
+) -> OperatorResult:
     """Shape rewards with metrics that rollouts report.
 
     A term whose metric the rollout does not report, or that divides by zero, is skipped and counted.
@@ -237,7 +227,7 @@ def data_juicer(
     prompt_key: str = "question",
     np: PositiveInt = 4,
     python: str | None = None,
-) -> tuple[list[Group], dict[str, float]]:
+) -> OperatorResult:
     """Apply operators of Data-Juicer to scored rollouts: to rows of `prompt_text`, the field `prompt_key` of the task,
     `response_text`, and `reward`. Rollouts that they drop do not train; numbers that they compute are metrics.
 
@@ -274,13 +264,13 @@ def read_recipe(path: Path) -> list[dict[str, Any]]:
     return list(found.get("process") or []) if isinstance(found, Mapping) else []
 
 
-def _keep_runs(groups: Sequence[Group], is_kept: Callable[[Trajectory], bool]) -> tuple[list[Group], dict[str, float]]:
+def _keep_runs(groups: Sequence[Group], is_kept: Callable[[Trajectory], bool]) -> OperatorResult:
     kept = [replace(group, trajectories=tuple(filter(is_kept, group.trajectories))) for group in groups]
     num_runs, num_kept = (sum(len(group.trajectories) for group in each) for each in (groups, kept))
     return kept, {"num_filtered_runs": Count(num_runs - num_kept)}
 
 
-def _keep_groups(groups: Sequence[Group], is_kept: Callable[[Group], bool]) -> tuple[list[Group], dict[str, float]]:
+def _keep_groups(groups: Sequence[Group], is_kept: Callable[[Group], bool]) -> OperatorResult:
     kept = [group if is_kept(group) else replace(group, trajectories=()) for group in groups]
     num_groups, num_kept = (sum(bool(group.trajectories) for group in each) for each in (groups, kept))
     return kept, {"num_filtered_groups": Count(num_groups - num_kept)}
@@ -328,7 +318,7 @@ def efficiency_reward(
     tool_keys: ToolKeys = ["tool_calls"],  # noqa: B006 - bound arguments are never modified
     format_key: str | None = None,
     format_penalty: NonNegativeFloat = 1.0,
-) -> tuple[list[Group], dict[str, float]]:
+) -> OperatorResult:
     """Replace rewards by correctness * tool factor * length factor, minus `format_penalty` for a wrong format."""
     scale = 1.0 if decay == "none" else compute_sigma_scale(step=step, total_steps=total_steps)
     sigmas = {
@@ -360,7 +350,7 @@ def arpo_reward(
     outcome_key: str | None = None,
     format_key: str | None = None,
     bonus: NonNegativeFloat = 0.1,
-) -> tuple[list[Group], dict[str, float]]:
+) -> OperatorResult:
     """Replace rewards by ARPO's: -1 for a wrong format, else correctness, plus `bonus` if every tool was used."""
     outcomes, num_bonuses = [], 0
 

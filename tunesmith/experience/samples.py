@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 
 import numpy as np
@@ -255,17 +255,13 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
 def concatenate_tries(tries: Sequence[Trie]) -> Trie:
     """Tries laid end to end as one."""
     starts = np.cumsum([0, *(trie.num_tokens for trie in tries)])[:-1].tolist()
-    return Trie(
-        token_ids_T=_concatenate([trie.token_ids_T for trie in tries]),
-        depth_T=_concatenate([trie.depth_T for trie in tries]),
-        subtree_end_T=_concatenate([trie.subtree_end_T + start for trie, start in zip(tries, starts, strict=True)]),
-        parent_E=_concatenate([trie.parent_E + start for trie, start in zip(tries, starts, strict=True)]),
-        target_E=_concatenate([trie.target_E for trie in tries]),
-        sample_E=_concatenate([trie.sample_E for trie in tries]),
-        time_E=_concatenate([trie.time_E for trie in tries]),
-        num_flat_tokens=sum(trie.num_flat_tokens for trie in tries),
-        owner_T=_concatenate([trie.owner_T for trie in tries]),
-    )
+    shifted = [
+        replace(trie, subtree_end_T=trie.subtree_end_T + start, parent_E=trie.parent_E + start)
+        for trie, start in zip(tries, starts, strict=True)
+    ]
+    names = [each.name for each in fields(Trie) if each.name != "num_flat_tokens"]
+    arrays = {name: _concatenate([getattr(trie, name) for trie in shifted]) for name in names}
+    return Trie(num_flat_tokens=sum(trie.num_flat_tokens for trie in tries), **arrays)
 
 
 def read_array(values: Sequence[float | None] | np.ndarray, dtype: type) -> np.ndarray:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -131,16 +132,23 @@ def check_rollouts(path: Path) -> None:
 def load_table(path: Path) -> pa.Table:
     """The rows that were saved as `path`."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
-    with storage_errors(stored_path, "read"):
+    with reading(stored_path), stored_path.open("rb") as file:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        check_format(stored_path, parquet.schema_arrow)
+        if step is None:
+            return parquet.read()
+        indices = range(parquet.num_row_groups)
+        return parquet.read_row_groups([index for index in indices if find_step(parquet, index) == step])
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert the errors of the file system, and of a file that is not Parquet, into a StorageError."""
+    with storage_errors(path, "read"):
         try:
-            with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                check_format(stored_path, parquet.schema_arrow)
-                if step is None:
-                    return parquet.read()
-                indices = range(parquet.num_row_groups)
-                return parquet.read_row_groups([index for index in indices if find_step(parquet, index) == step])
+            yield
         except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
+            raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
 
 
 def check_format(path: Path, schema: pa.Schema) -> None:
@@ -172,7 +180,6 @@ def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
 
 
 def truncate_rollouts(source: Path, target: Path, last: int) -> None:
-    """Write the steps of `source` up to `last` to `target`."""
     with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
@@ -384,11 +391,8 @@ class RolloutFiles:
 
 
 def open_rollouts(path: Path) -> pq.ParquetFile:
-    with storage_errors(path, "read"):
-        try:
-            parquet = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
+    with reading(path):
+        parquet = pq.ParquetFile(path)
     check_format(path, parquet.schema_arrow)
     return parquet
 

@@ -28,19 +28,11 @@ from tunesmith.experience.operators import (
 from tunesmith.metric import Count
 from tunesmith.types import Group
 
-OPERATORS: dict[str, Operator] = {
-    "pass_rate_calculator": pass_rate_calculator,
-    "reward_filter": reward_filter,
-    "reward_std_filter": reward_std_filter,
-    "outcome_gate": outcome_gate,
-    "dapo_dynamic_sampling": dapo_dynamic_sampling,
-    "mask_response_truncated": mask_response_truncated,
-    "reward_shaping_mapper": reward_shaping_mapper,
-    "invalid_reward_filter": invalid_reward_filter,
-    "efficiency_reward": efficiency_reward,
-    "arpo_reward": arpo_reward,
-    "data_juicer": data_juicer,
-}
+FUNCTIONS: tuple[Operator, ...] = (
+    pass_rate_calculator, reward_filter, reward_std_filter, outcome_gate, dapo_dynamic_sampling,
+    mask_response_truncated, reward_shaping_mapper, invalid_reward_filter, efficiency_reward, arpo_reward, data_juicer,
+)  # fmt: skip
+OPERATORS = {each.__name__: each for each in FUNCTIONS}
 OUTCOME_KEYWORDS = frozenset({"outcome_key", "metric_key"})
 """Operator arguments whose default is `experience.outcome_key`."""
 STEP_KEYWORDS = frozenset({"step", "total_steps"})

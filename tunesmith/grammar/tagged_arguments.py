@@ -151,7 +151,6 @@ class TaggedArguments:
             )
 
     def _is_read(self, text: str, values: Sequence[Any], schema: Mapping[str, Any]) -> bool:
-        """Whether the parser reads the text as one of the values."""
         read = self.texts.read(text, schema)
         is_value = any(type(read) is type(value) and read == value for value in values)
         return is_value and not any(each in text for each in self.texts.excluded)

@@ -135,7 +135,9 @@ def compute_useful_share(transcript: Transcript) -> float | None:
         return None
     seen: set[str] = set()
     num_useful = 0
-    numbers = [find_numbers(reply.text) for reply in transcript.replies]
+    texts = (reply.text.replace("\\n", "\n") for reply in transcript.replies)
+    found = (map(_parse_exact, NUMBER.findall(text)) for text in texts)
+    numbers = [{number for number in each if number is not None} for each in found]
     for index, reply in enumerate(transcript.replies):
         later: set[Fraction | int] = set().union(*numbers[index + 1 :])
         for call in reply.calls:
@@ -157,11 +159,6 @@ def is_used(call: ToolCallRecord, later: Collection[Fraction | int]) -> bool:
         return False
     limit = USED_TOLERANCE * float(abs(result))
     return any(-limit <= number - result <= limit for number in later)
-
-
-def find_numbers(text: str) -> set[Fraction | int]:
-    numbers = map(_parse_exact, NUMBER.findall(text.replace("\\n", "\n")))
-    return {number for number in numbers if number is not None}
 
 
 def _parse_exact(text: str) -> Fraction | int | None:

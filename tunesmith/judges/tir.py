@@ -221,9 +221,7 @@ def find_ability(task: Mapping[str, Any], accepted: Sequence[str]) -> Ability:
     given = task.get("ability")
     if given is not None and given not in ABILITIES:
         raise ValueError(f"ability={given!r} of a task; allowed: {', '.join(ABILITIES)}, or no such field")
-    if given is not None:
-        return "math" if given == "math" else "qa"
-    return "math" if any(map(has_formula, accepted)) else "qa"
+    return "math" if given == "math" or (given is None and any(map(has_formula, accepted))) else "qa"
 
 
 def find_known_ability(*names: str) -> Ability | None:

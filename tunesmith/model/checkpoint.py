@@ -131,7 +131,6 @@ def save_model_files(
 
 
 def save_states(folder: Path, *, trainer_state: Mapping[str, Any], run_state: Mapping[str, Any]) -> None:
-    """Save the trainer's and the run's state."""
     (folder / TRAINER_STATE).parent.mkdir()
     try:
         torch.save(dict(trainer_state), folder / TRAINER_STATE)
@@ -196,7 +195,6 @@ def estimate_checkpoint_bytes(
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested mappings and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

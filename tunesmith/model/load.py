@@ -133,7 +133,11 @@ def load_tokenizer(
             source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
         )
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        place = Path(chat_template).expanduser()
+        if not place.is_file():
+            reason = "there is no such file; give the path of a jinja file"
+            raise ModelError(f"model.chat_template={chat_template!r}: {reason}")
+        tokenizer.chat_template = place.read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer of {path!r} has no chat template, so messages cannot be rendered; "
@@ -248,14 +252,15 @@ def install_adapter(
         return train_all_weights(model)
     from tunesmith.model.adapters.lora import (  # PEFT takes seconds to import
         add_adapter,
+        attach_adapter,
         disable_cpu_repacking,
         load_adapter,
-        merge_adapter,
     )
 
     if lora is None:
         assert source.adapter is not None
-        return train_all_weights(merge_adapter(model, source.adapter))
+        attached = attach_adapter(model, source.adapter, is_trainable=False)
+        return train_all_weights(attached.merge_and_unload(safe_merge=True))
     disable_cpu_repacking(model)
     place = Path(source.name_or_path, source.gguf_file or "")
     base = str(place.absolute()) if place.exists() else source.name_or_path
@@ -370,13 +375,6 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
             f"the tokenizer has ids up to {largest} but the model has {num_embeddings} embeddings; "
             "model and tokenizer do not belong together"
         )
-
-
-def _read_template(path: str) -> str:
-    place = Path(path).expanduser()
-    if not place.is_file():
-        raise ModelError(f"model.chat_template={path!r}: there is no such file; give the path of a jinja file")
-    return place.read_text(encoding="utf-8")
 
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

@@ -65,14 +65,14 @@ def _merge(parameters: Sequence[Tensor | None]) -> None:
 
 
 def get_merged_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """View of the tensors concatenated along the first axis; None unless they are contiguous in this order."""
+    """View of the tensors concatenated along the first axis; None unless they are adjacent in this order."""
     first = tensors[0]
-    offset = first.storage_offset()
+    offset, layout = first.storage_offset(), (first.shape[1:], first.stride(), first.untyped_storage().data_ptr())
     for tensor in tensors:
-        is_next = tensor.storage_offset() == offset and tensor.is_contiguous() and tensor.shape[1:] == first.shape[1:]
-        if not is_next or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        found = (tensor.shape[1:], tensor.stride(), tensor.untyped_storage().data_ptr())
+        if tensor.storage_offset() != offset or found != layout:
             return None
-        offset += tensor.numel()
+        offset += len(tensor) * tensor.stride(0)
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
 
 

@@ -39,18 +39,14 @@ def prepare_model(name: str, out_dir: str | Path | None = None, *, dtype: str = 
     folder = Path(out_dir or f"models/{name}").expanduser()
     marker = {"model": name, "dtype": dtype}
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        _check_marker(folder, marker)
+        path = folder / MARKER_NAME
+        if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != marker:
+            raise ModelError(f"{str(folder)!r} already holds something else; choose another folder or remove this one")
         return folder
     with locked_beside(folder), renamed_folder(folder) as temporary:
         PREPARERS[name](temporary, dtype)
         (temporary / MARKER_NAME).write_text(json.dumps(marker), encoding="utf-8")
     return folder
-
-
-def _check_marker(folder: Path, marker: Mapping[str, str]) -> None:
-    path = folder / MARKER_NAME
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != marker:
-        raise ModelError(f"{str(folder)!r} already holds something else; choose another folder or remove this one")
 
 
 def _prepare_smollm2(folder: Path, dtype: str) -> None:

@@ -6,7 +6,6 @@ other than the text decoder and its head never run, because messages are text, a
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,12 +70,6 @@ def list_towers(model: nn.Module) -> list[str]:
                 yield from walk(child, f"{prefix}{name}.")
 
     return list(walk(model, ""))
-
-
-def build_tower_pattern(model: PreTrainedModel) -> str | None:
-    """Regular expression of the names of modules in towers other than text; None for a text model."""
-    towers = list_towers(model)
-    return rf"({'|'.join(map(re.escape, towers))})\..*" if towers else None
 
 
 def train_all_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -101,7 +101,6 @@ class ConsoleProgress:
         self._console.print(text, markup=False)
 
     def show_train(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report the metrics of a training step."""
         self._ends.append((step, time.monotonic()))
         remaining = format_duration(self._compute_remaining_s(step)).replace(" min", "m").replace(" ", "")
         eta = f"eta {remaining}"
@@ -116,7 +115,6 @@ class ConsoleProgress:
             self.show_line(gap.join(shown + format_more(self._more_metrics, metrics, parts)))
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report the metrics of an evaluation."""
         rest = dict(metrics)
         shown = [format_reward(name, rest) for name in metrics if name.startswith("eval/") and name.endswith("/reward")]
         seconds = rest.pop("perf/evaluation_s", None)

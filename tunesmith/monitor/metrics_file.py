@@ -21,7 +21,7 @@ import numpy as np
 
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metric_table import MetricTable
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import open_atomic, parse_json_line, storage_errors
 
 Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
@@ -39,7 +39,6 @@ class MetricsFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = format_line({"step": step, "kind": kind} | finite).encode()
         with storage_errors(self._path, "write"):
@@ -62,17 +61,8 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # the write was interrupted
-            records.append(parse_line(line, path=path, number=number))
+            records.append(parse_json_line(line, path=path, number=number))
     return records
-
-
-def parse_line(line: bytes, *, path: Path, number: int) -> dict[str, Any]:
-    """The record in a line; the error names the file and the line's number."""
-    try:
-        record: dict[str, Any] = json.loads(line)
-    except ValueError as error:
-        raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
-    return record
 
 
 def format_line(record: Mapping[str, Any]) -> str:
@@ -216,7 +206,7 @@ class MetricsLog:
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 number = sum(map(len, self._steps.values())) + 1
-                record = parse_line(line, path=self._path, number=number)
+                record = parse_json_line(line, path=self._path, number=number)
                 try:
                     self._add(record)
                 except (KeyError, TypeError) as error:

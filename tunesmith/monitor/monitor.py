@@ -58,7 +58,6 @@ class Monitor:
         self._console.show_status(text)
 
     def show_line(self, text: str) -> None:
-        """Print a line on the console."""
         self._console.show_line(text)
 
     def close(self, *, is_failed: bool = False) -> None:

@@ -347,7 +347,6 @@ API_KEY_VARIABLE = "TUNESMITH_SEARCH_API_KEY"
 
 
 def build(settings: IndexSettings, *, corpus: str, out: str, name: str | None = None, split: str | None = None) -> str:
-    """Build an index in the folder `out`."""
     info = build_index(corpus, out, settings, name=name, split=split)
     return f"{info.num_passages} passages, {info.settings.kind} index {info.index_hash}: {out}"
 

@@ -154,7 +154,6 @@ def load_environment(section: EnvironmentSection) -> Environment:
 
 
 def load_task_environment(config: RunConfig) -> TaskEnvironment:
-    """The environment with tasks that the config names."""
     # deferred as in load_environment; the packages of `sets` are optional
     from tunesmith.environments.episode import TaskEnvironment
     from tunesmith.environments.sets import FAMILIES, load_set
@@ -369,7 +368,6 @@ def choose_module_name(path: Path) -> str:
 
 
 def is_module_of(module: ModuleType | None, path: Path) -> bool:
-    """Whether a module was loaded from that file."""
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path
 

@@ -30,8 +30,10 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
     """Print expected errors as one sentence on stderr and exit with status 1; SIGTERM exits with status 143."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, exit_on_signal)
-    if is_debug:
-        show_tracebacks()
+    if is_debug:  # the traceback of every rollout that fails in user code
+        logger = logging.getLogger("tunesmith.workflow")
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(logging.StreamHandler())
     try:
         with repeated_signals():
             work()
@@ -82,13 +84,6 @@ def repeated_signals() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = previous
-
-
-def show_tracebacks() -> None:
-    """Log the traceback of every rollout that fails in user code."""
-    logger = logging.getLogger("tunesmith.workflow")
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(logging.StreamHandler())
 
 
 def exit_now(status: int) -> None:

@@ -69,7 +69,6 @@ class RunFolder:
         return None if self.checkpoint is None else parse_checkpoint_step(self.checkpoint)
 
     def close(self) -> None:
-        """Release the lock."""
         self.workspace.close()
 
     def __enter__(self) -> RunFolder:
@@ -206,20 +205,14 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
         )
     found = run.last_checkpoint if step is None else paths.checkpoint(step)
     try:
-        if step is None:
-            check_newest(run, found)
+        newest = 0 if found is None else parse_checkpoint_step(found)
+        if step is None and newest < run.committed_step:
+            raise StorageError(f"{paths.checkpoint(run.committed_step)} is missing or not complete")
         if found is not None:
             check_resumable(paths, found)
     except StorageError as error:
         raise StorageError(f"{error}; {describe_recovery(paths, before=found)}") from error
     return found
-
-
-def check_newest(run: RunRecord, found: Path | None) -> None:
-    """Raise if a later step than `found` was committed; without `found`, if any step was."""
-    committed, newest = run.committed_step, 0 if found is None else parse_checkpoint_step(found)
-    if newest < committed:
-        raise StorageError(f"{run.paths.checkpoint(committed)} is missing or not complete")
 
 
 def check_resumable(paths: RunPaths, checkpoint: Path) -> None:

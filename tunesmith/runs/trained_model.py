@@ -56,7 +56,8 @@ def find_source(settings: ExportSection) -> ExportSource:
     if folder.is_dir():
         folder = find_model_folder(folder.resolve() if folder.is_symlink() else folder.absolute())
     path = str(folder) if folder.is_dir() else settings.path
-    run = find_run(folder)
+    root = find_run_folder(folder)  # of a checkpoint or of a stage's model
+    run = RunRecord(root) if root != folder and RunPaths(root).config.is_file() else None
     return ExportSource(
         path=path,
         adapter=find_adapter(path, settings.base_path),
@@ -87,12 +88,6 @@ def find_model_folder(folder: Path) -> Path:
 
 def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file()
-
-
-def find_run(folder: Path) -> RunRecord | None:
-    """The run of a checkpoint or of a stage's model."""
-    root = find_run_folder(folder)
-    return RunRecord(root) if root != folder and RunPaths(root).config.is_file() else None
 
 
 def choose_name(folder: Path, run: RunRecord | None) -> str:

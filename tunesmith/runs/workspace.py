@@ -199,7 +199,6 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
 
 
 def name_inputs(journal: Path) -> Path:
-    """The file with the inputs of a journal."""
     return journal.with_name(f"{journal.name}.json")
 
 

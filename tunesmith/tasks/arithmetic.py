@@ -82,7 +82,6 @@ def find_split(question: str) -> Split:
 
 
 def save_problems(out_dir: Path, *, num_train: int, num_test: int, seed: int) -> None:
-    """Write the problems of both splits."""
     counts: dict[Split, int] = {"train": num_train, "test": num_test}
     for split, count in counts.items():
         problems = build_problems(split, num_problems=count, seed=seed)

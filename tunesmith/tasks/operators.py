@@ -29,7 +29,9 @@ from tunesmith.tasks.contamination import iter_ngrams, split_words
 from tunesmith.tasks.load import describe_missing_field
 from tunesmith.types import Task
 
-TaskOperator = Callable[..., tuple[list[Task], dict[str, float]]]
+ChangedTasks = tuple[list[Task], dict[str, float]]
+"""Tasks, and metrics."""
+TaskOperator = Callable[..., ChangedTasks]
 
 Fields = Annotated[list[str], Field(min_length=1)]
 Weights = Annotated[dict[str, float], Field(min_length=1)]
@@ -42,7 +44,7 @@ NGRAM_WORDS = 5
 """Lengths of the n-grams whose repetition is measured."""
 
 
-def deduplicate(tasks: Sequence[Task], *, fields: Fields) -> tuple[list[Task], dict[str, float]]:
+def deduplicate(tasks: Sequence[Task], *, fields: Fields) -> ChangedTasks:
     """Keep the first of tasks whose fields are equal up to spacing, case and sentence punctuation."""
     seen: set[tuple[str, ...]] = set()
     kept = []
@@ -61,7 +63,7 @@ def normalize(text: str) -> str:
 
 def length_filter(
     tasks: Sequence[Task], *, field: str, min_chars: NonNegativeInt = 0, max_chars: PositiveInt | None = None
-) -> tuple[list[Task], dict[str, float]]:
+) -> ChangedTasks:
     """Keep tasks whose field has between `min_chars` and `max_chars` characters."""
 
     def is_kept(task: Task) -> bool:
@@ -72,24 +74,18 @@ def length_filter(
     return kept, {"num_removed": float(len(tasks) - len(kept))}
 
 
-def score_quality(
-    tasks: Sequence[Task], *, field: str, to: str = "quality_score"
-) -> tuple[list[Task], dict[str, float]]:
+def score_quality(tasks: Sequence[Task], *, field: str, to: str = "quality_score") -> ChangedTasks:
     """Add a score from 0 to 1: the mean share of alphanumeric characters and of unique character and word n-grams."""
     return _add_scores(tasks, to, [compute_quality(read_text(task, field)) for task in tasks])
 
 
-def score_difficulty(
-    tasks: Sequence[Task], *, feature_keys: Fields, to: str = "difficulty_score"
-) -> tuple[list[Task], dict[str, float]]:
+def score_difficulty(tasks: Sequence[Task], *, feature_keys: Fields, to: str = "difficulty_score") -> ChangedTasks:
     """Add one minus the mean pass rate of the reference models."""
     scores = [1.0 - fmean(read_pass_rate(task, key) for key in feature_keys) for task in tasks]
     return _add_scores(tasks, to, scores)
 
 
-def order_by_priority(
-    tasks: Sequence[Task], *, weights: Weights, top_k: PositiveInt | None = None
-) -> tuple[list[Task], dict[str, float]]:
+def order_by_priority(tasks: Sequence[Task], *, weights: Weights, top_k: PositiveInt | None = None) -> ChangedTasks:
     """Sort by a weighted sum of numeric fields, highest first, stable; keep the first `top_k`."""
 
     def compute_priority(task: Task) -> float:
@@ -106,7 +102,7 @@ def data_juicer(
     field: str = "text",
     num_proc: PositiveInt = 1,
     python: str | None = None,
-) -> tuple[list[Task], dict[str, float]]:
+) -> ChangedTasks:
     """Apply operators of Data-Juicer, written as in its files: `[{name: arguments}, ...]`.
 
     They filter tasks, change their rows, and add the numbers that they compute as fields. `field` has the text of
@@ -167,7 +163,7 @@ def _read(row: Mapping[str, Any], field: str, task: Task) -> Any:
     return row[field]
 
 
-def _add_scores(tasks: Sequence[Task], to: str, scores: Sequence[float]) -> tuple[list[Task], dict[str, float]]:
+def _add_scores(tasks: Sequence[Task], to: str, scores: Sequence[float]) -> ChangedTasks:
     if any(to in task.row for task in tasks):
         raise DataError(f"the tasks already have a field {to!r}; choose another name with `to`")
     scored = [replace(task, row={**task.row, to: score}) for task, score in zip(tasks, scores, strict=True)]
@@ -201,7 +197,7 @@ def paraphrase(
     temperature: NonNegativeFloat = 1.0,
     max_tokens: PositiveInt = 1024,
     max_concurrency: PositiveInt = 8,
-) -> tuple[list[Task], dict[str, float]]:
+) -> ChangedTasks:
     """Each task, then its variants with ids `<id>/paraphrase-<number>`; at most `max_concurrency` requests at once.
 
     A model rewrites `field`; the other fields are copied. Requests cost money and are not deterministic, so replies are

@@ -31,7 +31,6 @@ from tunesmith.tasks.operators import (
 )
 from tunesmith.tasks.pareto import ParetoSelector
 from tunesmith.tasks.selector import (
-    Floats,
     RandomSelector,
     Selector,
     build_easy_to_hard,
@@ -88,7 +87,11 @@ def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int
         needed = f"at least {entry.min_features}" if entry.max_features else "none"
         raise ConfigError(f"selector {name!r} takes {needed} of feature_keys, got {list(keys)}")
     build = bind_arguments(entry.build, section.args, where=where, reserved=RESERVED_ARGUMENTS)
-    selector: Selector = build(tasks if entry.has_tasks else load_features(tasks, keys), seed=seed)
+    given: Any = tasks
+    if not entry.has_tasks:  # pass rates of reference models in the tasks' rows, one column per key
+        rates = [[read_pass_rate(task, key) for key in keys] for task in tasks]
+        given = np.asarray(rates, dtype=np.float64).reshape(len(tasks), len(keys))
+    selector: Selector = build(given, seed=seed)
     return selector
 
 
@@ -120,12 +123,6 @@ def check_selector(selector: Any, *, name: str) -> Selector:
         raise ConfigError(f"selector {name!r}: its state_dict cannot be saved as JSON: {error}") from error
     checked: Selector = selector
     return checked
-
-
-def load_features(tasks: Sequence[Task], keys: Sequence[str]) -> Floats:
-    """The features in the tasks' rows (pass rates of reference models), one column per key."""
-    features = [[read_pass_rate(task, key) for key in keys] for task in tasks]
-    return np.asarray(features, dtype=np.float64).reshape(len(tasks), len(keys))
 
 
 def apply_task_operators(

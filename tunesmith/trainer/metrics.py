@@ -70,7 +70,6 @@ def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total[Tensor]]:
 
 
 def count_tokens(inputs: TokenInputs) -> TokenCounts:
-    """Token counts of the inputs of an update."""
     assert inputs.is_newest_E is not None
     return TokenCounts(num_sampled=int(inputs.find_sampled().sum()), num_newest=int(inputs.is_newest_E.sum()))
 
@@ -129,7 +128,6 @@ def build_token_metrics(totals: Mapping[str, Total[float]], counts: TokenCounts,
 
 
 def check_finite(metrics: Mapping[str, float]) -> None:
-    """Raise TrainingError if the loss or the gradient norm is not finite."""
     loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise TrainingError(

@@ -48,7 +48,6 @@ class MasterAdamW:
         )
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None."""
         for name, parameter in self._parameters.items():
             parameter.grad = None
             self._masters[name].grad = None
@@ -80,11 +79,8 @@ class MasterAdamW:
     def compute_changed_ratio(self, before: list[Tensor]) -> Tensor:
         """Share of the elements of `sample_weights` that changed by more than `MIN_RELATIVE_CHANGE`."""
         pairs = zip(before, self.sample_weights(), strict=True)
-        return (
-            torch.cat([(new - old).abs() > MIN_RELATIVE_CHANGE * old.square().mean().sqrt() for old, new in pairs])
-            .double()
-            .mean()
-        )
+        changed = [(new - old).abs() > MIN_RELATIVE_CHANGE * old.square().mean().sqrt() for old, new in pairs]
+        return torch.cat(changed).double().mean()
 
     def compute_relative_update(self, before: list[Tensor]) -> Tensor:
         """RMS of the change of the elements of `sample_weights`, relative to the RMS of their values before."""

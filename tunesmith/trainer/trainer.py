@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,7 @@ from tunesmith.model.torch_modes import default_modes, is_exact
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.batch import attach_token_masks
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.layers.compiled_layers import find_compilable
+from tunesmith.trainer.layers.compiled_layers import can_compile
 from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
 from tunesmith.trainer.metrics import build_metrics, check_finite, check_mismatch
@@ -123,7 +122,8 @@ class Trainer:
         for each in filter(None, (model, reference_model)):  # the reference has the routes of the policy
             if find_routers(each) or settings.routing_replay or settings.router_aux_loss_coef:
                 setattr(each, ROUTING, RowRouting(each, settings, max_tokens=longest + max(PADDING, longest // 8)))
-        compiled = find_compilable(*models) if settings.has_compiled_layers else ()
+        distinct = tuple({id(each): each for each in models}.values())
+        compiled = distinct if settings.has_compiled_layers and all(map(can_compile, distinct)) else ()
         if is_exact() and (self._dropouts or not compiled):
             reason = "it does not work with model.lora.dropout" if self._dropouts else "layers cannot be fused"
             raise ConfigError(f"model.numerics=exact: {reason}; leave it at fast")
@@ -272,6 +272,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Make update `number` of the step, from 0; return its metrics."""
         is_first = number == 0
+        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
         self._optimizer.clear_gradients()
         gradient = compute_gradient(
             self._setup,
@@ -282,7 +283,7 @@ class Trainer:
             policy_version=policy_version,
             is_first=is_first,
             step=self.num_steps,
-            dropout=self._active_dropout(number),
+            dropout=active_dropout(self._dropouts, seed=seed, device=self._model.device),
             after_row=self._host_work.advance,
         )
         self._host_work.finish()
@@ -312,13 +313,7 @@ class Trainer:
             metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
         return metrics
 
-    def _active_dropout(self, number: int) -> AbstractContextManager[None]:
-        """Context with the adapter's dropout active, seeded by the step and the update in it."""
-        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
-        return active_dropout(self._dropouts, seed=seed, device=self._model.device)
-
     def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        """Adapt the KL coefficient to the KL of the update."""
         adaptive, kl = self._algorithm.kl_adaptive, metrics.get("train/kl")
         if adaptive is not None and kl is not None:
             num_trajectories = len({sample.trajectory_index for sample in samples if not sample.is_expert})

@@ -113,7 +113,6 @@ def list_chosen_steps(runs: Sequence[Run]) -> list[tuple[int, int]]:
 
 
 def iter_failed_groups(answers: Answers) -> Iterator[Query]:
-    """The group of the newest failure of each cause."""
     for number in range(len(answers.runs)):
         for cause in answers.get(f"failures/{number}", {})["causes"]:
             yield from iter_group(answers.runs, number, cause["example"]["step"], cause["example"]["group"])

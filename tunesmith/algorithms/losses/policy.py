@@ -34,14 +34,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores
-from tunesmith.algorithms.sequence_terms import ENTROPY_TOLERANCE
+from tunesmith.algorithms.sequence_terms import ENTROPY_TOLERANCE, MAX_LOG_RATIO
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 
 Share = Annotated[float, Field(ge=0, le=1)]
 DualClip = Annotated[float, Field(gt=1)]
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this, so that no token overflows the loss."""
 
 
 def compute_ppo_clip_losses(

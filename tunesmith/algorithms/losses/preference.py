@@ -54,14 +54,7 @@ def compute_dpo_terms(
     chosen_P, rejected_P = find_pairs(tokens.find_groups(), labels_Q)
     gaps_P = rewards_Q[chosen_P] - rewards_Q[rejected_P]
     losses_P, slopes_P = compute_pair_losses(gaps_P, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
-    metrics: dict[str, float] = {"preference/num_pairs": Count(len(gaps_P))}
-    if len(gaps_P):
-        metrics |= {
-            "preference/accuracy": float((gaps_P > 0).mean()),
-            "preference/margin": float(beta * gaps_P.mean()),
-            "preference/chosen_reward": float(beta * rewards_Q[chosen_P].mean()),
-            "preference/rejected_reward": float(beta * rewards_Q[rejected_P].mean()),
-        }
+    metrics = _describe_pairs(beta * rewards_Q, chosen_P, rejected_P, beta * gaps_P, kind="reward")
     slopes_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=slopes_P, rejected=-slopes_P) * scale_Q
     losses_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=losses_P)
     return build_terms(tokens, slopes_Q, losses_Q, metrics)
@@ -264,15 +257,15 @@ def _compare_pairs(tokens: TokenInputs) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _describe_pairs(
-    means_Q: np.ndarray, chosen_P: np.ndarray, rejected_P: np.ndarray, margins_P: np.ndarray
+    values_Q: np.ndarray, chosen_P: np.ndarray, rejected_P: np.ndarray, margins_P: np.ndarray, *, kind: str = "logprob"
 ) -> dict[str, float]:
     metrics: dict[str, float] = {"preference/num_pairs": Count(len(margins_P))}
     if len(margins_P):
         metrics |= {
             "preference/accuracy": float((margins_P > 0).mean()),
             "preference/margin": float(margins_P.mean()),
-            "preference/chosen_logprob": float(means_Q[chosen_P].mean()),
-            "preference/rejected_logprob": float(means_Q[rejected_P].mean()),
+            f"preference/chosen_{kind}": float(values_Q[chosen_P].mean()),
+            f"preference/rejected_{kind}": float(values_Q[rejected_P].mean()),
         }
     return metrics
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers.call_format import Block, CallFormat, Tools
+from tunesmith.chat.parsers.call_format import CallFormat, Tools
 from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
@@ -157,14 +157,11 @@ class ReplyParser(IncrementalParser):
             return False
         if not block.calls:
             self._add_content(self._buffer[: block.length])
-        self._add_calls(block)
-        self._buffer = self._buffer[block.length :]
-        is_last = block.calls and self._is_single_call
-        self._parse_state = ReplyParser._parse_discarded if is_last else ReplyParser._parse_content
-        return True
-
-    def _add_calls(self, block: Block) -> None:
         for call in block.calls[: 1 if self._is_single_call else None]:
             self._add_call(call)
             self._has_call = True
             self._is_content_empty = False
+        self._buffer = self._buffer[block.length :]
+        is_last = block.calls and self._is_single_call
+        self._parse_state = ReplyParser._parse_discarded if is_last else ReplyParser._parse_content
+        return True

@@ -67,7 +67,6 @@ async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
 
 
 def save_demonstrations(out_dir: Path, *, number: int, seed: int) -> None:
-    """Write demonstrations on training problems."""
     problems = build_problems("train", num_problems=number, seed=seed)
     write_rows(out_dir / "rows.jsonl", build_demonstrations(problems, seed=seed))
 

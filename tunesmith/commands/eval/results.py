@@ -200,7 +200,6 @@ async def run_held_out(
     max_failure_rate: float = 1.0,
     status: StatusLine | None = None,
 ) -> list[Group]:
-    """Run one held-out set."""
     requests = build_requests(
         tasks,
         size=config.evaluation.num_samples,

@@ -208,7 +208,6 @@ def scores_to_json(tasks: Sequence[TaskScores]) -> list[dict[str, Any]]:
 
 
 def scores_from_json(values: Sequence[Mapping[str, Any]]) -> list[TaskScores]:
-    """The inverse of `scores_to_json`."""
     return [
         TaskScores(
             task_id=each["task_id"],

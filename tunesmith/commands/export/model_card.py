@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 from transformers import PretrainedConfig
 
 from tunesmith.config import ExportSection
@@ -54,7 +54,9 @@ def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
     """Write README.md for the folder of one format."""
     base = find_base(card)
     checks = {name: figures for name, figures in card.figures["checks"].items() if name.startswith(folder_format)}
-    text = load_template().render(
+    source = files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    template = Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(source)
+    text = template.render(
         front_matter=yaml.safe_dump(build_front_matter(card, folder_format), sort_keys=False).strip(),
         format=folder_format,
         version=__version__,
@@ -79,12 +81,6 @@ def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
         license=card.settings.license,
     )
     save_text(path, text)
-
-
-def load_template() -> Template:
-    """The Markdown template of all formats; an undefined variable is an error."""
-    source = files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
-    return Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(source)
 
 
 def build_front_matter(card: Card, folder_format: FolderFormat) -> dict[str, Any]:

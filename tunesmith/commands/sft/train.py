@@ -281,7 +281,6 @@ class OfflineTraining:
 
 
 def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -> OfflineProgress:
-    """Restore model and trainer from the last checkpoint."""
     if checkpoint is None:
         return OfflineProgress()
     state = load_checkpoint(checkpoint, model)

@@ -269,7 +269,6 @@ class TokenBuffer:
         return () if self._entropies_SW is None else tuple(self._entropies_SW[slot, : self._counts_S[slot]].tolist())
 
     def read(self, slot: int) -> tuple[list[int], list[float]]:
-        """A slot's token ids and logprobs."""
         count = self._counts_S[slot]
         return self._token_ids_SW[slot, :count].tolist(), self._logprobs_SW[slot, :count].tolist()
 

@@ -146,7 +146,8 @@ class DecodeGraphs:
         table_RP = self.input_batch.block_table_SP[rows.slots_R]
         division = self._context.divider.divide(table_RP, rows.positions_R, num_steps=num_steps)
         # first, since a capture overwrites the buffers into which this launch's inputs go
-        graph = self._get_graph(size, has_truncation, has_entropies, division.kind) if num_steps else None
+        key = (size, has_truncation, has_entropies, division.kind)
+        graph = (self._graphs.find(key) or self._capture(*key)) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
@@ -229,10 +230,6 @@ class DecodeGraphs:
         if is_exact():
             log_trainer_logprobs(logits_RV, rows)
 
-    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
-        key = (size, has_truncation, has_entropies, kind)
-        return self._graphs.find(key) or self._capture(*key)
-
     def _capture(self, size: int, has_truncation: bool, has_entropies: bool, kind: Kind) -> CapturedGraph[Any]:
         """Capture a step on padding rows while the device is idle."""
         # the last launch may still copy from the pinned staging buffer, which is padded now
@@ -261,9 +258,10 @@ class DecodeGraphs:
         return graph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _StepInputs:
-    """Per-row inputs of a captured step. Fields of one dtype share a matrix, so two copies transfer them all."""
+    """Per-row inputs of a captured step. Fields of one dtype are the rows of one matrix, in this order, so two copies
+    transfer them all."""
 
     integers_7S: Tensor
     floats_3S: Tensor
@@ -286,20 +284,7 @@ class _StepInputs:
         """Padding rows; `options` are passed to `torch.zeros` and `torch.ones`."""
         integers_7S = torch.zeros((7, num_slots), dtype=torch.long, **options)
         floats_3S = torch.ones((3, num_slots), **options)
-        return cls(
-            integers_7S=integers_7S,
-            floats_3S=floats_3S,
-            sources_S=integers_7S[0],
-            token_ids_S=integers_7S[1],
-            positions_S=integers_7S[2],
-            seeds_S=integers_7S[3],
-            log_lines_S=integers_7S[4],
-            top_ks_S=integers_7S[5],
-            slots_S=integers_7S[6],
-            temperatures_S=floats_3S[0],
-            top_ps_S=floats_3S[1],
-            min_ps_S=floats_3S[2],
-        )
+        return cls(integers_7S, floats_3S, *integers_7S.unbind(), *floats_3S.unbind())
 
     def copy_(self, other: _StepInputs) -> None:
         """Copy all fields of `other` without synchronizing."""
@@ -329,14 +314,11 @@ class _StagingBuffers:
         inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
         inputs.positions_S.numpy()[:num_rows] = rows.positions_R
         inputs.slots_S.numpy()[:num_rows] = slots_R
-        inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
+        for name in ("seeds_S", "top_ks_S", "temperatures_S", "top_ps_S", "min_ps_S"):
+            getattr(inputs, name).numpy()[:num_rows] = getattr(batch, name)[slots_R]
         log_lines_S = inputs.log_lines_S.numpy()
         log_lines_S[:num_rows] = first_log_line - rows.positions_R
         log_lines_S[num_rows - rows.num_prefilled : num_rows] -= 1
-        inputs.top_ks_S.numpy()[:num_rows] = batch.top_ks_S[slots_R]
-        inputs.temperatures_S.numpy()[:num_rows] = batch.temperatures_S[slots_R]
-        inputs.top_ps_S.numpy()[:num_rows] = batch.top_ps_S[slots_R]
-        inputs.min_ps_S.numpy()[:num_rows] = batch.min_ps_S[slots_R]
         np.take(batch.block_table_SP, slots_R, axis=0, out=self.block_table.numpy()[:num_rows], mode="clip")
 
     def pad(self, first: int, last: int) -> None:

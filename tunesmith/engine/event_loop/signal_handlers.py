@@ -134,7 +134,6 @@ class StopAfterStep(_Handlers):
 
 
 def raise_signal(number: int | None) -> None:
-    """Raise KeyboardInterrupt or SystemExit if there was a signal."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number is not None:

@@ -30,7 +30,7 @@ from tunesmith.engine.vllm.process import Connection, VllmProcess
 from tunesmith.engine.vllm.support import build_parameters, check_parameters
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
-from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
+from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails
 
 PAUSE_TIMEOUT_S = 120.0
 PUSH_TIMEOUT_S = 900.0
@@ -216,8 +216,11 @@ class VllmEngine(BaseEngine):
         num_kept, reason = state.stops.find_end(ids)
         details = None
         if "top" in event:
-            top = tuple(read_top(row, state.request.sampling.top_logprobs) for row in event["top"][:num_kept])
-            details = TokenDetails(top_logprobs=top)
+            # most likely first, without tokens that the distribution excludes
+            rows = ([(int(token), each) for token, each in row if each > -math.inf] for row in event["top"][:num_kept])
+            details = TokenDetails(
+                top_logprobs=tuple(tuple(row[: state.request.sampling.top_logprobs]) for row in rows)
+            )
         ids, logprobs = ids[:num_kept], logprobs[:num_kept]
         state.request.num_cached_tokens = state.request.num_cached_tokens or event.get("cached")
         state.request.extend(ids, logprobs, self.policy_version, details)
@@ -326,11 +329,6 @@ def start_process(
         python=settings.vllm.python,
         devices=None if devices is None else [device.index for device in devices],
     )
-
-
-def read_top(row: Sequence[Sequence[float]], num_top: int) -> TopLogprobs:
-    """The most likely tokens that the distribution does not exclude, most likely first."""
-    return tuple((int(token), logprob) for token, logprob in row if logprob > -math.inf)[:num_top]
 
 
 class DistantEngine(BaseEngine):

@@ -167,7 +167,6 @@ def build_llm(arguments: dict[str, Any]) -> tuple[Any, str]:
 
 
 def end_process_group() -> None:
-    """End this process and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(os.getpgid(0), signal.SIGKILL)
 

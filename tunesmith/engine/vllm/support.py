@@ -108,21 +108,19 @@ def check_parameters(sampling: Sampling, *, eos_ids: Collection[int]) -> None:
 
 
 def list_end_ids(sampling: Sampling, eos_ids: Collection[int]) -> set[int]:
-    """The token ids that end a reply."""
     return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
+
+
+SAME_NAMES = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Parameters that vLLM's `SamplingParams` and `Distribution` have under one name."""
 
 
 def build_parameters(request: Request, *, eos_ids: Collection[int], has_seed: bool) -> dict[str, Any]:
     """vLLM's `SamplingParams` for the rest of a request, whose tokens so far are the prompt."""
     sampling, distribution = request.sampling, request.sampling.distribution
-    parameters: dict[str, Any] = {
-        "temperature": distribution.temperature,
-        "top_p": distribution.top_p,
-        "top_k": distribution.top_k,
-        "min_p": distribution.min_p,
-        "repetition_penalty": distribution.repetition_penalty,
-        "presence_penalty": distribution.presence_penalty,
-        "frequency_penalty": distribution.frequency_penalty,
+    parameters: dict[str, Any] = {name: getattr(distribution, name) for name in SAME_NAMES} | {
         "min_tokens": max(0, distribution.min_tokens - request.num_sampled),
         "max_tokens": request.max_num_tokens - len(request.token_ids),
         "stop_token_ids": sorted(list_end_ids(sampling, eos_ids)),

@@ -390,7 +390,9 @@ class AsyncStepper(SyncStepper):
             is_continuing, num_to_eos = part.is_continuing_R[others].tolist(), part.num_to_eos_R[others].tolist()
             for index, row in enumerate(others.tolist()):
                 state = part.states[row]
-                entropies = _read_entropies(state, entropies_LR, row)
+                entropies = None
+                if entropies_LR is not None and state.request.sampling.return_entropy:
+                    entropies = tuple(entropies_LR[:, row].tolist())
                 if is_continuing[index]:
                     details = None if entropies is None else TokenDetails(entropies=entropies)
                     processor.stream_tokens(state, token_ids[index], logprobs[index], details)
@@ -423,15 +425,6 @@ class AsyncStepper(SyncStepper):
         request.num_computed = len(request.token_ids) - 1
         if stop_reason is not None:
             processor.finish(state, stop_reason)
-
-
-def _read_entropies(
-    state: RequestState, entropies_LR: NDArray[np.float32] | None, row: int
-) -> tuple[float, ...] | None:
-    """The entropies of a row's tokens, if its request asks for them."""
-    if entropies_LR is None or not state.request.sampling.return_entropy:
-        return None
-    return tuple(entropies_LR[:, row].tolist())
 
 
 def _build_input(

@@ -183,7 +183,6 @@ def find_place(identity: str) -> int:
 
 
 def find_names(row: Mapping[str, Any]) -> list[str]:
-    """Names of the functions in the accepted calls."""
     return [name for call in row["accepted"] for name in call]
 
 
@@ -328,7 +327,6 @@ def load_service(name: str) -> Any:
 
 @lru_cache
 def read_descriptions(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The descriptions of a service's methods."""
     lines = (folder / "multi_turn_func_doc" / f"{SERVICES[name]}.json").read_text().splitlines()
     return [describe(each) for each in map(json.loads, lines)]
 

@@ -8,6 +8,7 @@ them. Importing this file imports PEFT and takes seconds, so other files import 
 from __future__ import annotations
 
 import importlib.util
+import re
 from copy import copy
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_s
 from tunesmith.model.experts import ADAPTERS, find_expert_weights
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
-from tunesmith.model.towers import build_tower_pattern, list_towers
+from tunesmith.model.towers import list_towers
 from tunesmith.storage import save_json
 
 ADAPTER = "default"
@@ -148,6 +149,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: 
     """Inject a new adapter; the model's outputs do not change until the adapter is trained."""
     targets, weights = resolve_targets(model, lora.target_modules)
     check_expert_dropout(lora, weights)
+    towers = list_towers(model)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -156,7 +158,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: 
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         target_modules=targets,
         target_parameters=weights or None,
-        exclude_modules=build_tower_pattern(model),
+        exclude_modules=rf"({'|'.join(map(re.escape, towers))})\..*" if towers else None,
     )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -177,7 +179,10 @@ def load_adapter(
     check_expert_dropout(lora, model.peft_config[ADAPTER].target_parameters or [])
     use_expert_adapters(model)
     model.peft_config[ADAPTER].base_model_name_or_path = base
-    set_dropout(model, lora.dropout)
+    model.peft_config[ADAPTER].lora_dropout = lora.dropout
+    for module in model.modules():
+        if isinstance(layers := getattr(module, "lora_dropout", None), nn.ModuleDict) and ADAPTER in layers:
+            layers[ADAPTER] = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     set_adapter_dtype(model, dtype)
 
 
@@ -186,20 +191,6 @@ def check_expert_dropout(lora: LoraSection, weights: list[str]) -> None:
     if lora.dropout and weights:
         reason = f"adapters of experts ({', '.join(weights)}) have no dropout; set it to 0"
         raise ModelError(f"model.lora.dropout={lora.dropout:g}: {reason}")
-
-
-def set_dropout(model: PreTrainedModel, dropout: float) -> None:
-    """Set the dropout of the adapter's layers."""
-    model.peft_config[ADAPTER].lora_dropout = dropout
-    for module in model.modules():
-        if isinstance(layers := getattr(module, "lora_dropout", None), nn.ModuleDict) and ADAPTER in layers:
-            layers[ADAPTER] = nn.Dropout(dropout) if dropout else nn.Identity()
-
-
-def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedModel:
-    """The model with the adapter merged into its weights."""
-    merged: PreTrainedModel = attach_adapter(model, adapter, is_trainable=False).merge_and_unload(safe_merge=True)
-    return merged
 
 
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainable: bool) -> PeftModel:

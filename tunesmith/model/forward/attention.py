@@ -149,7 +149,6 @@ def use_plan_attention(model: PreTrainedModel) -> None:
 
 
 def check_plan_attention(*models: PreTrainedModel) -> None:
-    """Raise a ModelError for a model whose attention does not use plans."""
     for each in models:
         if each.config._attn_implementation != PLAN_ATTENTION:
             raise ModelError(f"{type(each).__name__} was not prepared with use_plan_attention")

@@ -70,18 +70,13 @@ class LogitAdjustment:
             minus_infinity = torch.full((), -math.inf, dtype=logits_NV.dtype, device=logits_NV.device)
             logits_NV = logits_NV.index_put((self.banned_2B[0], self.banned_2B[1]), minus_infinity)
         if self.masked_M.numel():
-            is_banned_MV = ~unpack_masks(self.masks_MY, logits_NV.shape[1])
+            bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits_NV.device)
+            is_banned_MV = (self.masks_MY[:, :, None] & bits).eq(0).flatten(1)[:, : logits_NV.shape[1]]
             if len(self.masked_M) == len(logits_NV):  # all positions, in order
                 return logits_NV.masked_fill(is_banned_MV, -math.inf)
             masked_MV = logits_NV[self.masked_M].masked_fill(is_banned_MV, -math.inf)
             logits_NV = logits_NV.index_copy(0, self.masked_M, masked_MV)
         return logits_NV
-
-
-def unpack_masks(masks_MY: Tensor, vocab_size: int) -> Tensor:
-    """The bits of the masks as booleans [M, V]."""
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=masks_MY.device)
-    return (masks_MY[:, :, None] & bits).ne(0).flatten(1)[:, :vocab_size]
 
 
 @dataclass(slots=True)

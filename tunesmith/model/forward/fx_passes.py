@@ -76,7 +76,7 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     if fused_ops.quantized is not None:
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
-    known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), build_prologue, step_conv}
+    known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), Prologue, step_conv}
     known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.swiglu, fused_ops.add_linear}
     if fused_ops.quantized is not None:
         known -= LINEAR
@@ -100,14 +100,6 @@ def compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOp
         raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")
     _merge_products(module, inputs)
     return cast(Callable[..., Any], compile_fx(module, list(inputs)))
-
-
-def build_prologue(
-    cos_1TD: Tensor, sin_1TD: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, epsilon: float
-) -> Prologue:
-    return Prologue(
-        cos_1TD=cos_1TD, sin_1TD=sin_1TD, query_norm_D=query_norm, key_norm_D=key_norm, epsilon=epsilon
-    )  # fmt: skip
 
 
 def _is_call(node: Any, targets: Iterable[Any]) -> bool:
@@ -200,7 +192,7 @@ def _fuse_rope_into_attention(graph: fx.Graph, fused_ops: FusedOps) -> None:
             if normed_query and normed_key and normed_query[2] == normed_key[2]:
                 norms = (normed_query[1], normed_key[1], normed_query[2])
                 query, key = (graph.call_method("transpose", (heads[0], 1, 2)) for heads in (normed_query, normed_key))
-            prologue = graph.call_function(build_prologue, (cos, sin, *norms))
+            prologue = graph.call_function(Prologue, (cos, sin, *norms))
             _replace_node(node, graph.call_function(function, (query, key, *rest, prologue)))
 
 
@@ -278,9 +270,7 @@ def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
             continue
         with graph.inserting_before(linears[0]):
             outputs = graph.call_function(fused_ops.merged_linear, (linears[0].args[0], weights, biases))
-            parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
-        for node, part in zip(linears, parts, strict=True):
-            _replace_node(node, part)
+            _replace_by_items(linears, outputs)
 
 
 def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -302,9 +292,7 @@ def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
             with graph.inserting_before(first):
                 product = graph.call_function(linear_merged, (source, [node.args[1] for node in nodes]))
                 parts = graph.call_method("split", (product, [len(weights[index]) for index in group], -1))
-                new = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
-            for node, part in zip(nodes, new, strict=True):
-                _replace_node(node, part)
+                _replace_by_items(nodes, parts)
     module.recompile()
 
 
@@ -373,6 +361,12 @@ def _read_sizes_of_input(norm: fx.Node, source: fx.Node) -> None:
     for user in list(norm.users):
         if _is_call(user, {"size"}) or (_is_call(user, {getattr}) and user.args[1] == "shape"):
             user.replace_input_with(norm, source)
+
+
+def _replace_by_items(nodes: Sequence[fx.Node], parts: fx.Node) -> None:
+    items = [parts.graph.call_function(operator.getitem, (parts, index)) for index in range(len(nodes))]
+    for node, item in zip(nodes, items, strict=True):
+        _replace_node(node, item)
 
 
 def _replace_node(old: fx.Node, new: fx.Node) -> None:

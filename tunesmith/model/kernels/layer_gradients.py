@@ -104,13 +104,14 @@ Angles = tuple[Tensor, Tensor]
 
 def _describe_heads(
     heads_1HTD: Tensor, angles: Angles | None, weight: Tensor | None
-) -> tuple[list[Any], dict[str, Any]]:
-    """Sizes and strides, and options, that both kernels of heads have."""
+) -> tuple[list[Tensor], list[Any], dict[str, Any]]:
+    """Inputs, sizes and strides, and options, that both kernels of heads have."""
     _, num_heads, num_tokens, size = heads_1HTD.shape
     size_pad = triton.next_power_of_2(size)
     cos_stride = 0 if angles is None else angles[0].stride(1)
+    inputs = [heads_1HTD, *(angles or (heads_1HTD, heads_1HTD)), heads_1HTD if weight is None else weight]
     sizes = [num_heads * num_tokens, heads_1HTD.stride(2), heads_1HTD.stride(1), cos_stride]
-    return sizes, {
+    return inputs, sizes, {
         "HEADS": num_heads, "SIZE": size, "SIZE_PAD": size_pad, "ROWS": max(TILE // size_pad, 1),
         "HAS_NORM": weight is not None, "HAS_ROPE": angles is not None, "num_warps": 4 if size_pad <= TILE else 8,
     }  # fmt: skip
@@ -118,10 +119,9 @@ def _describe_heads(
 
 def norm_and_rotate(heads_1HTD: Tensor, angles: Angles | None, weight: Tensor | None, epsilon: float) -> Tensor:
     """RMS norm, given its weight, and rotary embedding, given its angles; stored token by token."""
-    sizes, options = _describe_heads(heads_1HTD, angles, weight)
+    inputs, sizes, options = _describe_heads(heads_1HTD, angles, weight)
     _, num_heads, num_tokens, size = heads_1HTD.shape
     output = heads_1HTD.new_empty((1, num_tokens, num_heads, size))
-    inputs = (heads_1HTD, *(angles or (heads_1HTD, heads_1HTD)), heads_1HTD if weight is None else weight)
     _norm_and_rotate_kernel[(triton.cdiv(sizes[0], options["ROWS"]),)](*inputs, output, epsilon, *sizes, **options)
     return output.transpose(1, 2)
 
@@ -131,11 +131,10 @@ def backward_norm_and_rotate(
     output_1THD: Tensor, *, has_weight_grad: bool,
 ) -> Tensor | None:  # fmt: skip
     """Write the gradient of the heads to `output_1THD`, and return that of the weight in float32."""
-    sizes, options = _describe_heads(heads_1HTD, angles, weight)
+    inputs, sizes, options = _describe_heads(heads_1HTD, angles, weight)
     grad_1THD = grad_1HTD.transpose(1, 2).contiguous()
     num_programs = min(triton.cdiv(sizes[0], options["ROWS"]), MAX_PROGRAMS)
     sums = grad_1THD.new_empty((num_programs, options["SIZE"] if has_weight_grad else 0), dtype=torch.float32)
-    inputs = (heads_1HTD, *(angles or (heads_1HTD, heads_1HTD)), heads_1HTD if weight is None else weight)
     _norm_and_rotate_backward_kernel[(num_programs,)](
         *inputs, grad_1THD, output_1THD, sums, epsilon, *sizes, output_1THD.stride(1),
         HAS_WEIGHT_GRAD=has_weight_grad, **options,
@@ -165,7 +164,7 @@ def _backward_products(
     for group in find_merged_groups(weights, [None] * len(weights)):
         members, grad = [weights[index] for index in group], _join_columns([flat[index] for index in group])
         if needs[0]:
-            merged = members[0] if len(group) == 1 else get_merged_view(members)
+            merged = get_merged_view(members)
             assert merged is not None
             total = grad @ merged if total is None else total.addmm_(grad, merged)
         has_all = len(group) > 1 and all(needs[1 + index] for index in group)
@@ -194,14 +193,8 @@ def _accumulate_merged_grad(weights: Sequence[Tensor], grad: Tensor, rows: Tenso
 
 def _join_columns(parts: Sequence[Tensor]) -> Tensor:
     """The parts side by side, without a copy if they already are."""
-    first, offset = parts[0], parts[0].storage_offset()
-    pointer = first.untyped_storage().data_ptr()
-    for part in parts:
-        is_next = part.untyped_storage().data_ptr() == pointer and part.storage_offset() == offset
-        if not is_next or part.stride() != first.stride():
-            return torch.cat(list(parts), dim=-1)
-        offset += part.shape[-1]
-    return first.as_strided((len(first), offset - first.storage_offset()), first.stride())
+    joined = get_merged_view([part.t() for part in parts])
+    return torch.cat(list(parts), dim=-1) if joined is None else joined.t()
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Prologue:
     """What the attention kernels apply to query and key heads first: RMS norm (optional) and rotary embedding."""
 

@@ -138,7 +138,6 @@ def find_exported(path: str) -> str:
 
 
 def check_gguf_reader() -> None:
-    """Refuse GGUF files if the package that reads them is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("reading a .gguf file needs the package gguf: pip install 'tunesmith[gguf]'")
 

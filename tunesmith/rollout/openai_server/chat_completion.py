@@ -100,7 +100,6 @@ class PendingCompletion(ABC, Generic[Request]):
         )
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The body of a complete response."""
         body = self.start_body(self.body_object)
         body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
@@ -109,7 +108,6 @@ class PendingCompletion(ABC, Generic[Request]):
         return body
 
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """One choice of a complete response."""
         parser = self.build_parser()
         hidden = self.request.sampling.stop_token_ids
         message = parser.parse(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden))

@@ -160,7 +160,6 @@ def constrain_reply(
 
 
 def constrain_text(constraint: Constraint) -> str:
-    """The grammar of a text completion."""
     with _errors_of(constraint):
         return constraint.build_grammar()
 

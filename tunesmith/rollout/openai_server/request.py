@@ -242,7 +242,6 @@ TEXT_FIELDS: Fields = {
 
 
 def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
-    """Parse the body of a completion request."""
     given = read_fields(body, TEXT_FIELDS)
     prompts = given.get("prompt") or read_prompts(None, "prompt")
     num_choices = given.get("n", 1)

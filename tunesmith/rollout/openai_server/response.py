@@ -61,7 +61,6 @@ FormatToken = Callable[[int], str]
 def list_tokens(
     token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs] | None
 ) -> list[TokenLogprobs]:
-    """Sampled tokens with their logprobs."""
     tops = [()] * len(token_ids) if top_logprobs is None else top_logprobs
     return list(zip(token_ids, logprobs, tops, strict=True))
 

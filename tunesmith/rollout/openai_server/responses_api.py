@@ -188,8 +188,6 @@ def build_call(call: Mapping[str, Any], *, arguments: str | None = None, status:
 
 
 class ResponseEvents:
-    """The events of one response."""
-
     def __init__(
         self,
         pending: PendingChatCompletion,

@@ -61,7 +61,6 @@ class Answer:
 
 
 def build_result(answer: Answer, settings: PythonToolSection) -> PythonResult:
-    """The result from the answer of a worker."""
     notes = []
     if answer.outcome != "ok":
         notes += [answer.stderr.strip("\n"), describe_outcome(answer, settings)]

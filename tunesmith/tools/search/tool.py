@@ -434,5 +434,4 @@ def format_passages(passages: list[Passage], max_chars: int) -> str:
 
 
 def build_search_tool(settings: SearchToolSection | None = None, *, total_timeout_s: float | None = None) -> Tool:
-    """The search tool of an environment."""
     return SearchTool(settings, total_timeout_s=total_timeout_s).build_tool()

@@ -41,12 +41,6 @@ def can_compile(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda" and is_plain
 
 
-def find_compilable(*models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
-    """The distinct models if all of them can be compiled; else none."""
-    distinct = tuple({id(each): each for each in models}.values())
-    return distinct if all(map(can_compile, distinct)) else ()
-
-
 @contextmanager
 def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
     """Run the decoder layers and the final norms of the models compiled within this context."""

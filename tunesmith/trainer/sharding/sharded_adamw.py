@@ -127,7 +127,6 @@ class ShardedAdamW(MasterAdamW):
         )
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None."""
         super().clear_gradients()
         if self.stream is not None:
             self.stream.clear()

@@ -143,7 +143,10 @@ def load_state(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         whole = torch.empty(target.shape, dtype=sharding.dtype if isinstance(target, DTensor) else target.dtype)
         whole = _receive(state[name] if ranks.is_first else whole, ranks, target.device)
         if isinstance(target, DTensor):
-            get_local(target).copy_(cut_rows(whole, target, ranks.rank))
+            local = get_local(target)
+            # the last ranks may have fewer rows
+            start = min(ranks.rank * -(-target.shape[0] // target.device_mesh.size()), target.shape[0])
+            local.copy_(whole[start : start + local.shape[0]])
         else:
             target.copy_(whole)
 
@@ -154,19 +157,6 @@ def get_local(parameter: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
     return local
-
-
-def count_rows(parameter: Tensor, world_size: int) -> int:
-    """Rows of a sharded parameter that a rank has; the last ranks may have fewer."""
-    return -(-parameter.shape[0] // world_size)
-
-
-def cut_rows(whole: Tensor, parameter: Tensor, rank: int) -> Tensor:
-    """The rows of a whole tensor that `get_local(parameter)` holds on this rank."""
-    local = get_local(parameter)
-    assert isinstance(parameter, DTensor)
-    start = min(rank * count_rows(parameter, parameter.device_mesh.size()), parameter.shape[0])
-    return whole.view(parameter.shape)[start : start + local.shape[0]]
 
 
 def is_narrow(model: nn.Module, parameter: Tensor) -> bool:

@@ -71,7 +71,6 @@ class StreamedGradients:
             after_row()
 
     def clear(self) -> None:
-        """Forget all gradients."""
         self.totals.clear()
         self.used.clear()
 

@@ -158,7 +158,6 @@ def _split_heavy_tiles(rows: np.ndarray, num_sums: int) -> tuple[np.ndarray, np.
 
 
 def _pad_rows(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Append rows of -1 up to `num_rows`."""
     padded = np.full((num_rows, rows.shape[1]), -1, dtype=np.int64)
     padded[: len(rows)] = rows
     return padded

@@ -89,7 +89,6 @@ def write_gguf(path: Path, model: PreTrainedModel, plan: GgufPlan, *, file_type:
 
 
 def add_metadata(writer: GGUFWriter, plan: GgufPlan, *, file_type: str) -> None:
-    """Write all metadata fields."""
     writer.add_type("model")
     writer.add_name(plan.name)
     if plan.license is not None:

@@ -6,7 +6,6 @@ Axes: T tokens of the row (a multiple of the tile), H query heads, K key-value h
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,39 +21,14 @@ from tunesmith.trainer.tree_attention.kernels.tree_kernels import (
 from tunesmith.trainer.tree_attention.tile_schedule import TILES, Tile, count_partial_sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
-    """Sizes and settings shared by all kernels of one call."""
-
-    num_tokens: int
-    num_heads: int
-    num_kv_heads: int
-    size: int
-    is_wide: bool
-    tile: Tile
-
-    def get_options(self, scaling: float, softcap: float, window: int) -> dict[str, Any]:
-        return {
-            "GROUPS": self.num_heads // self.num_kv_heads,
-            "SIZE": self.size,
-            "SIZE_PAD": max(16, triton.next_power_of_2(self.size)),
-            "HAS_SOFTCAP": softcap > 0,
-            "HAS_WINDOW": window > 0,
-            "PRECISION": "ieee" if self.is_wide else "tf32",
-            "num_warps": self.tile.num_warps,
-        }
-
-
-def _build_launch(query: Tensor, key: Tensor, steps: int) -> _Launch:
-    num_heads, num_tokens, size = query.shape[1:]
-    return _Launch(
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=key.shape[1],
-        size=size,
-        is_wide=query.dtype == torch.float32,
-        tile=TILES[steps],
-    )
+def _get_options(query: Tensor, key: Tensor, tile: Tile, *, window: int, softcap: float) -> dict[str, Any]:
+    """What all kernels of a call have."""
+    return {
+        "GROUPS": query.shape[1] // key.shape[1], "SIZE": query.shape[3],
+        "SIZE_PAD": max(16, triton.next_power_of_2(query.shape[3])), "HAS_SOFTCAP": softcap > 0,
+        "HAS_WINDOW": window > 0, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": tile.num_warps,
+    }  # fmt: skip
 
 
 @torch.library.custom_op("tunesmith::tree_attention", mutates_args=())
@@ -67,16 +41,15 @@ def tree_attention(
     `table` is `tile_schedule.build_table` for the tile `TILES[steps]`; `window` and `softcap` 0 mean none; `sinks` [H].
     """
     query, key, value = (_align(x) for x in (query, key, value))
-    launch = _build_launch(query, key, steps)
-    tile, num_tokens, num_heads = launch.tile, launch.num_tokens, launch.num_heads
-    output = query.new_empty((1, num_tokens, num_heads, launch.size))
+    tile, (num_heads, num_tokens, size) = TILES[steps], query.shape[1:]
+    output = query.new_empty((1, num_tokens, num_heads, size))
     log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=query.device)
     attention_forward[(num_tokens // tile.rows, num_heads)](
         query, key, value, output, log_sums, log_sums if sinks is None else sinks, table, scaling, softcap, window,
         num_tokens,
         query.stride(2), query.stride(1), key.stride(2), key.stride(1), value.stride(2), value.stride(1),
         HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, HAS_SINKS=sinks is not None,
-        num_stages=tile.num_stages, **launch.get_options(scaling, softcap, window),
+        num_stages=tile.num_stages, **_get_options(query, key, tile, window=window, softcap=softcap),
     )  # fmt: skip
     return output, log_sums
 
@@ -95,9 +68,8 @@ def tree_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value from that of the output [1, T, H, D]; stored token-major, see `make_grad`."""
     grad, query, key, value = (_align(x) for x in (grad, query, key, value))
-    launch = _build_launch(query, key, steps)
-    tile, num_tokens, num_heads, num_kv_heads = launch.tile, launch.num_tokens, launch.num_heads, launch.num_kv_heads
-    options = launch.get_options(scaling, softcap, window)
+    tile, (num_heads, num_tokens, size), num_kv_heads = TILES[steps], query.shape[1:], key.shape[1]
+    options = _get_options(query, key, tile, window=window, softcap=softcap)
     deltas = torch.empty_like(log_sums)
     num_rows = num_tokens // tile.rows
     grad_query, grad_key, grad_value = (make_grad(x) for x in (query, key, value))
@@ -109,7 +81,7 @@ def tree_attention_backward(
         query, key, value, output, grad, log_sums, deltas, grad_query, table, *shared,
         HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_backward_stages, **options,
     )  # fmt: skip
-    num_sums, size = count_partial_sums(num_rows), launch.size
+    num_sums = count_partial_sums(num_rows)
     sums = torch.empty((num_sums, num_kv_heads, 2, tile.rows, size), dtype=torch.float32, device=query.device)
     backward_key_value[(num_rows + num_sums, num_kv_heads)](
         query, key, value, grad, log_sums, deltas, grad_key, grad_value, sums, table, *shared,

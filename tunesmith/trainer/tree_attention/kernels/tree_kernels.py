@@ -65,7 +65,6 @@ def _compute_mask(
 
 @triton.jit
 def _load_tile(base, rows, sizes, stride, is_size, HAS_PADDING: tl.constexpr):
-    """A tile [rows, sizes]."""
     places = base + rows[:, None] * stride + sizes[None, :]
     if HAS_PADDING:
         return tl.load(places, mask=is_size[None, :], other=0.0)
@@ -274,7 +273,6 @@ def _accumulate_query_grads(
     TILE_N: tl.constexpr, IS_FULL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate the gradient of a tile of queries over tiles of keys."""
     factor = _compute_log2_scale(scaling, HAS_SOFTCAP)
     for place in range(begin, end):
         keys = tl.load(table + place) * TILE_N + tl.arange(0, TILE_N)
