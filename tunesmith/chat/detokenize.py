@@ -53,11 +53,6 @@ class Detokenizer:
         assert isinstance(text, str)
         return text
 
-    def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is a raw byte of a byte-fallback vocabulary; it decodes together with its neighbors."""
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
-
 
 class ByteTable(dict[int, bytes]):
     """Token id -> bytes of its text, for byte-level vocabularies; filled as ids are looked up."""
@@ -97,8 +92,9 @@ class IncrementalDetokenizer:
         if token_id in self._hidden_ids:
             return ""
         self._pending.append(token_id)
-        if self._detokenizer.is_byte_token(token_id):
-            return ""
+        token = self._detokenizer._tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(token, str) and len(token) == 6 and token.startswith("<0x"):
+            return ""  # a raw byte of a byte-fallback vocabulary decodes together with its neighbors
         text = self._decode_pending()
         if text.endswith(REPLACEMENT):
             return ""

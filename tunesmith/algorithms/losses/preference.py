@@ -54,7 +54,8 @@ def compute_dpo_terms(
     chosen_P, rejected_P = find_pairs(tokens.find_groups(), labels_Q)
     gaps_P = rewards_Q[chosen_P] - rewards_Q[rejected_P]
     losses_P, slopes_P = compute_pair_losses(gaps_P, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
-    metrics = _describe_pairs(beta * rewards_Q, chosen_P, rejected_P, beta * gaps_P, kind="reward")
+    names = ("preference/chosen_reward", "preference/rejected_reward")
+    metrics = _describe_pairs(beta * rewards_Q, chosen_P, rejected_P, beta * gaps_P, names)
     slopes_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=slopes_P, rejected=-slopes_P) * scale_Q
     losses_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=losses_P)
     return build_terms(tokens, slopes_Q, losses_Q, metrics)
@@ -257,15 +258,16 @@ def _compare_pairs(tokens: TokenInputs) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _describe_pairs(
-    values_Q: np.ndarray, chosen_P: np.ndarray, rejected_P: np.ndarray, margins_P: np.ndarray, *, kind: str = "logprob"
-) -> dict[str, float]:
+    values_Q: np.ndarray, chosen_P: np.ndarray, rejected_P: np.ndarray, margins_P: np.ndarray,
+    names: tuple[str, str] = ("preference/chosen_logprob", "preference/rejected_logprob"),
+) -> dict[str, float]:  # fmt: skip
     metrics: dict[str, float] = {"preference/num_pairs": Count(len(margins_P))}
     if len(margins_P):
         metrics |= {
             "preference/accuracy": float((margins_P > 0).mean()),
             "preference/margin": float(margins_P.mean()),
-            f"preference/chosen_{kind}": float(values_Q[chosen_P].mean()),
-            f"preference/rejected_{kind}": float(values_Q[rejected_P].mean()),
+            names[0]: float(values_Q[chosen_P].mean()),
+            names[1]: float(values_Q[rejected_P].mean()),
         }
     return metrics
 

@@ -110,8 +110,7 @@ def _describe_heads(
     size_pad = triton.next_power_of_2(size)
     cos_stride = 0 if angles is None else angles[0].stride(1)
     inputs = [heads_1HTD, *(angles or (heads_1HTD, heads_1HTD)), heads_1HTD if weight is None else weight]
-    sizes = [num_heads * num_tokens, heads_1HTD.stride(2), heads_1HTD.stride(1), cos_stride]
-    return inputs, sizes, {
+    return inputs, [num_heads * num_tokens, heads_1HTD.stride(2), heads_1HTD.stride(1), cos_stride], {
         "HEADS": num_heads, "SIZE": size, "SIZE_PAD": size_pad, "ROWS": max(TILE // size_pad, 1),
         "HAS_NORM": weight is not None, "HAS_ROPE": angles is not None, "num_warps": 4 if size_pad <= TILE else 8,
     }  # fmt: skip

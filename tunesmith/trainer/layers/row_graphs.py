@@ -90,12 +90,12 @@ def has_live_autograd_graph(model: PreTrainedModel) -> bool:
     The AccumulateGrad node of a parameter lives as long as a graph that contains it. Metadata written to a node that
     nothing else references is lost when the node is created again.
     """
-    return any(_is_node_referenced(parameter) for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _is_node_referenced(parameter: nn.Parameter) -> bool:
-    _get_accumulate_grad_node(parameter).metadata[METADATA_KEY] = True
-    return _get_accumulate_grad_node(parameter).metadata.pop(METADATA_KEY, False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            _get_accumulate_grad_node(parameter).metadata[METADATA_KEY] = True
+            if _get_accumulate_grad_node(parameter).metadata.pop(METADATA_KEY, False):
+                return True
+    return False
 
 
 @torch.enable_grad()
