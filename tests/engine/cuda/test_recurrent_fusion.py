@@ -159,16 +159,14 @@ def test_a_compiled_chunk_reads_the_state_that_it_replaces() -> None:
     module = torch.nn.Conv1d(8, 8, 4, groups=8, bias=False)
     inputs, states = torch.randn(5, 8), torch.randn(3, 3, 8)
     segments = [Segment(start=0, end=3, source=1, targets=(1,)), Segment(start=3, end=5, source=0, targets=(2, 0))]
-    expected, found = (
-        SegmentTable(segments, CPU, {0: {CONV: states.clone()}}).select_layer(0) for _ in range(2)
-    )  # fmt: skip
+    expected, found = (SegmentTable(segments, CPU, {0: {CONV: states.clone()}}).select_layer(0) for _ in range(2))
 
     def convolve(inputs: Tensor, table: SegmentTable) -> Tensor:
         return table.convolve(inputs, module, has_silu=True)
 
     torch._dynamo.reset()
     # as on a GPU, where the context is not copied before it is read by index
-    with torch._inductor.config.patch(force_pointwise_cat=True):
+    with torch._inductor.config.patch(force_pointwise_cat=True, compile_threads=1):
         output = torch.compile(convolve, fullgraph=True, dynamic=True)(inputs, found)
     torch.testing.assert_close(output, convolve(inputs, expected))
     torch.testing.assert_close(found.layer_states[CONV], expected.layer_states[CONV], atol=0, rtol=0)

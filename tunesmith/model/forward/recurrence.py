@@ -222,10 +222,9 @@ class SegmentTable(StateTable):
             )
             new, old = solved.split([value.shape[3], key.shape[3]], 3)
         keys_KL = (key * (last - sums).exp()).transpose(2, 3)
+        initial = value.new_zeros((1, value.shape[1], key.shape[3], value.shape[3]))
         if self.layer_states is not None:
             initial = ops.read_states(self.layer_states[MATRIX], self.sources_S)
-        else:
-            initial = value.new_zeros((1, value.shape[1], key.shape[3], value.shape[3]))
         states, deltas, ended = ops.scan_chunks(
             initial, new, old, last.exp(), keys_KL, self.turns_U2, self.parents_N, self.ends_E
         )

@@ -30,9 +30,7 @@ _SCHEMAS = {
         "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, float epsilon, Tensor(a!) states, "
         "Tensor slots) -> Tensor"
     ),
-    "step_states": (
-        "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor"
-    ),
+    "step_states": "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"tunesmith::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
