@@ -59,5 +59,5 @@ def test_pass_at_k_needs_binary_outcomes_from_the_reward_or_a_metric():
     assert compute_evaluation("a", groups, policy_version=0).pass_at_k == {}
     found = compute_evaluation("a", groups, policy_version=0, outcome_key="accuracy")
     assert found.pass_at_k == {1: 0.5, 2: 0.5}
-    with pytest.raises(ConfigError, match="outcome_key='exact'"):
+    with pytest.raises(ConfigError, match="'exact' is not a metric of rollout 0.*change experience.outcome_key"):
         compute_evaluation("a", groups, policy_version=0, outcome_key="exact")
