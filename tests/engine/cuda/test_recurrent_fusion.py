@@ -15,12 +15,14 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from tiny_models import build_tiny
+from tunesmith.config import LoraSection
 from tunesmith.engine.batch.kv_cache import KVCache, build_states
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.worker.model_runner import probe_layers
+from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import run_body, use_plan_attention
 from tunesmith.model.forward.recurrence import CONV, MATRIX, Segment, SegmentTable, describe_states
 from tunesmith.model.merged_weights import linear_merged, merge_weights
@@ -120,6 +122,7 @@ def build_cache(model: PreTrainedModel) -> KVCache:
         ("granitemoehybrid", [[], [3]]),
         ("falcon_h1", [[3, 2]]),  # a layer has both
         ("nemotron_h", [[]]),
+        ("qwen3_moe", [[3, 3]]),  # of queries, keys and values; the first factors of an adapter beside them
     ],
 )
 @torch.inference_mode()
@@ -136,6 +139,10 @@ def test_all_layers_of_a_kind_share_a_graph_that_serves_every_row(
     monkeypatch.setattr("tunesmith.model.forward.recurrence.get_least_size", lambda device: 2)  # as on a GPU
     torch._dynamo.reset()
     model = copy.deepcopy(build_tiny(name))
+    if name == "qwen3_moe":
+        add_adapter(model, LoraSection(r=4), base="", dtype=model.dtype)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
     use_plan_attention(model)
     merge_weights(model)
     fused = FusedLayers(model, build_ops(Counter()), max_positions=128)

@@ -277,19 +277,19 @@ def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """One product for merged weights, which torch's compiler does not know to be adjacent."""
     graph = module.graph
     value_of = dict(zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    order = {node: index for index, node in enumerate(graph.nodes)}
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_linear_without_bias(node) and node.args[1] in value_of:
             linears_of[node.args[0]].append(node)
     for source, linears in linears_of.items():
-        first = linears[0]
         linears.sort(key=lambda node: value_of[node.args[1]].data_ptr())  # a layer may call them in another order
         weights = [value_of[node.args[1]] for node in linears]
         for group in find_merged_groups(weights, [None] * len(weights)):
             if len(group) == 1:
                 continue
             nodes = [linears[index] for index in group]
-            with graph.inserting_before(first):
+            with graph.inserting_before(min(nodes, key=order.__getitem__)):
                 product = graph.call_function(linear_merged, (source, [node.args[1] for node in nodes]))
                 parts = graph.call_method("split", (product, [len(weights[index]) for index in group], -1))
                 _replace_by_items(nodes, parts)
