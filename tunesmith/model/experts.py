@@ -133,44 +133,112 @@ class _AddedLoss(torch.autograd.Function):
 
 def run_experts(module: Any, hidden_TC: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """The weighted sum of each token's experts, in the order of its experts."""
-    num_tokens, num_chosen = expert_TK.shape
-    # a radix sort takes a pass for every few bits
-    expert_P, order_P = torch.sort(expert_TK.reshape(-1).to(torch.int16))
-    # a histogram, because a count by index would make the host wait; on a CPU it takes floats only
-    values_P = expert_P.float() if hidden_TC.device.type == "cpu" else expert_P.int()
-    count_E = torch.histc(values_P, bins=module.num_experts, min=0, max=module.num_experts - 1)
-    offset_E = torch.cumsum(count_E, dim=0, dtype=torch.int32)
+    expert_P = expert_TK.reshape(-1)
+    order_P, place_P, end_E = sort_pairs(expert_P, module.num_experts)
+    place_TK, sorted_P = place_P.view(expert_TK.shape), expert_P[order_P] if module.has_bias else None
+    input_PC = _Spread.apply(hidden_TC, order_P // place_TK.shape[1], place_TK)
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    inner_PO = _multiply(module, first, hidden_TC[order_P // num_chosen], offset_E, expert_P)
+    inner_PO = _multiply(module, first, input_PC, end_E, sorted_P)
     inner_PO = module._apply_gate(inner_PO) if module.has_gate else module.act_fn(inner_PO)
-    output_PC = _multiply(module, "down_proj", inner_PO, offset_E, expert_P)
+    output_PC = _multiply(module, "down_proj", inner_PO, end_E, sorted_P)
     if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has none
         output_PC = module.post_expert_norm(output_PC)
-    output_PC = output_PC * weight_TK.reshape(-1)[order_P, None]
-    place_P = torch.empty_like(order_P)
-    place_P[order_P] = torch.arange(len(order_P), device=order_P.device)
-    return output_PC[place_P].view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden_TC.dtype)
+    summed_TC: Tensor = _Combine.apply(output_PC, weight_TK, order_P, place_TK)
+    return summed_TC.to(hidden_TC.dtype)
 
 
-def _multiply(module: Any, name: str, input_PC: Tensor, offset_E: Tensor, expert_P: Tensor) -> Tensor:
+class _Spread(torch.autograd.Function):
+    """A token's row for each of its pairs. Gradients are gathered too: to add to rows by index takes longer, and in an
+    order that may change."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TC: Tensor, token_P: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return hidden_TC[token_P]
+
+    @staticmethod
+    def backward(ctx: Any, grad_PC: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_pairs(grad_PC, *ctx.saved_tensors).to(grad_PC.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum of each token's pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, row_PC: Tensor, weight_TK: Tensor, order_P: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_PC, weight_TK, order_P, place_TK)
+        return _sum_pairs(row_PC, place_TK, weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        row_PC, weight_TK, order_P, place_TK = ctx.saved_tensors
+        grad_PC = grad_TC[order_P // place_TK.shape[1]] * weight_TK.reshape(-1)[order_P, None]
+        grad_TK = (row_PC[place_TK] * grad_TC[:, None]).sum(2)
+        return grad_PC.to(row_PC.dtype), grad_TK.to(weight_TK.dtype), None, None
+
+
+def _sum_pairs(row_PC: Tensor, place_TK: Tensor, weight_TK: Tensor | None = None) -> Tensor:
+    """In float32 or wider."""
+    wide = torch.promote_types(row_PC.dtype, torch.float32)
+    total_TC = row_PC.new_zeros((), dtype=wide)
+    for choice, place_T in enumerate(place_TK.unbind(1)):  # torch's compiler makes one kernel without a reduction of it
+        row_TC = row_PC[place_T].to(wide)
+        total_TC = total_TC + (row_TC if weight_TK is None else row_TC * weight_TK[:, choice, None])
+    return total_TC
+
+
+def _multiply(module: Any, name: str, input_PC: Tensor, end_E: Tensor, expert_P: Tensor | None) -> Tensor:
     """The product with the weights of each row's expert, with adapter and bias if there are any."""
     weight = getattr(module, name)
-    output_PO = _multiply_groups(input_PC, weight if module.is_transposed else weight.transpose(1, 2), offset_E)
+    output_PO = _multiply_groups(input_PC, weight if module.is_transposed else weight.transpose(1, 2), end_E)
     adapter = getattr(module, ADAPTERS, {}).get(name)
     if adapter is not None and not adapter.disable_adapters:
         down_ECR, up_ERO, scaling = adapter.read_factors()
-        rank_PR = _multiply_groups(input_PC, down_ECR, offset_E)
-        output_PO = output_PO + _multiply_groups(rank_PR, up_ERO, offset_E) * scaling
-    return output_PO + getattr(module, f"{name}_bias")[expert_P.long()] if module.has_bias else output_PO
+        rank_PR = _multiply_groups(input_PC, down_ECR, end_E)
+        output_PO = output_PO + _multiply_groups(rank_PR, up_ERO, end_E) * scaling
+    return output_PO if expert_P is None else output_PO + getattr(module, f"{name}_bias")[expert_P]
 
 
-def _multiply_groups(input_PC: Tensor, weight_ECO: Tensor, offset_E: Tensor) -> Tensor:
+def _multiply_groups(input_PC: Tensor, weight_ECO: Tensor, end_E: Tensor) -> Tensor:
     """Grouped product; in types that torch has none for, transformers' own, which waits for the host."""
     is_traced = torch.compiler.is_compiling() and input_PC.dtype != torch.bfloat16
     if is_traced or input_PC.dtype == torch.float64:
-        product: Tensor = torch.ops.transformers.grouped_mm_fallback(input_PC, weight_ECO, offset_E)
+        product: Tensor = torch.ops.transformers.grouped_mm_fallback(input_PC, weight_ECO, end_E)
         return product
-    return functional.grouped_mm(input_PC, weight_ECO, offs=offset_E)
+    return functional.grouped_mm(input_PC, weight_ECO, offs=end_E)
+
+
+torch.library.define(
+    "tunesmith::sort_pairs",
+    "(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def sort_many_pairs(expert_P: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `sort_pairs`."""
+    # a radix sort takes a pass for every few bits
+    sorted_P, order_P = torch.sort(expert_P.to(torch.int16))
+    # a histogram, because a count by index would make the host wait; on a CPU it takes floats only
+    value_P = sorted_P.float() if expert_P.device.type == "cpu" else sorted_P.int()
+    count_E = torch.histc(value_P, bins=num_experts, min=0, max=num_experts - 1)
+    place_P = torch.empty_like(order_P)
+    place_P[order_P] = torch.arange(len(order_P), device=order_P.device)
+    return order_P, place_P, torch.cumsum(count_E, dim=0, dtype=torch.int32)
+
+
+torch.library.impl("tunesmith::sort_pairs", "default")(sort_many_pairs)
+
+
+@torch.library.register_fake("tunesmith::sort_pairs")
+def _build_sorted(expert_P: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    index_P = expert_P.new_empty(expert_P.shape, dtype=torch.int64)
+    return index_P, torch.empty_like(index_P), expert_P.new_empty((num_experts,), dtype=torch.int32)
+
+
+sort_pairs = torch.ops.tunesmith.sort_pairs.default
+"""(experts [P], number of experts) -> the pairs by expert [P], the place of each pair in this order [P], and where the
+pairs of each expert end [E], in int32. On a GPU it has a kernel (`model.kernels.expert_pairs`, which registers it)."""
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run_experts)

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tunesmith.model.forward.recurrence import CONV, MATRIX, NORM_EPSILON, Segment, SegmentTable
-from tunesmith.model.kernels.recurrent_steps import step_conv, step_delta, step_states
+from tunesmith.model.kernels.recurrent_steps import invert_unit_lower, step_conv, step_delta, step_states
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = torch.tensor([6, 0, 3, 1, 5], device=DEVICE)
@@ -89,3 +89,16 @@ def test_a_convolution_reads_the_last_inputs_of_its_slots_and_moves_them_on(
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(states, table.layer_states[CONV])
+
+
+@pytest.mark.parametrize("size", [2, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverses_of_triangular_matrices_of_a_chunk(dtype: torch.dtype, size: int) -> None:
+    """Values on and above the diagonal are not read. The worst case has equal keys and rates of 1."""
+    torch.manual_seed(0)
+    matrices = torch.rand(2, 3, size, size, device=DEVICE, dtype=dtype)
+    matrices[0, 0] = 1.0
+    identity = torch.eye(size, device=DEVICE, dtype=dtype)
+    expected = torch.linalg.inv((matrices.tril(-1) + identity).double())
+    error = (invert_unit_lower(matrices) - expected).abs().amax((2, 3)) / expected.abs().amax((2, 3))
+    assert error.max() < (1e-12 if dtype == torch.float64 else 1e-5)

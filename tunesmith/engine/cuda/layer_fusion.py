@@ -85,7 +85,9 @@ class FusedLayers:
         try:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)  # of the backend, whose own message is one of all operations
+            cause = getattr(
+                error, "inner_exception", error
+            )  # a backend's error begins with the names of all operations
             first_line = (str(cause).splitlines() or [""])[0]
             if self._is_quantized or is_exact():
                 knob = "engine.weight_format=fp8" if self._is_quantized else "model.numerics=exact"

@@ -214,13 +214,8 @@ class SegmentTable(StateTable):
         if rate_TH is not None:
             rate = divide(rate_TH[:, :, None])
             scaled = rate * key
-            solved = torch.linalg.solve_triangular(
-                (scaled @ key.transpose(2, 3) * decays_LL).tril(-1),
-                torch.cat([rate * value, scaled * growth], 3),
-                upper=False,
-                unitriangular=True,
-            )
-            new, old = solved.split([value.shape[3], key.shape[3]], 3)
+            inverse_LL = ops.invert_unit_lower(scaled @ key.transpose(2, 3) * decays_LL)
+            new, old = inverse_LL @ (rate * value), inverse_LL @ (scaled * growth)
         keys_KL = (key * (last - sums).exp()).transpose(2, 3)
         initial = value.new_zeros((1, value.shape[1], key.shape[3], value.shape[3]))
         if self.layer_states is not None:

@@ -1,6 +1,7 @@
 """What a traced recurrent layer calls as one operation: torch neither unrolls the turns of a row nor copies the states.
 
-The operations of decode steps have kernels for CUDA only (`model.kernels.recurrent_steps`, which registers them).
+The operations of decode steps have kernels for CUDA only (`model.kernels.recurrent_steps`, which registers them, and a
+kernel of `invert_unit_lower`).
 
 Axes: those of `recurrence`; S states, E ends, U turns.
 """
@@ -21,6 +22,7 @@ _SCHEMAS = {
         "(Tensor grad_states, Tensor grad_deltas, Tensor? old, Tensor growth, Tensor keys, Tensor states, "
         "Tensor deltas, Tensor turns, Tensor parents) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
+    "invert_unit_lower": "(Tensor matrices) -> Tensor",
     "read_states": "(Tensor states, Tensor slots) -> Tensor",
     "write_states": "(Tensor(a!) states, Tensor slots, Tensor values) -> ()",
     "step_conv": (
@@ -142,6 +144,29 @@ def _differentiate_scan(ctx: Any, grad_states: Tensor, grad_deltas: Tensor, _: T
 torch.library.register_autograd("tunesmith::scan_chunks", _differentiate_scan, setup_context=_save_scanned)
 
 
+@torch.library.impl("tunesmith::invert_unit_lower", "default")
+def _invert_unit_lower(matrices: Tensor) -> Tensor:
+    identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return torch.linalg.solve_triangular(matrices, identity.expand(matrices.shape), upper=False, unitriangular=True)
+
+
+@torch.library.register_fake("tunesmith::invert_unit_lower")
+def _build_inverse(matrices: Tensor) -> Tensor:
+    return matrices.new_empty(matrices.shape)
+
+
+def _save_inverse(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _differentiate_inverse(ctx: Any, grad: Tensor) -> Tensor:
+    turned = ctx.saved_tensors[0].transpose(-1, -2)
+    return (turned @ grad @ turned).neg().tril(-1)
+
+
+torch.library.register_autograd("tunesmith::invert_unit_lower", _differentiate_inverse, setup_context=_save_inverse)
+
+
 @torch.library.impl("tunesmith::read_states", "default")
 @torch.library.register_fake("tunesmith::read_states")
 def _read_states(states: Tensor, slots: Tensor) -> Tensor:
@@ -180,6 +205,9 @@ is the place of a chunk's predecessor in the turn before, in the first turn a ro
 `ends` are places in their turn.
 """
 scan_chunks_backward = torch.ops.tunesmith.scan_chunks_backward.default
+invert_unit_lower = torch.ops.tunesmith.invert_unit_lower.default
+"""(I + A)^-1 [N, H, L, L] for the parts A of the matrices below the diagonal. cuBLAS takes many times as long for the
+products of such small matrices with an inverse that it never forms."""
 read_states, write_states = torch.ops.tunesmith.read_states.default, torch.ops.tunesmith.write_states.default
 """states[slots], and states[slots] = values. torch's compiler would move a plain read behind the write that follows."""
 step_conv = torch.ops.tunesmith.step_conv.default

@@ -1,4 +1,5 @@
-"""A decode step of recurrent layers on a GPU: each state is read and written once, in place.
+"""Kernels of recurrent layers: a decode step, which reads and writes each state once, in place, and the triangular
+inverses of a row's chunks.
 
 Triton is installed on CUDA machines only, so import this file there only.
 """
@@ -69,6 +70,17 @@ def _step_kernel(
     tl.store(outputs + item * V + columns, output, mask=is_column)
 
 
+@triton.jit
+def _invert_kernel(matrices, outputs, SIZE: tl.constexpr):
+    first, rows, columns = tl.program_id(0).to(tl.int64) * SIZE * SIZE, tl.arange(0, SIZE), tl.arange(0, SIZE)
+    inverse = (rows[:, None] == columns[None]).to(outputs.dtype.element_ty)
+    for row in range(1, SIZE):  # forward substitution; rows from this one on are still those of I
+        below = tl.load(matrices + first + row * SIZE + rows, mask=rows < row, other=0.0)
+        change = tl.sum(below[:, None] * inverse, 0)
+        inverse -= tl.where(rows[:, None] == row, change[None], 0.0)
+    tl.store(outputs + first + rows[:, None] * SIZE + columns[None], inverse)
+
+
 def step_conv(
     inputs_TC: Tensor, weight_CW: Tensor, bias: Tensor | None, has_silu: bool, states: Tensor, slots_T: Tensor
 ) -> Tensor:
@@ -134,10 +146,18 @@ def _step(
     )  # fmt: skip
 
 
+def invert_unit_lower(matrices_NHLL: Tensor) -> Tensor:
+    """See `recurrent_ops.invert_unit_lower`."""
+    matrices, size = matrices_NHLL.contiguous(), matrices_NHLL.shape[-1]
+    outputs = torch.empty_like(matrices)
+    _invert_kernel[(matrices.numel() // size**2,)](matrices, outputs, size, num_warps=4 if size > 32 else 1)
+    return outputs
+
+
 def _align(rows: Tensor) -> Tensor:
     """Rows of adjacent values, at any distance."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-for _name, _function in (("step_conv", step_conv), ("step_delta", step_delta), ("step_states", step_states)):
-    torch.library.impl(f"tunesmith::{_name}", "CUDA")(_function)
+for _function in (step_conv, step_delta, step_states, invert_unit_lower):
+    torch.library.impl(f"tunesmith::{_function.__name__}", "CUDA")(_function)

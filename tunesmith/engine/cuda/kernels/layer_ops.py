@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-import tunesmith.model.kernels.recurrent_steps  # noqa: F401  (registers its operations)
+import tunesmith.model.kernels.expert_pairs
+import tunesmith.model.kernels.recurrent_steps  # noqa: F401  (both register their operations)
 from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.kernels.paged_decode import run_paged_decode
 from tunesmith.model.forward.fx_passes import FusedOps
