@@ -205,8 +205,31 @@ def _multiply_groups(input_PC: Tensor, weight_ECO: Tensor, end_E: Tensor) -> Ten
     if is_traced or input_PC.dtype == torch.float64:
         product: Tensor = torch.ops.transformers.grouped_mm_fallback(input_PC, weight_ECO, end_E)
         return product
+    if torch.is_grad_enabled():
+        return functional.grouped_mm(input_PC, weight_ECO, offs=end_E)
+    return multiply_groups(input_PC, weight_ECO, end_E)
+
+
+torch.library.define(
+    "tunesmith::multiply_groups",
+    "(Tensor inputs, Tensor weights, Tensor ends) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl("tunesmith::multiply_groups", "default")
+def _run_grouped_mm(input_PC: Tensor, weight_ECO: Tensor, end_E: Tensor) -> Tensor:
     return functional.grouped_mm(input_PC, weight_ECO, offs=end_E)
 
+
+@torch.library.register_fake("tunesmith::multiply_groups")
+def _build_products(input_PC: Tensor, weight_ECO: Tensor, _ends: Tensor) -> Tensor:
+    return input_PC.new_empty((input_PC.shape[0], weight_ECO.shape[2]))
+
+
+multiply_groups = torch.ops.tunesmith.multiply_groups.default
+"""(rows [P, C] by expert, weights [E, C, O], where the rows of each expert end [E]) -> products [P, O], without
+gradients. On a GPU it has a kernel for few rows (`model.kernels.expert_pairs`, which registers it)."""
 
 torch.library.define(
     "tunesmith::sort_pairs",

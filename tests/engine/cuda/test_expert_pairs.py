@@ -1,4 +1,4 @@
-"""The kernel that sorts pairs of token and expert against a stable sort, on a GPU or in Triton's interpreter."""
+"""Kernels of pairs of token and expert against torch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from tunesmith.model.experts import sort_many_pairs
-from tunesmith.model.kernels.expert_pairs import BLOCK, MAX_PAIRS, sort_pairs
+from tunesmith.model.kernels.expert_pairs import BLOCK, MAX_PAIRS, multiply_groups, sort_pairs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -34,3 +34,16 @@ def test_many_pairs_are_sorted_by_torch() -> None:
         assert torch.equal(experts[order], experts.sort().values)
         assert torch.equal(place[order], torch.arange(len(experts), device=DEVICE))
         assert torch.equal(ends.long(), torch.bincount(experts, minlength=6).cumsum(0))
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize("counts", [[0, 1, 70, 0, 5], [1], [0, 0, 3], [32, 33, 31, 64]])
+def test_pairs_are_multiplied_with_the_weights_of_their_expert(counts: list[int], is_transposed: bool) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(sum(counts), 128, device=DEVICE).half()
+    weights = torch.randn(len(counts), 128, 192, device=DEVICE).half()
+    if not is_transposed:
+        weights = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    found = multiply_groups(inputs, weights, torch.tensor(counts, device=DEVICE).cumsum(0).int())
+    expected = torch.cat([a @ b for a, b in zip(inputs.double().split(counts), weights.double(), strict=True)])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=2e-2)
