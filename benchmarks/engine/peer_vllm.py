@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 LOGPROBS = {"dict": {"logprobs": 0}, "flat": {"logprobs": 0, "flat_logprobs": True}, "none": {}}
 MAX_PLACES = 256
@@ -77,7 +78,11 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: 
 
     from benchmarks.shared.shapes import SHAPES
 
-    config = copy.deepcopy(SHAPES[shape])
+    config, states = copy.deepcopy(SHAPES[shape]), {}
+    if config.model_type == "qwen3_5_text":
+        register_text_model()
+        # states as of the published checkpoints; the other prefill needs FlashInfer
+        states = {"mamba_ssm_cache_dtype": "float32", "gdn_prefill_backend": "triton"}
     config.architectures = [ARCHITECTURES[config.model_type]]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
@@ -92,8 +97,23 @@ def build_engine(shape: str, folder: Path, *, max_model_len: int, max_num_seqs: 
         gpu_memory_utilization=memory,
         compilation_config={"cudagraph_capture_sizes": [size for size in CAPTURE_SIZES if size <= max_num_seqs]},
         seed=0,
+        **states,
     )
     return engine, config.vocab_size
+
+
+def register_text_model() -> None:
+    """Let vLLM run the text decoder of Qwen3.5, which it has with the vision tower only."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.interfaces import IsHybrid
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    class TextModel(Qwen3_5ForCausalLM, IsHybrid):  # type: ignore[misc]
+        get_mamba_state_dtype_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config
+        get_mamba_state_shape_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config
+        get_mamba_state_copy_func = Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func
+
+    ModelRegistry.register_model("Qwen3_5ForCausalLM", TextModel)
 
 
 def run_once(engine: Any, prompts: Sequence[list[int]], num_new: Sequence[int], logprobs: dict[str, Any]) -> float:

@@ -62,8 +62,8 @@ def build_model(arguments: argparse.Namespace) -> PreTrainedModel:
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     with torch.device(arguments.device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-    targets = TARGETS[arguments.trains or "attention"]
-    add_adapter(model, LoraSection(r=16, target_modules=targets), base="", dtype=dtype)
+    if arguments.trains is not None:
+        add_adapter(model, LoraSection(r=16, target_modules=TARGETS[arguments.trains]), base="", dtype=dtype)
     use_plan_attention(model)
     return model
 
