@@ -14,8 +14,9 @@ from torch.nn import functional
 from tunesmith.model.experts import sort_many_pairs
 
 BLOCK, MAX_PAIRS = 2048, 16384
-MAX_PAIRS_PER_EXPERT = 32
-BLOCK_P, BLOCK_C, BLOCK_O = 32, 64, 128
+TILES = ((16, 32, 128, 4), (32, 64, 64, 8))
+"""Most pairs of an expert on average, pairs and channels of a tile, and its warps; measured on one H200."""
+BLOCK_O = 128
 
 
 @triton.jit
@@ -82,13 +83,15 @@ def _multiply_kernel(
 def multiply_groups(input_PC: Tensor, weight_ECO: Tensor, end_E: Tensor) -> Tensor:
     """See `model.experts.multiply_groups`. With few pairs for an expert the time is that of reading its weights."""
     (num_pairs, size_c), (num_experts, _, size_o) = input_PC.shape, weight_ECO.shape
-    if num_pairs > MAX_PAIRS_PER_EXPERT * num_experts or size_c % BLOCK_C or input_PC.dtype.itemsize != 2:
+    tiles = [each for most, *each in TILES if num_pairs <= most * num_experts and size_c % each[1] == 0]
+    if not tiles or input_PC.dtype.itemsize != 2:
         return functional.grouped_mm(input_PC, weight_ECO, offs=end_E)
+    block_p, block_c, num_warps = tiles[0]
     output_PO = input_PC.new_empty((num_pairs, size_o))
-    num_tiles = num_pairs // BLOCK_P + min(num_pairs, num_experts)  # at most, as all but one of an expert are full
+    num_tiles = num_pairs // block_p + min(num_pairs, num_experts)  # at most, as all but one of an expert are full
     _multiply_kernel[(num_tiles, triton.cdiv(size_o, BLOCK_O))](
         input_PC.contiguous(), weight_ECO, output_PO, end_E, num_experts, size_c, size_o, *weight_ECO.stride(),
-        triton.next_power_of_2(num_experts), BLOCK_P, BLOCK_C, BLOCK_O, num_warps=4, num_stages=4,
+        triton.next_power_of_2(num_experts), block_p, block_c, BLOCK_O, num_warps=num_warps, num_stages=3,
     )  # fmt: skip
     return output_PO
 
