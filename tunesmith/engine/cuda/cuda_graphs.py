@@ -314,8 +314,11 @@ class _StagingBuffers:
         inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
         inputs.positions_S.numpy()[:num_rows] = rows.positions_R
         inputs.slots_S.numpy()[:num_rows] = slots_R
-        for name in ("seeds_S", "top_ks_S", "temperatures_S", "top_ps_S", "min_ps_S"):
-            getattr(inputs, name).numpy()[:num_rows] = getattr(batch, name)[slots_R]
+        inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
+        inputs.top_ks_S.numpy()[:num_rows] = batch.top_ks_S[slots_R]
+        inputs.temperatures_S.numpy()[:num_rows] = batch.temperatures_S[slots_R]
+        inputs.top_ps_S.numpy()[:num_rows] = batch.top_ps_S[slots_R]
+        inputs.min_ps_S.numpy()[:num_rows] = batch.min_ps_S[slots_R]
         log_lines_S = inputs.log_lines_S.numpy()
         log_lines_S[:num_rows] = first_log_line - rows.positions_R
         log_lines_S[num_rows - rows.num_prefilled : num_rows] -= 1
