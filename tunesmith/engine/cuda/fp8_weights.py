@@ -17,7 +17,7 @@ from tunesmith.engine.cuda.kernels.fp8_kernels import QuantizedRows, quantize_ro
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps
-from tunesmith.model.merged_weights import find_merged_groups, find_merged_tensors, get_merged_view
+from tunesmith.model.merged_weights import find_merged_groups, find_merged_tensors, get_merged_view, merge_weights
 
 SIZE_MULTIPLE = 16
 """Sizes of an FP8 product must be multiples of this."""
@@ -28,7 +28,8 @@ class Fp8Weights:
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
-        """The weights must be merged (`merge_weights`)."""
+        """Merges the model's weights first."""
+        merge_weights(model)
         self._model = model
         self._sources: list[Tensor] = []
         self._copies: list[QuantizedRows] = []

@@ -241,7 +241,7 @@ def _match_normed_heads(node: Any, fused_ops: FusedOps) -> tuple[Any, Any, float
 def _fuse_swiglu(graph: fx.Graph, fused_ops: FusedOps) -> None:
     for node in list(graph.nodes):
         pair = _match_binary(node, MUL)
-        if pair is None or not _is_call(pair[0], {functional.silu, torch.nn.functional.silu}):
+        if pair is None or not _is_call(pair[0], {functional.silu}):
             continue
         gate, value = pair[0].args[0], pair[1]
         if not all(_is_linear_without_bias(part) and len(part.users) == 1 for part in (gate, value)):
