@@ -37,10 +37,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from benchmarks.shared.report import publish
 from tunesmith.commands.export.run import ExportResult, run_export
 from tunesmith.config import ExportSection
+from tunesmith.config.export import GgufType
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.storage import load_json_lines
 
-TYPES = ("f32", "f16", "q8_0", "q4_k_m")
+TYPES: tuple[GgufType, ...] = ("f32", "f16", "q8_0", "q4_k_m")
 ROUNDED = {"f32": torch.float32, "f16": torch.float16}
 """GGUF types whose rounding transformers can reproduce."""
 KV_TYPES = {"f32": 0, "f16": 1}
@@ -228,6 +229,8 @@ def compare_folders(source: str, folder: Path, answers: Sequence[Answer]) -> flo
 
 def run_questions(arguments: argparse.Namespace, report: ExportResult, console: Console) -> dict[str, Any]:
     """Compare all GGUF types of the model on the questions."""
+    folder = report.hf
+    assert folder is not None, "formats has hf"
     questions = [row["question"] for row in load_json_lines(Path(arguments.prompts))[: arguments.num_prompts]]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     comparisons: list[Comparison] = []
@@ -253,7 +256,7 @@ def run_questions(arguments: argparse.Namespace, report: ExportResult, console: 
                 console.print(f"[bold]{kind} answers:[/] {tokenizer.decode(found[0].ids)!r}")
             opened.llama.close()
     return {
-        "max_logit_difference_of_folder": compare_folders(arguments.model, report.hf, reference),
+        "max_logit_difference_of_folder": compare_folders(arguments.model, folder, reference),
         "comparisons": [asdict(comparison) for comparison in comparisons],
         "divergences": divergences,
         "num_bytes": {kind: path.stat().st_size for kind, path in report.gguf.items()},
@@ -262,7 +265,7 @@ def run_questions(arguments: argparse.Namespace, report: ExportResult, console: 
 
 def run_families(work: Path, console: Console) -> list[dict[str, Any]]:
     """Tiny random models of the tests: every family, tied and untied, biases, grouped queries, scaled positions."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "pipeline" / "export"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     from exported_models import CONFIGS, CORPUS, save_tiny  # tests/ is not a package
 
     rows = []

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 AGENT = """\
 from tunesmith import JudgeOutput, WorkflowOutput
@@ -70,11 +71,12 @@ def main() -> None:
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
         words, step = time_lines(["tune", "run.yaml"], folder, ["tune:", "step 1/2"])
         (look,) = time_lines(["show", "checkpoints/tunesmith/first"], folder, [""])
-    result = {"first_word_s": words, "first_step_s": step, "first_look_s": look, "packages": {}}
+    packages: dict[str, Any] = {}
     for each in arguments.report:
         label, _, path = each.partition("=")
         names = sorted(item["metadata"]["name"] for item in json.loads(Path(path).read_text())["install"])
-        result["packages"][label] = {"number": len(names), "names": names}
+        packages[label] = {"number": len(names), "names": names}
+    result = {"first_word_s": words, "first_step_s": step, "first_look_s": look, "packages": packages}
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.out is not None:

@@ -18,6 +18,7 @@ import signal
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
 from types import FrameType
 
 from benchmarks.endpoint.setup import InstantEngine, Setup
@@ -65,7 +66,7 @@ class PartSamples:
         self._known: dict[str, str | None] = {}
 
     @contextlib.contextmanager
-    def taking(self):
+    def taking(self) -> Iterator[None]:
         before = signal.signal(signal.SIGPROF, self._add)
         signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
         try:

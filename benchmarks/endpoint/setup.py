@@ -104,7 +104,7 @@ class Setup:
     def _open(self, num_agents: int) -> list[BoundModel]:
         return [self._service.open(seed=index, order=(index,)) for index in range(num_agents)]
 
-    async def run_in_process(self, num_agents: int, **shape: int) -> Measured:
+    async def run_in_process(self, num_agents: int, **shape: Any) -> Measured:
         """Agents that call `model.client`."""
 
         async def call(client: Any, fields: dict[str, Any]) -> str:
@@ -114,7 +114,7 @@ class Setup:
 
         return await self._run_agents(call, num_agents, **shape)
 
-    async def run_without_client(self, num_agents: int, **shape: int) -> Measured:
+    async def run_without_client(self, num_agents: int, **shape: Any) -> Measured:
         """Agents that give the endpoint JSON values and receive JSON values."""
 
         async def call(client: Any, fields: dict[str, Any]) -> str:

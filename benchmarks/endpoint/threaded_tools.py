@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.shared.report import publish
-from tunesmith.config import RolloutSection, RunConfig
+from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model
 from tunesmith.rollout.chat_model import ChatModel
@@ -70,8 +70,8 @@ def build_workflow(tool: Tool) -> Callable[..., Awaitable[WorkflowOutput]]:
 def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Seconds of the rollouts of each step; in the first step the event loop detects which functions are slow."""
     config = RunConfig(
-        model={"path": model, "device": "cpu", "max_model_len": 256, "max_tokens": arguments.new_tokens},
-        engine={"kv_cache_tokens": 32768},
+        model=ModelSection(path=model, device="cpu", max_model_len=256, max_tokens=arguments.new_tokens),
+        engine=EngineSection(kv_cache_tokens=32768),
         rollout=RolloutSection(chat_model="openai"),
     )
     _, actors = load_actors(

@@ -98,9 +98,9 @@ def sweep(shape: str) -> list[dict[str, Any]]:
         reference = outputs[ROWS[-1]]
         unequal = {count: int((each != reference).sum()) for count, each in outputs.items()}
         results.append({"weight": name, "size": [num_rows, num_columns], "unequal": unequal, "us": times})
-    for name, first in (("q, k, v", "q"), ("gate, up", "gate or up")):
+    for name, first_name in (("q, k, v", "q"), ("gate, up", "gate or up")):
         sizes = list_weights(shape)
-        (num_rows, num_columns), (part, _) = sizes[f"{name} merged"], sizes[first]
+        (num_rows, num_columns), (part, _) = sizes[f"{name} merged"], sizes[first_name]
         weight = draw(num_rows, num_columns) * num_columns**-0.5
         unequal = {}
         for count in ROWS:

@@ -17,6 +17,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,15 +109,16 @@ class Batch:
         division.fill(division_7S)
         work = DecodeWork.allocate(divider, division.kind, self.positions, torch.from_numpy(division_7S).to("cuda"))
         list_items(work)
+        query, key, value = self.query_key_value
 
         def attend(table: Tensor) -> Tensor:
             return run_paged_decode(
-                *self.query_key_value, self.keys, self.values, table, self.positions, work.items_2WF, work.parts_2R2,
+                query, key, value, self.keys, self.values, table, self.positions, work.items_2WF, work.parts_2R2,
                 0.1, 0, 0.0, None, self.prologue,
             )  # fmt: skip
 
         tables = [torch.from_numpy(table).to("cuda") for table in self.tables]
-        return division.kind.name.lower(), [lambda table=table: attend(table) for table in tables]
+        return division.kind.name.lower(), [partial(attend, table) for table in tables]
 
 
 def time_calls(calls: Sequence[Callable[[], Any]]) -> float:

@@ -29,7 +29,8 @@ class Decoding:
         weight_format: str = "model",
     ) -> None:
         # needs Triton, which only CUDA machines have
-        from tunesmith.engine.cuda.cuda_graphs import build_fp8_weights, build_graphs
+        from tunesmith.engine.cuda.cuda_graphs import DecodeGraphs
+        from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 
         self._num_sequences, self._context = num_sequences, context
         num_blocks = -(-(context + num_steps + 1) // BLOCK_SIZE)
@@ -40,9 +41,9 @@ class Decoding:
         )  # fmt: skip
         for tensor in (*cache.keys, *cache.values):
             tensor.normal_()
-        self._decoder = build_graphs(
+        self._decoder = DecodeGraphs(
             model, cache, max_num_seqs=num_sequences, max_model_len=num_blocks * BLOCK_SIZE,
-            is_compiled=mode == "compiled", fp8=build_fp8_weights(model) if weight_format == "fp8" else None,
+            is_compiled=mode == "compiled", fp8=Fp8Weights(model) if weight_format == "fp8" else None,
         )  # fmt: skip
         blocks = np.random.default_rng(0).permutation(num_sequences * num_blocks).reshape(num_sequences, num_blocks)
         self._decoder.input_batch.block_table_SP[:, :num_blocks] = blocks

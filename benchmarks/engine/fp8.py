@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -32,10 +32,11 @@ from tunesmith.trainer.scoring_pass import score_tokens
 
 DECODE_STEPS = 64
 CUDA = torch.device("cuda")
+WeightFormat = Literal["model", "fp8"]
 
 
 def measure_decoding(
-    model: PreTrainedModel, arguments: argparse.Namespace, weight_format: str
+    model: PreTrainedModel, arguments: argparse.Namespace, weight_format: WeightFormat
 ) -> tuple[list[float], list[str]]:
     """Seconds of `DECODE_STEPS` steps, and the kernel profile."""
     decoding = Decoding(
@@ -50,7 +51,9 @@ def measure_decoding(
     return seconds, profile_kernels(lambda: decoding.run(DECODE_STEPS, 16)) if arguments.profile else []
 
 
-def measure_format(model: PreTrainedModel, arguments: argparse.Namespace, weight_format: str) -> dict[str, Any]:
+def measure_format(
+    model: PreTrainedModel, arguments: argparse.Namespace, weight_format: WeightFormat
+) -> dict[str, Any]:
     """Rates and mismatch of sampling from one format of the weights."""
     num_sequences, first = arguments.sequences, arguments.prompt_tokens
     decode_s, kernels = measure_decoding(model, arguments, weight_format)
@@ -117,7 +120,7 @@ def main() -> None:
     use_plan_attention(model)
     spread_logits(model, build_prompts(model.config.vocab_size, 1, arguments.prompt_tokens)[0])
     found = {}
-    for weight_format in ("model", "fp8"):
+    for weight_format in get_args(WeightFormat):
         found[weight_format] = ours = measure_format(model, arguments, weight_format)
         torch.cuda.empty_cache()
         print(

@@ -80,10 +80,11 @@ def main() -> None:
         )
     log_ratio = torch.cat(found)
     ratio = log_ratio.exp()
+    k3 = (ratio - 1 - log_ratio).mean().item()
     details = {
         "model": Path(arguments.model).name,
         "num_tokens": len(ratio),
-        "k3": (ratio - 1 - log_ratio).mean().item(),
+        "k3": k3,
         "max_log_ratio": log_ratio.abs().max().item(),
         "mean_weight": ratio.clamp(max=2.0).mean().item(),
         "truncated_share": (ratio > 2.0).double().mean().item(),
@@ -91,7 +92,7 @@ def main() -> None:
     }
     print(details)
     publish(
-        name="fp8_mismatch_emulated", unit="1 / k3", ours=1 / details["k3"], peers={}, device="cpu", details=details,
+        name="fp8_mismatch_emulated", unit="1 / k3", ours=1 / k3, peers={}, device="cpu", details=details,
         out=arguments.out,
     )  # fmt: skip
 

@@ -93,8 +93,10 @@ def build_engine(tokenizer: PreTrainedTokenizerBase, num_sequences: int) -> Loca
     def run_body(ids_1T: torch.Tensor, *_rest: object) -> torch.Tensor:
         return torch.empty(*ids_1T.shape, HIDDEN_SIZE)
 
-    runner.has_graphs, runner._run_body = True, run_body  # type: ignore[method-assign]
-    runner._burst_decoder = InstantBurstDecoder(engine, max_num_seqs=num_sequences, vocab_size=len(tokenizer))
+    runner.has_graphs = True
+    runner._run_body = run_body  # type: ignore[method-assign, assignment]
+    decoder = InstantBurstDecoder(engine, max_num_seqs=num_sequences, vocab_size=len(tokenizer))
+    runner._burst_decoder = decoder  # type: ignore[assignment]
     engine._output_processor, engine._stepper = engine._build_stepper()
     return engine
 

@@ -108,7 +108,7 @@ def register_text_model() -> None:
     from vllm.model_executor.models.interfaces import IsHybrid
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
-    class TextModel(Qwen3_5ForCausalLM, IsHybrid):  # type: ignore[misc]
+    class TextModel(Qwen3_5ForCausalLM, IsHybrid):
         get_mamba_state_dtype_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config
         get_mamba_state_shape_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config
         get_mamba_state_copy_func = Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func

@@ -50,12 +50,12 @@ def build_call(heads: Heads, tensors: list[Tensor]) -> Callable[[], Tensor]:
     blocks = torch.randperm(num_rows * num_blocks).view(num_rows, num_blocks).tolist()
     spans = [Span(row * num_tokens, 0, num_tokens, mine) for row, mine in enumerate(blocks)]
     tile_tokens = get_tile_tokens(heads.num_groups, count_tile_rows(size, torch.bfloat16))
-    plan: Any = build_prefill_plan(cache, spans, tile_tokens=tile_tokens, device=device).layers[0]
+    plan = build_prefill_plan(cache, spans, tile_tokens=tile_tokens, device=device)
+    keys, values, slot_mapping, block_table, spans_3R, tiles = plan.layers[0].tensors
     query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in tensors)
     return lambda: run_paged_prefill(
-        query, key, value, cache.keys[0], cache.values[0], plan.slot_mapping, plan.block_table, plan.spans, plan.tiles,
-        0.1, 0, 0.0,
-    )  # fmt: skip
+        query, key, value, keys, values, slot_mapping, block_table, spans_3R, tiles, 0.1, 0, 0.0
+    )
 
 
 def measure_peer(backend: SDPBackend, tensors: list[Tensor]) -> float | None:

@@ -70,7 +70,9 @@ def simulate(num_agents: int, num_blocks: int, variant: Variant, *, max_num_seqs
         max_batched_tokens=variant.max_batched_tokens, has_prefix_cache=True,
     )  # fmt: skip
     system = [random.Random(0).randrange(30000) for _ in range(SYSTEM_TOKENS)]
-    agents, agent_of, waiting = [], {}, []
+    agents: list[Agent] = []
+    agent_of: dict[int, Agent] = {}
+    waiting: list[tuple[float, int]] = []
     for index in range(num_agents):
         task = random.Random(f"task {index // GROUP}")
         prompt = system + [task.randrange(30000) for _ in range(TASK_TOKENS)]

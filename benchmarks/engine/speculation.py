@@ -131,7 +131,8 @@ async def run_steps(engine: LocalEngine, text: Text, arguments: argparse.Namespa
             calls.append(engine.generate(prompt, sampling, order=(group, member)))
         return await asyncio.gather(*calls)
 
-    num_groups, started, finished = arguments.groups * arguments.steps, 0, []
+    num_groups, started = arguments.groups * arguments.steps, 0
+    finished: list[list[Completion]] = []
     flying: deque[asyncio.Task[list[Completion]]] = deque()
     for step in range(arguments.steps):
         while started < min(num_groups, (step + 1 + staleness) * arguments.groups):

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.report import describe_settings, publish
-from tunesmith.engine.core.drafts import CPU_COST, CUDA_COST, Drafter, ForwardCost, count_equal
+from tunesmith.engine.core.drafts import CPU_COST, CUDA_COST, Drafter, ForwardCost
 from tunesmith.engine.core.request import Request
 from tunesmith.experience.store import RolloutFiles
-from tunesmith.types import Sampling
+from tunesmith.types import Sampling, count_equal
 
 BURST = 16
 
 
 def collect_requests(rows: Iterable[dict[str, Any]]) -> tuple[list[Request], list[list[int]]]:
     """The first turn of every rollout of a step, and its reply."""
-    requests, replies = [], []
+    requests: list[Request] = []
+    replies: list[list[int]] = []
     for row in rows:
         if not row["turns"] or not row["turns"][0]["sampled_ids"]:
             continue

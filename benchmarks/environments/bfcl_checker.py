@@ -23,11 +23,12 @@ CATEGORIES = (*TRAINED, "live_parallel", "live_parallel_multiple")
 
 
 def load_checker() -> Any:
-    for name, attributes in {
+    stand_ins: dict[str, dict[str, Any]] = {
         "constants.model_config": {"MODEL_CONFIG_MAPPING": {"m": SimpleNamespace(underscore_to_dot=False)}},
         "eval_checker.ast_eval.type_convertor.java_type_converter": {"java_type_converter": None},
         "eval_checker.ast_eval.type_convertor.js_type_converter": {"js_type_converter": None},
-    }.items():
+    }
+    for name, attributes in stand_ins.items():
         module = ModuleType(f"bfcl_eval.{name}")
         vars(module).update(attributes)
         sys.modules[module.__name__] = module
@@ -59,7 +60,7 @@ def draw_calls(truth: Any, rng: random.Random) -> list[tuple[str, dict[str, Any]
 
 
 def mutate_value(value: Any, rng: random.Random) -> Any:
-    other = [str(value), True, None, [value]]
+    other: list[Any] = [str(value), True, None, [value]]
     if isinstance(value, str):
         other += [
             value.upper(),
@@ -81,8 +82,8 @@ def mutate_value(value: Any, rng: random.Random) -> Any:
         other += [inner, inner, inner, value * 2, value[:-1], value[::-1], [], [*value, 1]]
     elif isinstance(value, dict):
         changed = rng.choice(list(value)) if value else None
-        inner = {key: mutate_value(each, rng) if key == changed else each for key, each in value.items()}
-        other += [inner, inner, inner, {k: v for k, v in value.items() if k != changed}, {**value, "zz": 1}]
+        entries = {key: mutate_value(each, rng) if key == changed else each for key, each in value.items()}
+        other += [entries, entries, entries, {k: v for k, v in value.items() if k != changed}, {**value, "zz": 1}]
     return rng.choice(other)
 
 
@@ -114,7 +115,8 @@ def main() -> None:
     parser.add_argument("--variants", type=int, default=40, help="of each row, beside its accepted calls")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    is_valid, rng, counts, lines = load_checker(), random.Random(0), Counter(), []
+    is_valid, rng, lines = load_checker(), random.Random(0), []
+    counts: Counter[tuple[str, str, str, str]] = Counter()
     for category in CATEGORIES:
         for row in (each.line for each in load_rows(find_data(None), category).values()):
             for variant in range(given.variants + 1):

@@ -161,7 +161,7 @@ class Nothing:
         pass
 
 
-class PlainNothing(Nothing):
+class PlainNothing:
     """The same with plain functions, which run in threads."""
 
     def reset(self, task: object) -> str:

@@ -38,7 +38,8 @@ from benchmarks.et_agent.orderings import (
     summarize_models,
 )
 from benchmarks.shared.report import publish
-from tunesmith.et_agent.radar import can_plot, save_radar_plot
+from tunesmith.commands.eval.comparison import can_plot
+from tunesmith.et_agent.radar import save_radar_plot
 from tunesmith.et_agent.selection.rft import measure_diversity, measure_text_spreads, read_trajectories
 
 PIPELINE, DONE, LOG = "pipeline.yaml", "job.done", "job.log"

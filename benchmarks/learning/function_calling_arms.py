@@ -26,7 +26,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -279,7 +279,8 @@ def main() -> None:
     arguments = parser.parse_args()
     work, out = arguments.work.resolve(), arguments.out.resolve()
     queue = Queue(work, out, os.environ["MODEL"], arguments.small, arguments.set)
-    end, waiting, running = time.time() + arguments.limit_s, list(arguments.arms), {}
+    end, waiting = time.time() + arguments.limit_s, list(arguments.arms)
+    running: dict[Future[None], str] = {}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         while waiting or running:
             waiting = [each for each in waiting if not queue.is_done(each)]

@@ -38,6 +38,7 @@ from benchmarks.shared.training_step import (
     build_step_config,
     build_trainer,
     follow_steps,
+    lead_steps,
     list_tasks,
     load_step_actors,
     run_ranks,
@@ -46,7 +47,7 @@ from benchmarks.shared.training_step import (
 from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.commands.tune.ranks import connect_ranks, lead
+from tunesmith.commands.tune.ranks import connect_ranks
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts, run_step
 from tunesmith.model.load import resolve_device
@@ -88,7 +89,7 @@ class TimedTrainer(Trainer):
         self.times: list[dict[str, float]] = []
         self._garbage = GarbageTimes()
         self._queued, self._finish = 0.0, self._host_work.finish
-        self._host_work.finish = self._note_queued
+        self._host_work.finish = self._note_queued  # type: ignore[method-assign]
 
     def _note_queued(self) -> None:
         self._queued = self._queued or time.perf_counter()
@@ -145,9 +146,9 @@ def run_rank(arguments: argparse.Namespace) -> None:
             feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
             parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)
             steps = partial(run_steps, arguments, parts, trainer, ranks)
-            history = run_lockstep(lead(steps, parts.dispatcher, links, print), config.rollout)
+            history = run_lockstep(lead_steps(steps, parts, links, print), config.rollout)
         else:
-            history = run_lockstep(follow_steps(config, policy, actors, trainer, roles, links), config.rollout)
+            run_lockstep(follow_steps(config, policy, actors, trainer, roles, links), config.rollout)
         memory = 0 if arguments.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
         gathered = ranks.all_gather_objects({"memory_gib": memory, "steps": trainer.times})
     if place.is_first:

@@ -43,8 +43,10 @@ def expect_maximum(number: int) -> float:
 def read_medians(result: dict[str, Any], *, warmup: int) -> dict[str, float]:
     """Medians of a measurement over its steps."""
     rows = result["steps"][warmup:]
-    names = ("seconds", "perf/rollout_wait_s", "perf/train_wait_s", "perf/communication_s", "perf/exchange_s")
-    names += ("perf/collect_s", "slack_s")
+    names = (
+        "seconds", "perf/rollout_wait_s", "perf/train_wait_s", "perf/communication_s", "perf/exchange_s",
+        "perf/collect_s", "slack_s",
+    )  # fmt: skip
     return {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
 
 

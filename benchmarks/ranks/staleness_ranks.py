@@ -32,6 +32,7 @@ from benchmarks.shared.training_step import (
     build_step_config,
     build_trainer,
     follow_steps,
+    lead_steps,
     list_tasks,
     load_step_actors,
     run_ranks,
@@ -42,7 +43,7 @@ from benchmarks.training.slow_tools import Sleeps, use_tools
 from tunesmith.cluster.links import Links
 from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.commands.tune.ranks import connect_ranks, lead
+from tunesmith.commands.tune.ranks import connect_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
@@ -118,7 +119,7 @@ def run_first(
     links: Links,
 ) -> None:
     parts = build_parts(config, build_feed(list_rows(arguments)), policy, actors, trainer, roles=roles, links=links)
-    steps = run_lockstep(lead(partial(run_steps, arguments, parts), parts.dispatcher, links, note), config.rollout)
+    steps = run_lockstep(lead_steps(partial(run_steps, arguments, parts), parts, links, note), config.rollout)
     parts.trainer.thread.close()
     result = {"layout": arguments.layouts[0], "staleness": arguments.staleness[0], "steps": steps}
     if arguments.device == "cuda":

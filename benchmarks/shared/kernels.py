@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch._C._autograd import DeviceType
 
 
 def profile_kernels(work: Callable[[], object], *, num_rows: int = 25) -> list[str]:
@@ -19,7 +20,7 @@ def profile_kernels(work: Callable[[], object], *, num_rows: int = 25) -> list[s
         torch.cuda.synchronize()
     events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
     total = sum(event.device_time_total for event in events)
-    cuda = torch.autograd.DeviceType.CUDA
+    cuda = DeviceType.CUDA
     spans = [(e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == cuda]
     busy, whole = measure_busy(spans)
     count = sum(event.count for event in events)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tunesmith.cluster.links import Links
 from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.commands.tune.ranks import build_rank, follow
+from tunesmith.commands.tune.ranks import RunEnd, build_rank, follow, lead
 from tunesmith.config import RunConfig
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
@@ -169,12 +169,27 @@ def build_parts(
 
 async def follow_steps(
     config: RunConfig, policy: Policy, actors: Actors, trainer: Trainer | None, roles: RankRoles, links: Links
-) -> Any:
-    """What a rank other than the first runs, without a trainer if it only samples; returns the first one's result."""
+) -> None:
+    """What a rank other than the first runs, without a trainer if it only samples."""
     rank, worker = build_rank(config, roles, policy, actors, links), None
     if roles.is_sampler or not (roles.samplers or config.cluster.has_sharded_weights):
         worker = rank.build_served_worker(sends_tokens=False)
-    return await follow(rank, worker, None if trainer is None else rank.join_trainer(trainer, worker))
+    await follow(rank, worker, None if trainer is None else rank.join_trainer(trainer, worker))
+
+
+async def lead_steps(
+    run_steps: Callable[[], Awaitable[list[dict[str, float]]]],
+    parts: StepParts,
+    links: Links,
+    show_line: Callable[[str], None],
+) -> list[dict[str, float]]:
+    """What the first rank runs: the steps, after which the other ranks end."""
+
+    async def train() -> RunEnd:
+        return RunEnd(result=await run_steps())
+
+    steps: list[dict[str, float]] = (await lead(train, parts.dispatcher, links, show_line)).result
+    return steps
 
 
 async def time_step(parts: StepParts, *, step: int, device: str) -> dict[str, float]:
@@ -189,7 +204,9 @@ async def time_step(parts: StepParts, *, step: int, device: str) -> dict[str, fl
 def build_rank_command(num_ranks: int, *overrides: str) -> list[str]:
     """This script with its own options and `overrides`, which take precedence; under torchrun for several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    module = ["-m", sys.modules["__main__"].__spec__.name]
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "benchmarks are run with python -m"
+    module = ["-m", spec.name]
     return [sys.executable, *(launcher if num_ranks > 1 else []), *module, *sys.argv[1:], *overrides]
 
 

@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from tunesmith.tasks.bots import BotsSelector
 from tunesmith.tasks.selector import RandomSelector, Selector
 
 BATCH_SIZE, GROUP_SIZE = 16, 8
-ARGS = {"m": GROUP_SIZE, "lamb": 0.1, "rho": 0.1, "target_reward": 0.5, "tau": 0, "do_sample": True}
+ARGS: dict[str, Any] = {"m": GROUP_SIZE, "lamb": 0.1, "rho": 0.1, "target_reward": 0.5, "tau": 0, "do_sample": True}
 NUM_SKILLS = 6
 NUM_HELD_OUT = 2000
 SHARES, CENTRES = (0.45, 0.15, 0.40), (-6.0, 0.5, 7.0)
@@ -100,7 +101,7 @@ def simulate(arguments: argparse.Namespace) -> None:
         simulate_one(seed, num_tasks=arguments.num_tasks or 5000, num_steps=arguments.steps)
         for seed in range(arguments.seeds)
     ]
-    details = {}
+    details: dict[str, dict[str, list[Any]]] = {}
     for name in runs[0]:
         last = [run[name][-1]["accuracy"] for run in runs]
         shares = [statistics.fmean(row["share_with_variance"] for row in run[name]) for run in runs]
@@ -111,8 +112,8 @@ def simulate(arguments: argparse.Namespace) -> None:
             f"{name:<22} accuracy {statistics.fmean(last):.3f} ({min(last):.3f} to {max(last):.3f})  groups with "
             f"variance {statistics.fmean(shares):.2f}  share of rollouts to random's final accuracy: {shown}"
         )
-    shares = [1.0 if share is None else share for share in details["bots"]["share_of_randoms_rollouts"]]
-    ours = 1 / statistics.fmean(shares)
+    filled = [1.0 if share is None else share for share in details["bots"]["share_of_randoms_rollouts"]]
+    ours = 1 / statistics.fmean(filled)
     publish(
         name="bots_simulated", unit="random's rollouts over ours at equal accuracy", ours=ours,
         peers={"random": 1.0}, device="cpu", details=details, out=arguments.out,
@@ -136,7 +137,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
     weak_N = rng.random(num_tasks)
     features_NK = np.stack([weak_N, weak_N + (1 - weak_N) * rng.random(num_tasks)], axis=1)
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "greedy": {"tau": 0},
         "Thompson": {"tau": 0, "do_sample": True},
         "temperature": {"tau": 0.5},

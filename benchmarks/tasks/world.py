@@ -28,7 +28,7 @@ def measure(num_documents: int, num_train: int, num_test: int) -> dict[str, Any]
         figures = generate(Path(folder), **knobs)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
         sizes = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
-    world = World(config=WorldConfig(**knobs))
+    world = World(config=WorldConfig(num_documents=num_documents, num_train=num_train, num_test=num_test))
     start = time.perf_counter()
     num_questions = sum(1 for _ in world.iter_questions("train"))
     question_seconds = time.perf_counter() - start

@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import json
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ NARROW = {
     "num_attention_heads": 4,
     "num_experts": 16,
 }
-TARGETS = {
+TARGETS: dict[str, Any] = {
     "attention": "attention",
     "experts": ("q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"),
 }

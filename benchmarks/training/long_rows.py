@@ -16,10 +16,10 @@ import argparse
 import gc
 import random
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -66,13 +66,13 @@ def measure_attention(model: Any, rows: list[Trie], samples: list[Sample], *, nu
 
     plans = [(TreePlan(row, device, **describe_attention(model)), draw(row.num_tokens)) for row in rows]
     paths = [draw(len(sample.token_ids) - 1) for sample in samples]
-    module = SimpleNamespace(config=config)
+    module = nn.Module()
 
     def attend(*, has_backward: bool) -> None:
-        for plan, inputs in plans:
-            output = plan.attend(module, *inputs, options)
+        for plan, (query, key, value) in plans:
+            output = plan.attend(module, query, key, value, options)
             if has_backward:
-                torch.autograd.grad(output, inputs, torch.ones_like(output))
+                torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
 
     def attend_flash(*, has_backward: bool) -> None:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -123,9 +123,9 @@ def run_work(arguments: argparse.Namespace, model: Any, work: str, settings: Tra
         f"{flops / seconds / 1e12:.0f} TFLOP/s{share}",
         flush=True,
     )
-    figures["attention"] = measure_attention(model, rows, samples, num_repeats=arguments.repeats)
-    print("  attention of a layer:", "; ".join(f"{name} {value:.4g}" for name, value in figures["attention"].items()))
-    return figures
+    attention_figures = measure_attention(model, rows, samples, num_repeats=arguments.repeats)
+    print("  attention of a layer:", "; ".join(f"{name} {value:.4g}" for name, value in attention_figures.items()))
+    return figures | {"attention": attention_figures}
 
 
 def main() -> None:

@@ -166,6 +166,7 @@ async def solve_slowly(task: Mapping[str, Any], model: ChatModel) -> WorkflowOut
         messages += [
             {"role": "tool", "tool_call_id": call.id, "content": answer_call(call.function.arguments)}
             for call in message.tool_calls
+            if call.type == "function"
         ]
     return WorkflowOutput(response=text)
 

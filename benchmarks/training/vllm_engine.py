@@ -42,6 +42,7 @@ from benchmarks.shared.training_step import (
     build_step_config,
     build_trainer,
     follow_steps,
+    lead_steps,
     list_tasks,
     load_step_actors,
     run_ranks,
@@ -50,7 +51,7 @@ from benchmarks.shared.training_step import (
 )
 from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.commands.tune.ranks import connect_ranks, lead
+from tunesmith.commands.tune.ranks import connect_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
@@ -108,7 +109,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
             if ranks.is_first:
                 feed = build_feed(list_tasks(4 * arguments.tasks))
                 parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)
-                leading = lead(partial(run_steps, arguments, parts), parts.dispatcher, links, note)
+                leading = lead_steps(partial(run_steps, arguments, parts), parts, links, note)
                 history = run_lockstep(leading, config.rollout)
             else:
                 run_lockstep(follow_steps(config, policy, actors, trainer, roles, links), config.rollout)

@@ -171,10 +171,7 @@ def test_attention_kernels_equal_a_dense_softmax(
             assert (output[new] - expected).norm() < tolerance * expected.norm()
 
     def prefill(query, key, value, prologue):
-        return run_paged_prefill(
-            query, key, value, cache.keys[0], cache.values[0], plan.slot_mapping, plan.block_table, plan.spans,
-            plan.tiles, 0.1, window, softcap, None, prologue,
-        )  # fmt: skip
+        return run_paged_prefill(query, key, value, *plan.tensors, 0.1, window, softcap, None, prologue)
 
     compare(*run(first, prefill), spans)
     table = torch.tensor(blocks, dtype=torch.int32, device=device)

@@ -101,7 +101,7 @@ def test_folders_of_runs_are_found(run_folder, tmp_path):
 def test_runs_that_start_later_are_appended(tmp_path):
     runs, paths = [], [str(tmp_path / "project")]
     find_new_runs(runs, paths)
-    assert runs == [], "the folder may not exist yet"
+    assert runs == [], "the folder may be gone"
     for folder, names in (("b/x", ["x"]), ("a/y", ["x", "y"]), ("a/x", ["b/x", "a/y", "a/x"])):
         save_text(tmp_path / "project" / folder / "metrics.jsonl", "")
         find_new_runs(runs, paths)

@@ -16,7 +16,7 @@ from viewer_runs import HOSTILE, write_run
 from tunesmith.cli import app
 from tunesmith.errors import StorageError
 from tunesmith.viewer.answers.search import Filters
-from tunesmith.viewer.command import clean, print_step
+from tunesmith.viewer.command import clean, print_step, view
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
 
@@ -67,6 +67,12 @@ def test_a_report_keeps_to_its_size(tmp_path):
     assert "most groups with their rollouts: the limit" in line
     with pytest.raises(StorageError, match="raise --max-mb"):
         export_report([run], tmp_path / "small.html", max_bytes=1000)
+
+
+def test_a_report_of_unlimited_size_leaves_nothing_out_for_it(tmp_path):
+    root, out = write_run(tmp_path / "run", num_groups=40), tmp_path / "report.html"
+    line = view(runs=[str(root)], port=0, export=str(out), max_mb=float("inf"))
+    assert "the limit" not in line and out.stat().st_size > 400_000
 
 
 def show(run, step=None, *, limit=10, **wanted):

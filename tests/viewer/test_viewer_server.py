@@ -11,8 +11,10 @@ import sys
 import httpx
 import pytest
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 from viewer_runs import HOSTILE, write_run
 
+from tunesmith.cli import app
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.bundle import STATIC
@@ -92,29 +94,45 @@ def test_wrong_requests_are_one_sentence(client):
 
 
 def test_the_server_answers_this_machine_only_and_shows_runs_that_start_later(tmp_path):
-    folder = str(tmp_path / "later")
+    folder = str(tmp_path / "runs")
+    write_run(tmp_path / "runs" / "first", num_groups=1)
     command = [sys.executable, "-m", "tunesmith", "view", folder, "--port", "0", "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         announced = server.stdout.readline()
-        assert announced.startswith(f"no run yet in {folder}, shown as soon as one starts: ")
+        assert announced.startswith("first: ")
         url = re.search(r"http://127\.0\.0\.1:\d+", announced)[0]
         with httpx.Client(base_url=f"{url}/api/") as client:
-            assert client.get("versions").json() == {"versions": [], "is_running": True}
-            write_run(tmp_path / "later" / "sums", num_groups=1)
             assert len(client.get("versions").json()["versions"]) == 1
-            assert client.get("runs").json()["runs"][0]["name"] == "sums"
+            write_run(tmp_path / "runs" / "sums", num_groups=1)
+            assert len(client.get("versions").json()["versions"]) == 2
+            assert client.get("runs").json()["runs"][1]["name"] == "sums"
             foreign = {"Host": "evil.example", "Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
             for headers in ({name: value} for name, value in foreign.items()):
                 refused = client.get("runs", headers=headers)
                 assert refused.status_code == 403 and "sums" not in refused.text
                 written = client.put("notes/0", headers=headers, json={"note": "evil", "tags": []})
-                assert written.status_code == 403 and not (tmp_path / "later/sums/notes.json").exists()
+                assert written.status_code == 403 and not (tmp_path / "runs/sums/notes.json").exists()
         with pytest.raises(ConfigError, match="set --port to a free port"):
             view(runs=[folder], port=int(url.rpartition(":")[2]), no_browser=True, max_mb=20.0)
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(30) in (0, 130, -signal.SIGINT)
+
+
+def test_a_path_without_a_run_ends_the_command_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = write_run(tmp_path / "run", num_groups=1)
+    (tmp_path / "empty").mkdir()
+    for name, reason in (("none", "there is no such folder"), ("empty", "it has no metrics.jsonl or comparison.json")):
+        for options in (["--no-browser", "--port", "0"], ["--export", "report.html"]):
+            ended = CliRunner().invoke(app, ["view", str(root), name, *options])
+            message = ended.stderr
+            assert ended.exit_code == 1 and message.startswith(
+                f"tunesmith: {tmp_path / name} is not the folder of a run: {reason}"
+            )
+            assert message.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_the_page_never_turns_data_into_markup():

@@ -1,12 +1,16 @@
 """Merged weights: linear layers with the same input share one weight tensor, so that one matrix product computes them.
 
 The model keeps its own `nn.Parameter` objects; each becomes a view of the merged tensor. The trainer updates them in
-place, and the merged product reads the update. No weight is stored twice.
+place, and the merged product reads the update. No weight is stored twice. Gradients that are accumulated in float32 are
+merged like the weights.
+
+Axes: N positions, C inputs, V outputs of all layers together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -76,44 +80,72 @@ def get_merged_view(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-torch.library.define(
-    "tunesmith::linear_merged", "(Tensor inputs, Tensor[] weights) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+@dataclass(slots=True)
+class MergedGroup:
+    """Linear layers that are computed as one."""
+
+    indices: list[int]
+    """The layers, in the order of their rows in the merged tensor."""
+    weight: Tensor
+    bias: Tensor | None
 
 
-@torch.library.impl("tunesmith::linear_merged", "default")
-def _linear_merged(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def find_merged_groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[MergedGroup]:
+    """Layers grouped by merged weights and biases; members need not be consecutive in the arguments."""
+    groups: list[MergedGroup] = []
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        for group in groups:
+            merged, merged_bias = get_merged_view((group.weight, weight)), None
+            if merged is None or (group.bias is None) != (bias is None):
+                continue
+            if group.bias is not None and bias is not None:
+                merged_bias = get_merged_view((group.bias, bias))
+                if merged_bias is None:
+                    continue
+            group.indices.append(index)
+            group.weight, group.bias = merged, merged_bias
+            break
+        else:
+            groups.append(MergedGroup([index], weight, bias))
+    return groups
+
+
+def concat_linear(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The products with the weights, side by side: one product if they are merged."""
     merged = get_merged_view(weights)
     if merged is not None:
         return functional.linear(inputs, merged)
     return torch.cat([functional.linear(inputs, weight) for weight in weights], dim=-1)
 
 
-@torch.library.register_fake("tunesmith::linear_merged")
+torch.library.define(
+    "tunesmith::concat_linear", "(Tensor inputs, Tensor[] weights) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+torch.library.impl("tunesmith::concat_linear", "default")(concat_linear)
+
+
+@torch.library.register_fake("tunesmith::concat_linear")
 def _build_product(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return inputs.new_empty((*inputs.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
-linear_merged = torch.ops.tunesmith.linear_merged.default
-"""The products with the weights, side by side: one product if they are merged."""
+concat_linear_op = torch.ops.tunesmith.concat_linear.default
+"""`concat_linear` as one operation for torch's compiler, which cannot see whether weights are merged. It has one
+output, since outputs of an operation may not share memory."""
 
 
-def find_merged_groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
-    """Indices of layers grouped by merged weights and biases; members need not be consecutive in the arguments."""
-    groups: list[list[int]] = []
-    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        for group in groups:
-            present = [biases[other] for other in group]
-            is_next = get_merged_view([*(weights[other] for other in group), weight]) is not None
-            if is_next and _are_biases_merged([*present, bias]):
-                group.append(index)
-                break
-        else:
-            groups.append([index])
-    return groups
-
-
-def _are_biases_merged(biases: Sequence[Tensor | None]) -> bool:
-    """Whether all biases are present and merged, or all are None."""
-    present = [bias for bias in biases if bias is not None]
-    return not present or (len(present) == len(biases) and get_merged_view(present) is not None)
+def accumulate_weight_grads(weights: Sequence[Tensor], grad_NV: Tensor, hidden_NC: Tensor) -> bool:
+    """Add the gradient of one weight, or of merged ones, to their float32 `weight.grad`s in one product, so that it is
+    not rounded to 16 bits; False if their gradients are of the weights' dtype, or are not merged as the weights are."""
+    if not all(weight.is_leaf and weight.dtype != weight.grad_dtype == torch.float32 for weight in weights):
+        return False
+    present = [weight.grad for weight in weights if weight.grad is not None]
+    if not present:
+        whole = torch.mm(grad_NV.t(), hidden_NC, out_dtype=torch.float32)
+        for weight, part in zip(weights, whole.split(list(map(len, weights))), strict=True):
+            weight.grad = part
+        return True
+    total = get_merged_view(present) if len(present) == len(weights) else None
+    if total is not None:
+        torch.addmm(total, grad_NV.t(), hidden_NC, out_dtype=total.dtype, out=total)
+    return total is not None

@@ -17,19 +17,19 @@ from tunesmith.viewer.answers.steps import describe_rollout
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.rollout_index import NO_FAILURE
-from tunesmith.viewer.reading.run import Run, find_new_runs, open_runs
+from tunesmith.viewer.reading.run import Run, open_runs
 from tunesmith.viewer.server import serve
 
 
 def view(
     *, runs: Sequence[str], port: int, no_browser: bool = False, export: str | None = None, max_mb: float
 ) -> str | None:
-    """Serve the runs, also those that start later, until it is interrupted, or write them to the file `export`."""
+    """Serve the runs, also those that start later, until it is interrupted, or write them to the file `export`;
+    StorageError if a path has no run."""
+    opened = open_runs(runs)
     if export is not None:
-        return str(export_report(open_runs(runs), export, max_bytes=int(max_mb * 2**20)))
-    opened: list[Run] = []
-    find_new_runs(opened, runs)
-    shown = ", ".join(run.name for run in opened) or f"no run yet in {', '.join(runs)}, shown as soon as one starts"
+        return str(export_report(opened, export, max_bytes=max_mb * 2**20))
+    shown = ", ".join(run.name for run in opened)
     serve(
         Answers(opened, paths=runs),
         port=port,

@@ -37,7 +37,7 @@ OF_EACH_RUN = {
 Query = tuple[str, Mapping[str, str]]
 
 
-def export_report(runs: Sequence[Run], out: str | Path, *, max_bytes: int) -> str:
+def export_report(runs: Sequence[Run], out: str | Path, *, max_bytes: float) -> str:
     """Write the report; returns a line about its size and what it leaves out."""
     path = Path(out).expanduser()
     shell = build_page("")
@@ -52,7 +52,7 @@ def export_report(runs: Sequence[Run], out: str | Path, *, max_bytes: int) -> st
     return f"{path}: {len(page.encode()) / 2**20:.1f} MB{missing}"
 
 
-def collect_answers(answers: Answers, *, budget: int) -> tuple[dict[str, Any], list[str]]:
+def collect_answers(answers: Answers, *, budget: float) -> tuple[dict[str, Any], list[str]]:
     """Answers by URL, most important first, as many as fit; and what is missing, by kind."""
     found: dict[str, Any] = {}
     left_out = ["searches, and comparisons of rollouts that were not chosen before: they need the run folder"]

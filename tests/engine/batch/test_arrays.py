@@ -7,7 +7,8 @@ import torch
 
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import PrefillLayerPlan, build_prefill_arrays, build_prefill_plan
+from tunesmith.engine.cuda.attention_plans import build_prefill_arrays, build_prefill_plan
+from tunesmith.engine.cuda.custom_ops import paged_prefill
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 
 
@@ -28,11 +29,13 @@ def test_a_prefill_plan_has_slots_block_table_spans_and_tiles_and_a_request_with
     cache = KVCache([LayerShape(1, 2)], num_blocks=40, block_size=4, dtype=torch.float32, device=device)
     spans = [Span(0, 0, 5, [30, 31, 32]), Span(5, 6, 9, [7, 8, 9])]
     (layer,) = build_prefill_plan(cache, spans, tile_tokens=2, device=device).layers
-    assert isinstance(layer, PrefillLayerPlan)
-    assert layer.slot_mapping.tolist() == [120, 121, 122, 123, 124, 34, 35, 36]
-    assert layer.block_table.tolist() == [[30, 31, 0], [7, 8, 9], [0, 0, 0]]
-    assert layer.spans.tolist() == [[0, 5, 0], [0, 6, 0], [5, 9, 0]]
-    assert layer.tiles.tolist() == [[0, 0, 0, 1, 1, 2], [0, 2, 4, 0, 2, 0]]
+    assert layer.operation is paged_prefill
+    keys, values, slot_mapping, block_table, spans_3R, tiles = layer.tensors
+    assert keys is cache.keys[0] and values is cache.values[0]
+    assert slot_mapping.tolist() == [120, 121, 122, 123, 124, 34, 35, 36]
+    assert block_table.tolist() == [[30, 31, 0], [7, 8, 9], [0, 0, 0]]
+    assert spans_3R.tolist() == [[0, 5, 0], [0, 6, 0], [5, 9, 0]]
+    assert tiles.tolist() == [[0, 0, 0, 1, 1, 2], [0, 2, 4, 0, 2, 0]]
 
 
 def test_the_prefill_arrays_of_no_spans_are_empty() -> None:

@@ -29,6 +29,7 @@ from tunesmith.model.forward.attention import run_body, use_plan_attention
 from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps, fuse_layer
 from tunesmith.model.kernels.prologue import Prologue
 from tunesmith.model.merged_weights import (
+    accumulate_weight_grads,
     find_merged_groups,
     find_merged_tensors,
     get_merged_view,
@@ -455,11 +456,60 @@ def test_merged_groups_are_found_among_other_weights() -> None:
     whole, biases = torch.randn(9, 4), torch.randn(9)
     first, second, third = whole.split([2, 3, 4])
     between = torch.randn(5, 4)
-    assert find_merged_groups([first, between, second, third], [None] * 4) == [[0, 2, 3], [1]]
-    assert find_merged_groups([second, first], [None] * 2) == [[0], [1]]
-    assert find_merged_groups([first, second], [biases[:2], biases[2:5]]) == [[0, 1]]
-    assert find_merged_groups([first, second], [biases[:2], None]) == [[0], [1]]
-    assert find_merged_groups([first, second], [biases[:2], biases[3:6]]) == [[0], [1]]
+    cases = [
+        ([first, between, second, third], [None] * 4, [[0, 2, 3], [1]]),
+        ([second, first], [None] * 2, [[0], [1]]),
+        ([first, second, third], [biases[:2], biases[2:5], biases[5:]], [[0, 1, 2]]),
+        ([first, second], [biases[:2], None], [[0], [1]]),
+        ([first, second], [None, biases[:2]], [[0], [1]]),
+        ([first, second], [biases[:2], biases[3:6]], [[0], [1]]),
+    ]
+    for weights, given, expected in cases:
+        groups = find_merged_groups(weights, given)
+        assert [group.indices for group in groups] == expected
+        for group in groups:
+            assert torch.equal(group.weight, torch.cat([weights[index] for index in group.indices]))
+            present = [bias for bias in (given[index] for index in group.indices) if bias is not None]
+            assert group.bias is None if not present else torch.equal(group.bias, torch.cat(present))
+
+
+@pytest.fixture
+def wide_products():
+    """Products of 16-bit matrices in float32, which torch has on a GPU only."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor) -> Tensor:
+        return out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
+
+    library.impl("mm.dtype", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    yield
+    library._destroy()
+
+
+def test_gradients_of_merged_weights_are_accumulated_in_one_product(wide_products) -> None:
+    whole = torch.randn(9, 4, dtype=torch.bfloat16)
+    weights = [torch.nn.Parameter(part) for part in whole.split([2, 3, 4])]
+    grad, hidden = torch.randn(5, 9, dtype=torch.bfloat16), torch.randn(5, 4, dtype=torch.bfloat16)
+    assert not accumulate_weight_grads(weights, grad, hidden), "gradients have the dtype of the weights"
+    for weight in weights:
+        weight.grad_dtype = torch.float32
+    expected = grad.float().t() @ hidden.float()
+    for number in (1, 2):
+        assert accumulate_weight_grads(weights, grad, hidden)
+        merged = get_merged_view([weight.grad for weight in weights])
+        assert merged is not None
+        torch.testing.assert_close(merged, number * expected)
+    weights[1].grad = None
+    assert not accumulate_weight_grads(weights, grad, hidden), "one of them has none yet"
+    assert accumulate_weight_grads(weights[1:2], grad[:, 2:5], hidden)
+    torch.testing.assert_close(weights[1].grad, expected[2:5])
+    assert not accumulate_weight_grads(weights, grad, hidden), "they are no longer merged"
+    assert accumulate_weight_grads(weights[:1], grad[:, :2], hidden)
+    torch.testing.assert_close(weights[0].grad, 3 * expected[:2])
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from tunesmith.engine.worker.model_runner import probe_layers
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import run_body, use_plan_attention
 from tunesmith.model.forward.recurrence import CONV, MATRIX, Segment, SegmentTable, describe_states
-from tunesmith.model.merged_weights import linear_merged, merge_weights
+from tunesmith.model.merged_weights import concat_linear_op, merge_weights
 
 EMPTY_SLOT, NUM_SLOTS = 7, 8
 ROWS = ((11, 5), (9,), (3, 12, 70))
@@ -185,4 +185,4 @@ def list_names(graph: fx.GraphModule) -> list[str]:
 
 def list_merged(graph: fx.GraphModule) -> list[int]:
     """The number of weights of each merged product."""
-    return [len(node.args[1]) for node in graph.graph.nodes if node.target is linear_merged]
+    return [len(node.args[1]) for node in graph.graph.nodes if node.target is concat_linear_op]

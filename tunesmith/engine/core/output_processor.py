@@ -55,7 +55,7 @@ class StepOutput:
 class OutputProcessor:
     """The requests in the engine and their output that has not been delivered yet."""
 
-    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int], drafter: Drafter | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int], drafter: Drafter | None) -> None:
         """`drafter` None: no speculation."""
         self.scheduler = scheduler
         self.drafter = drafter
@@ -114,11 +114,7 @@ class OutputProcessor:
             self.stream_tokens(state, token_ids, logprobs, details)
 
     def stream_tokens(
-        self,
-        state: RequestState,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        details: TokenDetails | None = None,
+        self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None
     ) -> None:
         """Queue tokens for the request's `on_tokens` callback."""
         self._output.tokens.append((state, token_ids, logprobs, details))
@@ -128,7 +124,7 @@ class OutputProcessor:
         slots_R: NDArray[np.int64],
         token_ids_LR: NDArray[np.int32],
         logprobs_LR: NDArray[np.float32],
-        entropies_LR: NDArray[np.float32] | None = None,
+        entropies_LR: NDArray[np.float32] | None,
     ) -> None:
         """Buffer sampled tokens of the requests in these slots; `flush` copies them to a request."""
         self._token_buffer.append(slots_R, token_ids_LR, logprobs_LR, entropies_LR)

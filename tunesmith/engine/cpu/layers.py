@@ -86,28 +86,23 @@ class OneDnnLinears:
         self._is_frozen = any(not layer.weight.requires_grad for layer in layers)
         """An adapter is trained: weights without gradients never change, and those with gradients are small."""
         self._layers = [layer for layer in layers if not (self._is_frozen and layer.weight.requires_grad)]
-        self._forwards: list[Forward] = []
-        self._short: list[Forward] = []
-        self._unpacked: list[Forward] = []
+        self._packed: list[Tensor] = []
+        """The weight of each layer."""
         self._chosen: dict[int | None, list[Attribute]] = {}
         """The forward of each layer, by number of rows."""
 
     def refresh(self) -> None:
         """Pack the current weights; tied weights are packed once, frozen weights in the first call only."""
-        if self._is_frozen and self._forwards:
+        if self._is_frozen and self._packed:
             return
-        self._forwards.clear()
-        self._short.clear()
         self._chosen.clear()
-        self._unpacked = [partial(functional.linear, weight=layer.weight, bias=layer.bias) for layer in self._layers]
-        packed_of: dict[int, Tensor] = {}
+        weight_of = {layer.weight.data_ptr(): layer.weight for layer in self._layers}
         with torch.no_grad():
-            for layer in self._layers:
-                pointer = layer.weight.data_ptr()
-                if pointer not in packed_of:
-                    packed_of[pointer] = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TYPICAL_ROWS)
-                self._forwards.append(partial(_multiply, packed_of[pointer], layer))
-                self._short.append(partial(_multiply_piece, packed_of[pointer], layer.bias))
+            packed_of = {
+                pointer: torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+                for pointer, weight in weight_of.items()
+            }
+        self._packed = [packed_of[layer.weight.data_ptr()] for layer in self._layers]
 
     def installed(self, *, num_rows: int | None = None) -> AbstractContextManager[None]:
         """Run the model's linear layers with the packed weights, on `num_rows` rows at most (None: any number).
@@ -116,16 +111,11 @@ class OneDnnLinears:
         """
         num_rows = limit_num_rows(num_rows)
         if num_rows not in self._chosen:
-            self._chosen[num_rows] = self._choose(num_rows)
+            self._chosen[num_rows] = [
+                (vars(layer), "forward", _choose_forward(layer, packed, num_rows))
+                for layer, packed in zip(self._layers, self._packed, strict=True)
+            ]
         return replaced(self._chosen[num_rows])
-
-    def _choose(self, num_rows: int | None) -> list[Attribute]:
-        packed = self._forwards if num_rows is None else self._short
-        chosen = []
-        for layer, forward, unpacked in zip(self._layers, packed, self._unpacked, strict=True):
-            is_small = num_rows is not None and num_rows * layer.weight.numel() < MIN_PRODUCTS
-            chosen.append((vars(layer), "forward", unpacked if is_small else forward))
-        return chosen
 
 
 def limit_num_rows(num_rows: int | None) -> int | None:
@@ -139,6 +129,14 @@ def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_WEIGHTS
+
+
+def _choose_forward(layer: nn.Linear, packed: Tensor, num_rows: int | None) -> Forward:
+    if num_rows is None:
+        return partial(_multiply, packed, layer)
+    if num_rows * layer.weight.numel() < MIN_PRODUCTS:
+        return partial(functional.linear, weight=layer.weight, bias=layer.bias)
+    return partial(_multiply_piece, packed, layer.bias)
 
 
 def _multiply(packed: Tensor, layer: nn.Linear, inputs: Tensor) -> Tensor:
@@ -241,26 +239,21 @@ class DirectCalls:
             for name, child in parent.named_children()
             if _can_call_directly(child)
         ]
-        self._forwards: list[tuple[dict[str, Any], str, nn.Module, Callable[..., Any]]] = []
         self._calls: dict[int | None, list[Attribute]] = {}
         """The calls that are installed for a number of rows."""
 
     def refresh(self) -> None:
         """Weights may have been replaced, and hooks added or removed."""
         self._calls.clear()
-        self._forwards = [
-            (attributes, name, child, _build_forward(child))
-            for attributes, name, child in self._places
-            if not (child._forward_hooks or child._forward_pre_hooks)
-        ]
 
     def installed(self, *, num_rows: int | None = None) -> AbstractContextManager[None]:
         """Call the submodules directly, with the forwards installed now; these depend on the number of rows only."""
         num_rows = limit_num_rows(num_rows)
         if num_rows not in self._calls:
             self._calls[num_rows] = [
-                (attributes, name, DirectCall(module, vars(module).get("forward", forward)))
-                for attributes, name, module, forward in self._forwards
+                (attributes, name, DirectCall(child, _find_forward(child)))
+                for attributes, name, child in self._places
+                if not (child._forward_hooks or child._forward_pre_hooks)
             ]
         return replaced(self._calls[num_rows])
 
@@ -272,7 +265,8 @@ def _can_call_directly(module: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
-def _build_forward(module: nn.Module) -> Callable[..., Any]:
-    if type(module) is nn.Linear:
+def _find_forward(module: nn.Module) -> Forward:
+    """The forward that is installed, or the module's own."""
+    if type(module) is nn.Linear and "forward" not in vars(module):
         return partial(functional.linear, weight=module.weight, bias=module.bias)
     return module.forward

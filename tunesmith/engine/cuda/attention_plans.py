@@ -8,7 +8,7 @@ Axes: T tokens, R requests, I tiles, P KV-cache blocks, K key-value heads, Z blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,57 +27,21 @@ from tunesmith.model.forward.recurrence import SegmentTable, SlotTable
 from tunesmith.model.torch_modes import is_exact
 
 
-class _LayerPlan:
-    """One layer's KV-cache blocks, or the states of a recurrent layer."""
+class LayerPlan:
+    """One layer's attention, or the states of a recurrent layer."""
 
     segments: Any = None
 
-    def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor) -> None:
-        self.keys = keys_PKZD
-        self.values = values_PKZD
-
-
-class DecodeLayerPlan(_LayerPlan):
-    """One layer's attention with one new token per request."""
-
-    def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor, block_table_RP: Tensor, work: DecodeWork) -> None:
-        super().__init__(keys_PKZD, values_PKZD)
-        self.block_table = block_table_RP
-        self.positions = work.positions_R
-        self.items = work.items_2WF
-        self.parts = work.parts_2R2
+    def __init__(self, operation: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
+        """`tensors`: the layer's blocks of keys and values, and what else the operation takes after query, key and
+        value (`custom_ops.py`)."""
+        self.operation = operation
+        self.tensors = tensors
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        return ops.paged_decode(
-            query, key, value, self.keys, self.values, self.block_table, self.positions, self.items, self.parts,
-            options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
-            options.sinks,
-        )  # fmt: skip
-
-
-class PrefillLayerPlan(_LayerPlan):
-    """One layer's attention with any number of new tokens per request."""
-
-    def __init__(
-        self,
-        keys_PKZD: Tensor,
-        values_PKZD: Tensor,
-        slot_mapping_T: Tensor,
-        block_table_RP: Tensor,
-        spans_3R: Tensor,
-        tiles_2I: Tensor,
-    ) -> None:
-        super().__init__(keys_PKZD, values_PKZD)
-        self.slot_mapping = slot_mapping_T
-        self.block_table = block_table_RP
-        self.spans = spans_3R
-        self.tiles = tiles_2I
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        return ops.paged_prefill(
-            query, key, value, self.keys, self.values, self.slot_mapping, self.block_table, self.spans, self.tiles,
-            options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
-            options.sinks,
+        return self.operation(
+            query, key, value, *self.tensors, options.get_scaling(query.shape[-1]), options.sliding_window or 0,
+            options.softcap or 0.0, options.sinks,
         )  # fmt: skip
 
 
@@ -85,13 +49,18 @@ class LayeredPlan:
     """The plans of all layers as one `AttentionPlan` for `run_body`."""
 
     def __init__(
-        self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan], segments: SlotTable | SegmentTable | None = None
+        self,
+        cache: KVCache,
+        operation: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        segments: SlotTable | SegmentTable | None = None,
     ) -> None:
-        """`segments` are those of recurrent layers, for models that have such layers."""
-        self.layers = layers
+        """All layers share the index `tensors`; `segments` are those of recurrent layers."""
+        blocks = zip(cache.keys, cache.values, strict=True)
+        self.layers = [LayerPlan(operation, (keys_PKZD, values_PKZD, *tensors)) for keys_PKZD, values_PKZD in blocks]
         self.segments: Any = segments
         if segments is not None:
-            for index, layer in enumerate(layers):
+            for index, layer in enumerate(self.layers):
                 layer.segments = segments.select_layer(index)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -100,13 +69,13 @@ class LayeredPlan:
 
 def build_decode_plan(cache: KVCache, block_table_RP: Tensor, work: DecodeWork, slots_R: Tensor) -> LayeredPlan:
     """Decode attention of requests whose last known token is at the positions of `work`."""
-    blocks = zip(cache.keys, cache.values, strict=True)
-    table = SlotTable(slots_R, cache.states) if cache.states else None
+    segments = SlotTable(slots_R, cache.states) if cache.states else None
     if is_exact():  # attention adds in the order of prefills
         tiles_20 = block_table_RP.new_empty((2, 0))
         tensors = (work.positions_R, block_table_RP, work.positions_R.expand(3, -1), tiles_20)
-        return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks], table)
-    return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, work) for keys, values in blocks], table)
+        return LayeredPlan(cache, ops.paged_prefill, tensors, segments)
+    tensors = (block_table_RP, work.positions_R, work.items_2WF, work.parts_2R2)
+    return LayeredPlan(cache, ops.paged_decode, tensors, segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +124,5 @@ def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: in
     tiles_2I = np.pad(arrays.tiles_2I, ((0, 0), (0, 1)))
     tiles_2I[0, -1] = len(spans)
     tensors = [copy_to_device(each, device) for each in (arrays.slot_mapping_T, table_RP, spans_3R, tiles_2I)]
-    blocks_of_layers = zip(cache.keys, cache.values, strict=True)
-    return LayeredPlan(
-        [PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks_of_layers],
-        build_segments(spans, cache.states, device) if cache.states else None,
-    )
+    segments = build_segments(spans, cache.states, device) if cache.states else None
+    return LayeredPlan(cache, ops.paged_prefill, tensors, segments)

@@ -26,7 +26,7 @@ from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput, InputBa
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
-from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind, find_slots, get_num_sms
+from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Kind, find_slots, get_num_sms
 from tunesmith.engine.cuda.forward_graphs import GraphContext, HiddenGraphs, PrefillGraphs, choose_capture_size
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
@@ -77,15 +77,22 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        fused: FusedLayers | None,
-        fp8: Fp8Weights | None = None,
+        is_compiled: bool,
+        fp8: Fp8Weights | None,
     ) -> None:
-        """The cache's last block is the scratch block; `fused` None runs the model's layers unfused; `fp8` is the copy
-        that fused layers read, to be refreshed with the weights."""
+        """The cache's last block is the scratch block. With `is_compiled` the model's layers run fused; `fp8` is the
+        copy that they read, to be refreshed with the weights."""
         device = model.device
-        self._model, self._cache, self._fused, self._fp8 = model, cache, fused, fp8
+        self._model, self._cache, self._fp8 = model, cache, fp8
         self._num_slots = max_num_seqs
-        num_columns, scratch_block = count_columns(max_model_len, cache.block_size), len(cache.keys[0]) - 1
+        # with the tokens that are decoded after a request has finished
+        num_columns = -(-(max_model_len + 2 * MAX_BURST_STEPS) // cache.block_size) + 1
+        scratch_block = len(cache.keys[0]) - 1
+        self._fused: FusedLayers | None = None
+        if is_compiled:
+            merge_weights(model)
+            ops = CUDA_OPS if fp8 is None else fp8.ops
+            self._fused = FusedLayers(model, ops, max_positions=num_columns * cache.block_size)
         self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=scratch_block)
         self._inputs = _StepInputs.allocate(max_num_seqs, device=device)
         self._block_table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
@@ -154,7 +161,7 @@ class DecodeGraphs:
         staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * NUM_LOGS * LOG_LINES)
         # Inputs, first tokens, steps and the copy of the log are queued on one stream, so they run in this order, and
         # after the launch before. The host waits for nothing here.
-        self._copy_division(staging, division)
+        division.copy_to(self._division_7S, staging.division)
         self._copy_inputs(staging, size)
         self._sample_prefilled(rows, has_truncation, has_entropies)
         for _ in range(num_steps):
@@ -212,11 +219,6 @@ class DecodeGraphs:
         # may not have read yet, has left it.
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
-    def _copy_division(self, staging: _StagingBuffers, division: Division) -> None:
-        if division.kind is not Kind.WHOLE:
-            division.fill(staging.division.numpy())
-            self._division_7S.copy_(staging.division, non_blocking=True)
-
     def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
         first = len(rows.slots_R) - rows.num_prefilled
         for hidden_NC in rows.prefill_hidden:
@@ -236,9 +238,10 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         # warm-up and capture sample for padding rows, over the last tokens that the next launch needs
         saved_ids = self._sampling.ids_R.clone()
-        self._staging[self._buffer].pad(0, size)
-        self._copy_inputs(self._staging[self._buffer], size)
-        self._copy_division(self._staging[self._buffer], self._context.divider.build_empty(kind))
+        staging = self._staging[self._buffer]
+        staging.pad(0, size)
+        self._copy_inputs(staging, size)
+        self._context.divider.build_empty(kind).copy_to(self._division_7S, staging.division)
         rows = self._sampling.narrow(0, size)
         table_RP = self._block_table[:size]
         work = DecodeWork.allocate(self._context.divider, kind, rows.positions_R, self._division_7S)
@@ -314,8 +317,11 @@ class _StagingBuffers:
         inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
         inputs.positions_S.numpy()[:num_rows] = rows.positions_R
         inputs.slots_S.numpy()[:num_rows] = slots_R
-        for name in ("seeds_S", "top_ks_S", "temperatures_S", "top_ps_S", "min_ps_S"):
-            getattr(inputs, name).numpy()[:num_rows] = getattr(batch, name)[slots_R]
+        inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
+        inputs.top_ks_S.numpy()[:num_rows] = batch.top_ks_S[slots_R]
+        inputs.temperatures_S.numpy()[:num_rows] = batch.temperatures_S[slots_R]
+        inputs.top_ps_S.numpy()[:num_rows] = batch.top_ps_S[slots_R]
+        inputs.min_ps_S.numpy()[:num_rows] = batch.min_ps_S[slots_R]
         log_lines_S = inputs.log_lines_S.numpy()
         log_lines_S[:num_rows] = first_log_line - rows.positions_R
         log_lines_S[num_rows - rows.num_prefilled : num_rows] -= 1
@@ -329,32 +335,3 @@ class _StagingBuffers:
         self.inputs.floats_3S.numpy()[:, first:last] = 1.0
         self.inputs.min_ps_S.numpy()[first:last] = 0.0
         self.block_table.numpy()[first:last] = self._scratch_block
-
-
-def count_columns(max_model_len: int, block_size: int) -> int:
-    """Columns of the block table, including the tokens that are decoded after a request has finished."""
-    return -(-(max_model_len + 2 * MAX_BURST_STEPS) // block_size) + 1
-
-
-def build_graphs(
-    model: PreTrainedModel,
-    cache: KVCache,
-    *,
-    max_num_seqs: int,
-    max_model_len: int,
-    is_compiled: bool,
-    fp8: Fp8Weights | None = None,
-) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`, and these read FP8 weights if given."""
-    fused = None
-    if is_compiled:
-        merge_weights(model)
-        max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
-        fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)
-    return DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, fused=fused, fp8=fp8)
-
-
-def build_fp8_weights(model: PreTrainedModel) -> Fp8Weights:
-    """Merge the model's weights, and copy them in FP8."""
-    merge_weights(model)
-    return Fp8Weights(model)

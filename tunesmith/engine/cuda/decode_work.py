@@ -62,6 +62,12 @@ class Division:
     """Most tokens of an item."""
     prefixes: SharedPrefixes
 
+    def copy_to(self, division_7S: Tensor, staging_7S: Tensor) -> None:
+        """Queue a copy to the device through pinned memory; nothing reads the division of whole contexts."""
+        if self.kind is not Kind.WHOLE:
+            self.fill(staging_7S.numpy())
+            division_7S.copy_(staging_7S, non_blocking=True)
+
     def fill(self, division_7S: NDArray[np.int32]) -> None:
         """Write the order of requests, their first own token, the prefixes (four rows) and the chunk to an array."""
         order_R, prefixes_4N = self.prefixes.order_R, self.prefixes.prefixes_4N

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import LayeredPlan, PrefillLayerPlan, build_decode_plan, build_prefill_arrays
+from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_arrays
+from tunesmith.engine.cuda.custom_ops import paged_prefill
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
 from tunesmith.model.arrays import copy_to_device
@@ -111,9 +112,7 @@ class HiddenGraphs:
     def _copy(self, size: int, division: Division) -> None:
         self._integers_3S.copy_(self._host_integers_3S, non_blocking=True)
         self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
-        if division.kind is not Kind.WHOLE:
-            division.fill(self._host_division_7S.numpy())
-            self._division_7S.copy_(self._host_division_7S, non_blocking=True)
+        division.copy_to(self._division_7S, self._host_division_7S)
 
     def _capture(self, size: int, kind: Kind) -> CapturedGraph[tuple[Tensor, DecodeWork, LayeredPlan]]:
         """Capture a step on padding rows while the device is idle."""
@@ -189,9 +188,8 @@ class PrefillGraphs:
         tokens_3T = np.zeros((3, size), dtype=np.int64)
         tokens_3T[:, :num_tokens] = token_ids, arrays.positions_T, arrays.slot_mapping_T
         tokens_3T[2, num_tokens:] = context.scratch_block * context.cache.block_size
-        tiles_2I = np.full(
-            (2, self._count_tiles(size)), context.num_slots, dtype=np.int32
-        )  # the request without tokens
+        # padding is of the request without tokens
+        tiles_2I = np.full((2, self._count_tiles(size)), context.num_slots, dtype=np.int32)
         tiles_2I[:, : arrays.tiles_2I.shape[1]] = arrays.tiles_2I
         device, num_columns = self._tokens_3T.device, arrays.block_table_RP.shape[1]
         self._tokens_3T[:, :size].copy_(copy_to_device(tokens_3T, device))
@@ -207,13 +205,8 @@ class PrefillGraphs:
         context = self._context
         ids_1T, positions_1T, slots_1T = self._tokens_3T[:, None, :size]
         tiles_2I = self._tiles_2I[:, : self._count_tiles(size)]
-        blocks = zip(context.cache.keys, context.cache.values, strict=True)
-        plan = LayeredPlan(
-            [
-                PrefillLayerPlan(keys, values, slots_1T[0], self._block_table_SP, self._spans_3S, tiles_2I)
-                for keys, values in blocks
-            ]
-        )
+        tensors = (slots_1T[0], self._block_table_SP, self._spans_3S, tiles_2I)
+        plan = LayeredPlan(context.cache, paged_prefill, tensors)
         with context.installed():
             return self._graphs.capture(size, lambda: run_body(context.model, ids_1T, positions_1T, plan)[0])
 

@@ -17,7 +17,7 @@ from tunesmith.engine.cuda.kernels.fp8_kernels import QuantizedRows, quantize_ro
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.fx_passes import FusedOps, QuantizedOps
-from tunesmith.model.merged_weights import find_merged_groups, find_merged_tensors, get_merged_view
+from tunesmith.model.merged_weights import find_merged_groups, find_merged_tensors, get_merged_view, merge_weights
 
 SIZE_MULTIPLE = 16
 """Sizes of an FP8 product must be multiples of this."""
@@ -28,7 +28,8 @@ class Fp8Weights:
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
-        """The weights must be merged (`merge_weights`)."""
+        """Merges the model's weights first."""
+        merge_weights(model)
         self._model = model
         self._sources: list[Tensor] = []
         self._copies: list[QuantizedRows] = []
@@ -70,15 +71,15 @@ class Fp8Weights:
         for source, copy in zip(self._sources, self._copies, strict=True):
             quantize_rows(source, out=copy)
 
-    def get(self, weights: Sequence[Tensor]) -> QuantizedRows:
-        """The FP8 rows of merged weights."""
-        place = self._place_of.get(weights[0].data_ptr())
+    def get(self, weight: Tensor) -> QuantizedRows:
+        """The FP8 rows of a weight, or of several as one view."""
+        place = self._place_of.get(weight.data_ptr())
         if place is None:
             raise ModelError(
                 "engine.weight_format=fp8: a decoder layer multiplies by a tensor that is no linear weight"
             )
         copy, first = self._copies[place[0]], place[1]
-        part = slice(first, first + sum(map(len, weights)))
+        part = slice(first, first + len(weight))
         return QuantizedRows(values_RK=copy.values_RK[part], scales_R=copy.scales_R[part])
 
     def _multiply(self, rows: QuantizedRows, weight: QuantizedRows) -> Tensor:
@@ -93,32 +94,32 @@ class Fp8Weights:
         rows = _quantize(inputs)
         outputs: dict[int, Tensor] = {}
         for group in find_merged_groups(weights, biases):
-            present = [bias for bias in (biases[index] for index in group) if bias is not None]
-            weight = self.get([weights[index] for index in group])
+            weight = self.get(group.weight)
             output = fp8_kernels.scale_products(
                 self._multiply(rows, weight),
                 rows.scales_R,
                 weight.scales_R,
-                get_merged_view(present) if present else None,
+                group.bias,
                 dtype=weights[0].dtype,
             )
-            parts = output[None].split([len(weights[index]) for index in group], dim=-1)
-            outputs.update(zip(group, parts, strict=True))
+            parts = output[None].split([len(weights[index]) for index in group.indices], dim=-1)
+            outputs.update(zip(group.indices, parts, strict=True))
         return [outputs[index] for index in range(len(weights))]
 
     def _run_quantized_swiglu(
         self, inputs: Tensor | QuantizedRows, gate_weight: Tensor, value_weight: Tensor
     ) -> QuantizedRows:
-        if get_merged_view((gate_weight, value_weight)) is None:
+        merged = get_merged_view((gate_weight, value_weight))
+        if merged is None:
             raise ModelError("engine.weight_format=fp8: gate and up weights of a layer could not be merged")
-        rows, weight = _quantize(inputs), self.get((gate_weight, value_weight))
+        rows, weight = _quantize(inputs), self.get(merged)
         return fp8_kernels.silu_and_mul_quantize(self._multiply(rows, weight), rows.scales_R, weight.scales_R)
 
     def _run_swiglu(self, inputs: Tensor | QuantizedRows, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
         return self._run_quantized_swiglu(inputs, gate_weight, value_weight).dequantize().to(gate_weight.dtype)[None]
 
     def _run_add_linear(self, total: Tensor, inputs: Tensor | QuantizedRows, weight: Tensor) -> Tensor:
-        rows, matrix = _quantize(inputs), self.get((weight,))
+        rows, matrix = _quantize(inputs), self.get(weight)
         flat = total.view(-1, total.shape[-1])
         fp8_kernels.add_scaled_products(flat, self._multiply(rows, matrix), rows.scales_R, matrix.scales_R)
         return total

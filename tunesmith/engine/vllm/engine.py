@@ -112,7 +112,8 @@ class VllmEngine(BaseEngine):
         self.pause()
         if policy_version != self._pushed_version:
             self._push()
-        self._reset_cache()
+        if not self._connection.call("reset_cache", timeout_s=PAUSE_TIMEOUT_S):
+            raise EngineError("vLLM still uses cached keys and values of older weights after all requests were aborted")
         self.policy_version = self._pushed_version = policy_version
         self._is_paused = False
         for state in list(self._states.values()):
@@ -147,10 +148,6 @@ class VllmEngine(BaseEngine):
         folder = self._process.folder
         push_weights(self._connection, self._model, devices, folder, timeout_s=PUSH_TIMEOUT_S, gather=self._gather)
         self._weight_push_s += time.perf_counter() - started_at
-
-    def _reset_cache(self) -> None:
-        if not self._connection.call("reset_cache", timeout_s=PAUSE_TIMEOUT_S):
-            raise EngineError("vLLM still uses cached keys and values of older weights after all requests were aborted")
 
     async def _run(self, state: RequestState) -> Completion:
         request_id, deadline_s = state.request.request_id, state.request.sampling.deadline_s

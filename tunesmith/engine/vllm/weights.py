@@ -73,7 +73,7 @@ def push_weights(
     folder: Path,
     *,
     timeout_s: float,
-    gather: GatherWeights | None = None,
+    gather: GatherWeights | None,
 ) -> None:
     """Let vLLM take the model's weights: on its GPUs `devices`, or with None through a file in `folder`."""
     weights = iter_weights(model, gather)

@@ -67,8 +67,8 @@ class ModelRunner:
         settings: EngineSection,
         *,
         max_model_len: int,
-        grammars: GrammarCompiler | None = None,
-        has_trainer: bool = True,
+        grammars: GrammarCompiler,
+        has_trainer: bool,
     ) -> None:
         """`grammars` computes the masks of requests that have a grammar; `has_trainer`: whether the model is also
         trained on this device, whose memory is then shared."""
@@ -105,9 +105,18 @@ class ModelRunner:
             first = settings.max_num_seqs + 1
             snapshots = SnapshotPool(range(first + 1, num_slots)) if settings.has_prefix_cache else None
             self.slots = {"empty_slot": first, "snapshots": snapshots}
-        self._burst_decoder = (
-            _build_burst_decoder(model, self.cache, settings, max_model_len, fp8) if self.has_graphs else None
-        )
+        self._burst_decoder: DecodeGraphs | None = None
+        if self.has_graphs:
+            from tunesmith.engine.cuda.cuda_graphs import DecodeGraphs  # needs Triton, which only CUDA machines have
+
+            self._burst_decoder = DecodeGraphs(
+                model,
+                self.cache,
+                max_num_seqs=settings.max_num_seqs,
+                max_model_len=max_model_len,
+                is_compiled=settings.cuda_decode == "compiled",
+                fp8=fp8,
+            )
         self._cpu_layers = CpuLayers(model) if settings.has_packed_weights else None
         self._decoder_trace = trace_decoder(model) if model.device.type == "cpu" else None
         self._logit_scaling = LogitScaling.read(model)
@@ -230,7 +239,6 @@ class ModelRunner:
         matchers = {id(each): each.token_matcher for each in requests if each.token_matcher is not None}
         masks = {}
         if matchers:
-            assert self._grammars is not None
             masks = dict(zip(matchers, self._grammars.fill_masks(list(matchers.values())), strict=True))
         contexts = [
             TokenContext(
@@ -245,30 +253,15 @@ class ModelRunner:
         return build_adjustment(contexts, device)
 
 
-def _build_burst_decoder(
-    model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int, fp8: Fp8Weights | None
-) -> DecodeGraphs:
-    from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
-
-    return build_graphs(
-        model,
-        cache,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
-        is_compiled=settings.cuda_decode == "compiled",
-        fp8=fp8,
-    )
-
-
 def _build_fp8_weights(model: PreTrainedModel) -> Fp8Weights:
     check_fp8_device(model.device)
     if has_adapter(model) or getattr(model, "is_quantized", False) or model.dtype.itemsize != 2:
         raise ConfigError(
             "engine.weight_format=fp8 copies whole 16-bit weights: leave it out with model.lora and float32 weights"
         )
-    from tunesmith.engine.cuda.cuda_graphs import build_fp8_weights  # needs Triton, which only CUDA machines have
+    from tunesmith.engine.cuda.fp8_weights import Fp8Weights  # needs Triton, which only CUDA machines have
 
-    return build_fp8_weights(model)
+    return Fp8Weights(model)
 
 
 def check_fp8_device(device: torch.device) -> None:

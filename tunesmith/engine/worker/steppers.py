@@ -180,10 +180,6 @@ class InflightBurst:
     """The last rows, whose first token is sampled from a prefill."""
     num_steps: int
 
-    @property
-    def has_running_requests(self) -> bool:
-        return any(state.request.slot is not None for state in self.states)
-
     def find_continuing_rows(self) -> list[int]:
         """Rows whose request still runs and has not reached its length limit: they may be in the next burst."""
         has_room = (self.rows.num_tokens_R < self.rows.max_num_tokens_R).tolist()
@@ -251,7 +247,7 @@ class AsyncStepper(SyncStepper):
 
     @property
     def has_inflight(self) -> bool:
-        return self._inflight is not None and self._inflight.has_running_requests
+        return self._inflight is not None and any(each.request.slot is not None for each in self._inflight.states)
 
     def step(self) -> None:
         """Launch the next burst, then read the last one; when blocks are short, read first and schedule again."""

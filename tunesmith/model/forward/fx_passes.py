@@ -22,7 +22,7 @@ from torch.nn import functional
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.recurrent_ops import step_conv
 from tunesmith.model.kernels.prologue import Prologue
-from tunesmith.model.merged_weights import find_merged_groups, linear_merged
+from tunesmith.model.merged_weights import concat_linear_op, find_merged_groups
 from tunesmith.model.torch_modes import is_exact
 
 MUL = {operator.mul, torch.mul, "mul"}
@@ -98,7 +98,7 @@ def compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOp
         return fused.forward
     if ops.quantized is not None:
         raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")
-    _merge_products(module, inputs)
+    _concat_linears(module, inputs)
     return cast(Callable[..., Any], compile_fx(module, list(inputs)))
 
 
@@ -241,7 +241,7 @@ def _match_normed_heads(node: Any, fused_ops: FusedOps) -> tuple[Any, Any, float
 def _fuse_swiglu(graph: fx.Graph, fused_ops: FusedOps) -> None:
     for node in list(graph.nodes):
         pair = _match_binary(node, MUL)
-        if pair is None or not _is_call(pair[0], {functional.silu, torch.nn.functional.silu}):
+        if pair is None or not _is_call(pair[0], {functional.silu}):
             continue
         gate, value = pair[0].args[0], pair[1]
         if not all(_is_linear_without_bias(part) and len(part.users) == 1 for part in (gate, value)):
@@ -258,7 +258,8 @@ def _is_linear_without_bias(node: Any) -> bool:
 
 
 def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
-    """Merge the linear layers that share an input into one call."""
+    """One call for the linear layers that share an input. Which of them are one product is found when it runs, by the
+    operation of the device, of quantized weights or with gradients."""
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_call(node, LINEAR) and not node.kwargs:
@@ -273,8 +274,9 @@ def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
             _replace_by_items(linears, outputs)
 
 
-def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """One product for merged weights, which torch's compiler does not know to be adjacent."""
+def _concat_linears(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """`_merge_linears` for torch's compiler: one product for each group of merged weights, found now, since a compiled
+    graph cannot look where weights are. Layers with a bias are left to the compiler."""
     graph = module.graph
     value_of = dict(zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True))
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -286,12 +288,12 @@ def _merge_products(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         linears.sort(key=lambda node: value_of[node.args[1]].data_ptr())  # a layer may call them in another order
         weights = [value_of[node.args[1]] for node in linears]
         for group in find_merged_groups(weights, [None] * len(weights)):
-            if len(group) == 1:
+            if len(group.indices) == 1:
                 continue
-            nodes = [linears[index] for index in group]
+            nodes = [linears[index] for index in group.indices]
             with graph.inserting_before(min(nodes, key=order.__getitem__)):
-                product = graph.call_function(linear_merged, (source, [node.args[1] for node in nodes]))
-                parts = graph.call_method("split", (product, [len(weights[index]) for index in group], -1))
+                product = graph.call_function(concat_linear_op, (source, [node.args[1] for node in nodes]))
+                parts = graph.call_method("split", (product, [len(weights[index]) for index in group.indices], -1))
                 _replace_by_items(nodes, parts)
     module.recompile()
 

@@ -1,6 +1,6 @@
 """The operations of a fused layer with gradients: values are the bits of `layer_ops`, gradients those of the formulas.
 
-Gradients of 16-bit weights are accumulated in float32 where `compute_weight_grad` does so.
+Gradients of 16-bit weights are accumulated in float32 by `accumulate_weight_grads`.
 
 Axes: T tokens, C hidden size, I intermediate size, H heads, D head size.
 """
@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from tunesmith.model.kernels import layer_ops
 from tunesmith.model.kernels.heads import load_heads
-from tunesmith.model.kernels.logprob_kernels import compute_weight_grad, has_accumulated_grad
-from tunesmith.model.merged_weights import find_merged_groups, get_merged_view, linear_merged
+from tunesmith.model.kernels.logprob_kernels import compute_weight_grad
+from tunesmith.model.merged_weights import accumulate_weight_grads, concat_linear, find_merged_groups, get_merged_view
 
 TILE = 2048
 """Elements that a program takes at once."""
@@ -161,33 +161,15 @@ def _backward_products(
     total: Tensor | None = None
     found: list[Tensor | None] = [None] * len(weights)
     for group in find_merged_groups(weights, [None] * len(weights)):
-        members, grad = [weights[index] for index in group], _join_columns([flat[index] for index in group])
+        grad = _join_columns([flat[index] for index in group.indices])
         if needs[0]:
-            merged = get_merged_view(members)
-            assert merged is not None
-            total = grad @ merged if total is None else total.addmm_(grad, merged)
-        has_all = len(group) > 1 and all(needs[1 + index] for index in group)
-        if has_all and _accumulate_merged_grad(members, grad, rows):
+            total = grad @ group.weight if total is None else total.addmm_(grad, group.weight)
+        trained = [index for index in group.indices if needs[1 + index]]
+        if len(trained) == len(group.indices) and accumulate_weight_grads([weights[i] for i in trained], grad, rows):
             continue
-        for index in group:
-            if needs[1 + index]:
-                found[index] = compute_weight_grad(weights[index], flat[index], rows)
+        for index in trained:
+            found[index] = compute_weight_grad(weights[index], flat[index], rows)
     return None if total is None else total.view(inputs.shape), *found
-
-
-def _accumulate_merged_grad(weights: Sequence[Tensor], grad: Tensor, rows: Tensor) -> bool:
-    """Add to the gradients of merged weights, which are merged too, if they are accumulated in float32."""
-    if not all(map(has_accumulated_grad, weights)):
-        return False
-    if all(weight.grad is None for weight in weights):
-        whole = torch.zeros((sum(map(len, weights)), rows.shape[1]), dtype=torch.float32, device=rows.device)
-        for weight, part in zip(weights, whole.split(list(map(len, weights))), strict=True):
-            weight.grad = part
-    present = [weight.grad for weight in weights if weight.grad is not None]
-    total = get_merged_view(present) if len(present) == len(weights) else None
-    if total is not None:
-        torch.addmm(total, grad.t(), rows, out_dtype=total.dtype, out=total)
-    return total is not None
 
 
 def _join_columns(parts: Sequence[Tensor]) -> Tensor:
@@ -237,7 +219,7 @@ class _MergedLinear(torch.autograd.Function):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, *weights: Tensor) -> Tensor:
-        gate_value = linear_merged(inputs, weights)
+        gate_value = concat_linear(inputs, weights)
         ctx.save_for_backward(inputs, gate_value)
         ctx.weights = weights
         return layer_ops.silu_and_mul(gate_value)

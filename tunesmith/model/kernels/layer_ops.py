@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
-from tunesmith.model.merged_weights import find_merged_groups, get_merged_view, linear_merged
+from tunesmith.model.merged_weights import concat_linear, find_merged_groups
 
 GATE_TILE = 1024
 
@@ -74,19 +74,15 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
     """One matrix product per group of merged weights (and merged biases, if any); one per weight that is not merged."""
     outputs: dict[int, Tensor] = {}
     for group in find_merged_groups(weights, biases):
-        merged, bias = get_merged_view([weights[index] for index in group]), None
-        present = [bias for bias in (biases[index] for index in group) if bias is not None]
-        assert merged is not None
-        if present:
-            bias = get_merged_view(present)
-        sizes = [len(weights[index]) for index in group]
-        outputs.update(zip(group, functional.linear(inputs, merged, bias).split(sizes, dim=-1), strict=True))
+        sizes = [len(weights[index]) for index in group.indices]
+        parts = functional.linear(inputs, group.weight, group.bias).split(sizes, dim=-1)
+        outputs.update(zip(group.indices, parts, strict=True))
     return [outputs[index] for index in range(len(weights))]
 
 
 def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
     """SiLU(inputs @ gate_weight.T) * (inputs @ value_weight.T) (Shazeer, 2020)."""
-    return silu_and_mul(linear_merged(inputs, (gate_weight, value_weight)))
+    return silu_and_mul(concat_linear(inputs, (gate_weight, value_weight)))
 
 
 def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:

@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tunesmith.model.merged_weights import accumulate_weight_grads
+
 TILE = 4096
 """Vocabulary entries per loop iteration."""
 
@@ -178,17 +180,6 @@ class FusedLogprob(torch.autograd.Function):
         return grad_hidden_NC, grad_weight_VC, None, None, None
 
 
-def has_accumulated_grad(weight: Tensor) -> bool:
-    """Whether the gradient of a 16-bit weight is accumulated in float32, in place."""
-    return weight.is_leaf and weight.grad_dtype == torch.float32 and weight.dtype != torch.float32
-
-
 def compute_weight_grad(weight_VC: Tensor, grad_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
-    """The gradient of a 16-bit weight, or None if it was accumulated into a float32 `weight.grad`."""
-    if not has_accumulated_grad(weight_VC):
-        return grad_NV.t() @ hidden_NC
-    if weight_VC.grad is None:
-        weight_VC.grad = torch.mm(grad_NV.t(), hidden_NC, out_dtype=torch.float32)
-    else:
-        torch.addmm(weight_VC.grad, grad_NV.t(), hidden_NC, out_dtype=torch.float32, out=weight_VC.grad)
-    return None
+    """The gradient of a weight, or None if it was accumulated into a float32 `weight.grad`."""
+    return None if accumulate_weight_grads((weight_VC,), grad_NV, hidden_NC) else grad_NV.t() @ hidden_NC

@@ -112,7 +112,7 @@ def get_versions(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         run.metrics.refresh()
     versions = [describe_version(run) for run in runs]
-    is_running = not runs or any(version.startswith(RunState.RUNNING) for version in versions)
+    is_running = any(version.startswith(RunState.RUNNING) for version in versions)
     return {"versions": versions, "is_running": is_running}
 
 

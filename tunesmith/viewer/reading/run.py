@@ -108,7 +108,7 @@ def find_new_runs(runs: list[Run], paths: Sequence[str | Path], *, may_be_none: 
             roots = find_run_folders(Path(path).expanduser().absolute())
         except StorageError:
             if may_be_none:
-                continue  # no run has started there
+                continue  # a run that fails before its first step removes its folder
             raise
         runs += [Run(root) for root in roots if root not in known]
         known |= {*roots}

@@ -100,7 +100,7 @@ function App() {
   useEffect(() => scrollTo(0, 0), [route.page, route.args.join("/")]);
   const pages = TABS.map(([page]) => link(page, WITHOUT_RUN.has(page) ? [] : [run]));
   const choose = (id) => go(TAB_OF[route.page] || route.page, WITHOUT_RUN.has(route.page) ? [] : [id], {});
-  const nextRun = () => data && data.runs.length && choose((run + 1) % data.runs.length);
+  const nextRun = () => data && choose((run + 1) % data.runs.length);
   useKeys({ setHelp, pages, nextRun, toggleTheme });
   if (error) return html`<${Failed} message=${error} />`;
   if (!data) return html`<${Note}>Loading<//>`;
@@ -118,7 +118,7 @@ function App() {
         <button onClick=${toggleTheme} title="dark or light (d)" aria-label="dark or light">◐</button><button onClick=${() => setHelp(true)} title="keys (?)" aria-label="keys">?</button></span></header>
     ${report && report.left_out.length > 0 && html`<details class="leftout"><summary>This report leaves out ${report.left_out.length} kinds of content</summary>
       <ul>${report.left_out.map((text) => html`<li key=${text}>${text}</li>`)}</ul></details>`}
-    <main>${!data.runs.length ? html`<${Note}>No run has started yet. Each run is shown here as soon as it starts.<//>` : Page ? html`<${Page} key=${route.page} app=${app} args=${args} params=${route.params} />` : html`<${Note}>There is no page ${route.page}.<//>`}</main>
+    <main>${Page ? html`<${Page} key=${route.page} app=${app} args=${args} params=${route.params} />` : html`<${Note}>There is no page ${route.page}.<//>`}</main>
     ${isHelpOpen && html`<${Help} close=${() => setHelp(false)} />`}`;
 }
 

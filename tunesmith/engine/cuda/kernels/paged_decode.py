@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, Kind, get_num_sms
+from tunesmith.engine.cuda.decode_work import ALIGNMENT, ITEM_FIELDS, MANY_PROGRAMS, DecodeWork, get_num_sms
 from tunesmith.model.kernels.heads import apply_softcap, load_heads
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
 from tunesmith.model.kernels.prologue import Prologue, get_prologue_tensors
@@ -340,8 +340,6 @@ def run_paged_decode(
     softcap: float,
     sinks_H: Tensor | None = None,
     prologue: Prologue | None = None,
-    *,
-    config: KernelConfig | None = None,
 ) -> Tensor:
     """Implement `tunesmith.engine.cuda.custom_ops.paged_decode`, with an optional fused prologue on the heads."""
     _, num_heads, num_requests, size = query_1HRD.shape
@@ -357,10 +355,8 @@ def run_paged_decode(
         parts = query_1HRD.new_empty((num_items * num_members, num_heads, size), dtype=torch.float32)
         maxima, sums = parts.new_empty(parts.shape[:2]), parts.new_empty(parts.shape[:2])
     num_queries = max(16, triton.next_power_of_2(num_members * num_groups))
-    if config is None:
-        kind = Kind.WHOLE if not has_items else Kind.EVEN if num_members == 1 else Kind.UNEVEN
-        per_sm = num_requests * num_kv_heads / get_num_sms(query_1HRD.device)
-        config = choose_kernel_config(kind, size_pad, query_1HRD.dtype, programs_per_sm=per_sm)
+    per_sm = num_requests * num_kv_heads / get_num_sms(query_1HRD.device)
+    config = choose_kernel_config(size_pad, query_1HRD.dtype, has_items=has_items, programs_per_sm=per_sm)
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HRD)
     sinks = output if sinks_H is None else sinks_H
     options: dict[str, Any] = {"HAS_SINKS": sinks_H is not None, **get_launch_options()}
@@ -385,7 +381,7 @@ def run_paged_decode(
     return output
 
 
-def choose_kernel_config(kind: Kind, size: int, dtype: torch.dtype, *, programs_per_sm: float) -> KernelConfig:
+def choose_kernel_config(size: int, dtype: torch.dtype, *, has_items: bool, programs_per_sm: float) -> KernelConfig:
     """Fastest on an H200; float32 only serves comparisons.
 
     Where many programs run on a multiprocessor, they hide each other's latency, and one warp with few tiles in flight
@@ -394,7 +390,7 @@ def choose_kernel_config(kind: Kind, size: int, dtype: torch.dtype, *, programs_
     if dtype == torch.float32 or size > 256:
         return KernelConfig(16, 4, 2)
     max_registers = 128 if 64 < size <= 128 else None
-    if kind is not Kind.WHOLE:
+    if has_items:
         return KernelConfig(16, 1, 4 if size > 128 else 6, max_registers)
     if programs_per_sm < 2 and size <= 128:
         return KernelConfig(128, 4, 3)

@@ -301,9 +301,7 @@ def _sample_kernel(
     tl.store(positions + row, position + 1)
 
 
-def sample_next_tokens(
-    logits_RV: Tensor, rows: SamplingTensors, *, has_truncation: bool, has_entropies: bool = False
-) -> None:
+def sample_next_tokens(logits_RV: Tensor, rows: SamplingTensors, *, has_truncation: bool, has_entropies: bool) -> None:
     """Sample one token per row for position + 1, log it, and make it the row's next input, all in place.
 
     `has_truncation`: some row may have top-k, top-p or min-p. `has_entropies`: also log each distribution's entropy.
