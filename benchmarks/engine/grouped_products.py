@@ -2,7 +2,7 @@
 
 For each shape the two products of a layer, and the sort of its pairs. Experts are chosen at random. The rate counts the
 weights of the experts that have a token, each once, and is followed by its share of the rate of a large copy. Calls are
-replayed as a CUDA graph.
+replayed as a CUDA graph, whose launch is part of the time.
 
     python -m benchmarks.engine.grouped_products --out results/engine/rollout_cuda/grouped_products.json
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.engine.decode_attention import time_calls
+from benchmarks.engine.rollout import measure_ceilings
 from benchmarks.shared.report import TimeLimit, add_time_limit, publish
 
 TOKENS = (16, 64, 256, 512)
@@ -42,13 +43,6 @@ SHAPES = {
     "qwen3.5-35b-a3b": Shape(num_experts=256, num_chosen=8, hidden=2048, inner=512),
     "gpt-oss-20b": Shape(num_experts=32, num_chosen=4, hidden=2880, inner=2880, is_transposed=True),
 }
-
-
-def measure_copy() -> float:
-    """Bytes a second of a large copy, read and written."""
-    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * len(source) / time_calls([lambda: target.copy_(source)])
 
 
 def draw_weight(shape: Shape, size_c: int, size_o: int) -> Tensor:
@@ -86,7 +80,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    limit, rows, copy_rate = TimeLimit(arguments.limit_s), [], measure_copy()
+    limit, rows, copy_rate = TimeLimit(arguments.limit_s), [], measure_ceilings("cuda").bytes_per_s
     print(f"a copy: {copy_rate / 1e12:.2f} TB/s")
     names = ("us", "TB/s", "share", "torch us", "sort us", "torch us")
     print(f"{'shape':<17}{'tokens':>7}  {'product':<10}" + "".join(f"{each:>9}" for each in names))

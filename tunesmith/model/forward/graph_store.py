@@ -10,7 +10,7 @@ that must outlast the next replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -45,6 +45,10 @@ class GraphStore(Generic[Output]):
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of the captured graphs."""
+        return iter(self._graphs)
 
     def find(self, key: Hashable) -> CapturedGraph[Output] | None:
         return self._graphs.get(key)
