@@ -63,8 +63,8 @@ class Arm:
 
     commands: Sequence[Sequence[str]]
     needs: str | None = None
-    rows: str | None = None
-    """Conversations to fine-tune on."""
+    rows: Sequence[str] = ()
+    """A module and its arguments, which write the conversations to fine-tune on."""
 
 
 def evaluate_on(*splits: str) -> str:
@@ -90,13 +90,26 @@ def evaluate(model: str, *changes: str) -> list[str]:
 
 def fine_tune(rows: str, *changes: str) -> Arm:
     sets = [part for each in changes for part in ("--set", each)]
-    return Arm([["sft", str(RECIPE / "sft.yaml"), "--out", "@arm/sft", *sets], evaluate("@arm/sft/model")], rows=rows)
+    sft = ["sft", str(RECIPE / "sft.yaml"), "--out", "@arm/sft", *sets]
+    return Arm([sft, evaluate("@arm/sft/model")], rows=write_rows(rows))
+
+
+def write_rows(kind: str) -> list[str]:
+    data = ["--data", os.environ["BFCL"]] if "BFCL" in os.environ else []
+    return ["recipes.function_calling.conversations", kind, *data]
 
 
 def fine_tune_then_tune(*, seed: int) -> Arm:
     """RL that begins with fine-tuning on the accepted answers."""
     (sft, _), (tuning,) = fine_tune("answers", f"seed={seed}", SFT_RATE).commands, tune(*AFTER_SFT, seed=seed).commands
-    return Arm([sft, tuning], rows="answers")
+    return Arm([sft, tuning], rows=write_rows("answers"))
+
+
+def learn_ways_then_tune(*, seed: int) -> Arm:
+    """The game, after fine-tuning on ways around holes."""
+    sft = ["sft", str(GAME.with_name("sft.yaml")), "--out", "@arm/sft", "--set", f"seed={seed}"]
+    changes = ["model.path=@arm/sft/model", "total_steps=40", "evaluation.at_start=true"]
+    return Arm([sft, *tune_file(GAME, *changes, seed=seed).commands], rows=["recipes.text_game.ways"])
 
 
 def operator(name: str, **args: Any) -> str:
@@ -167,6 +180,7 @@ ARMS: dict[str, Arm] = {
     }.items()},
     **{f"multi_turn-{seed}": tune(*MULTI_TURN, seed=seed) for seed in (42, 1, 2)},
     **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
+    **{f"game_ways-{seed}": learn_ways_then_tune(seed=seed) for seed in (42, 1, 2)},
     **{f"game_async-{seed}": tune_file(GAME, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
 }  # fmt: skip
 
@@ -202,9 +216,7 @@ class Queue:
             commands = [["-m", "tunesmith", *each] for each in arm.commands]
             if arm.rows:
                 environment["ROWS"] = str(folder / "rows.jsonl")
-                made = ["-m", "recipes.function_calling.conversations", arm.rows, "--out", environment["ROWS"]]
-                data = ["--data", os.environ["BFCL"]] if "BFCL" in os.environ else []
-                commands.insert(0, [*made, *data])
+                commands.insert(0, ["-m", *arm.rows, "--out", environment["ROWS"]])
             for command in commands:
                 with self.lock:
                     if self.is_cut:
