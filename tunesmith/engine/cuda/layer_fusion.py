@@ -85,9 +85,8 @@ class FusedLayers:
         try:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:
-            cause = getattr(
-                error, "inner_exception", error
-            )  # a backend's error begins with the names of all operations
+            # the message of a backend's error begins with the names of all operations
+            cause = getattr(error, "inner_exception", error)
             first_line = (str(cause).splitlines() or [""])[0]
             if self._is_quantized or is_exact():
                 knob = "engine.weight_format=fp8" if self._is_quantized else "model.numerics=exact"
