@@ -224,7 +224,7 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "branch_at": trajectory.branch_at,
         "num_shared_turns": trajectory.num_shared_turns,
         "num_turns": len(trajectory.turns),
-        "num_sampled_tokens": sum(len(turn.sampled_ids) for turn in trajectory.turns),
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
         "untrained_turns": [index for index, turn in enumerate(trajectory.turns) if not turn.is_trained] or None,
     }
 

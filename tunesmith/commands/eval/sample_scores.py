@@ -178,7 +178,7 @@ def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
         metrics={name: float(value) for name, value in trajectory.metrics.items()},
         failure=None if trajectory.failure is None else f"{trajectory.failure.where}: {trajectory.failure.message}",
         response=trajectory.response_text,
-        sampled_tokens=sum(len(turn.sampled_ids) for turn in trajectory.turns),
+        sampled_tokens=trajectory.num_sampled_tokens,
         tool_calls=count_tool_calls(trajectory, renderer),
         turns=len(trajectory.turns),
         truncated=any(turn.stop_reason in CUT_OFF for turn in trajectory.turns),

@@ -393,7 +393,7 @@ class AttemptBatch:
                 record = self.made[plan]
             else:
                 record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
-            records.append(replace(record, tokens=sum(len(turn.sampled_ids) for turn in run.turns)))
+            records.append(replace(record, tokens=run.num_sampled_tokens))
         return records
 
 
