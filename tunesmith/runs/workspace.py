@@ -38,8 +38,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -176,6 +176,18 @@ class Workspace:
         for path in (unfinished, name_inputs(unfinished)):
             with storage_errors(path, "remove"):
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_part(out: Path, inputs: Mapping[str, Any]) -> Iterator[Journal]:
+    """The finished parts of the new file `out`, in the journal `<out>.part`, which is removed once the file is there;
+    ConfigError if the file exists, or for parts of other inputs."""
+    with Workspace(out, is_whole=True) as workspace:
+        if out.exists():
+            raise ConfigError(f"{out} already exists; choose another file")
+        journal = workspace.open_journal(out.with_name(f"{out.name}.part"), inputs)
+        yield journal
+        workspace.remove(journal.path)
 
 
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
