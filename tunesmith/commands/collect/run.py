@@ -21,6 +21,7 @@ from typing import Any
 from tunesmith.chat.messages import MatchKey, compute_match_keys, parse_messages
 from tunesmith.commands.collect.forward import RecordedCall, RecordingModel
 from tunesmith.commands.pass_rate import SETTINGS, load_unmeasured_tasks, run_batches
+from tunesmith.commands.sft.conversations import exclude_replies
 from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import CollectConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -183,16 +184,11 @@ def build_conversations(calls: Sequence[RecordedCall]) -> list[tuple[list[Messag
         start = max(before, key=lambda each: len(each.keys), default=None)
         known: list[Message] = []
         if start is not None:
-            known = [exclude(each) for each in start.messages] if start.is_extended else start.messages
+            known = exclude_replies(start.messages) if start.is_extended else start.messages
             start.is_extended = True
-        messages = [*known, *map(exclude, call.messages[len(known) :]), call.reply]
+        messages = [*known, *exclude_replies(call.messages[len(known) :]), call.reply]
         ended.append(_Conversation(keys=keys, tools=call.tools, messages=messages))
     return [(each.messages, each.tools) for each in ended if not each.is_extended]
-
-
-def exclude(message: Message) -> Message:
-    """The message as context that is not trained."""
-    return {**message, "weight": 0} if message.get("role") == "assistant" else message
 
 
 def run_stage(config: CollectConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
