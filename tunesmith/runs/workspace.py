@@ -232,5 +232,11 @@ def describe_rows(tasks: Sequence[Task]) -> list[list[Any]]:
 def name_aside(path: Path, *, now: datetime | None = None) -> Path:
     """`path` with the time appended: an unused name for what is set aside."""
     stamped = path.with_name(f"{path.name}{now or datetime.now():%Y%m%d%H%M%S}")
-    names = (stamped if number == 1 else stamped.with_name(f"{stamped.name}-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())
+    return next(each for each in iter_numbered(stamped) if not each.exists())
+
+
+def iter_numbered(path: Path) -> Iterator[Path]:
+    """`path`, and the names that take its place if it exists: with -2, -3, ... appended."""
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.name}-{number}")
