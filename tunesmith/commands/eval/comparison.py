@@ -244,10 +244,11 @@ def list_tables(comparison: SetComparison) -> list[list[list[str]]]:
 def format_estimate(found: Estimate | None, *, is_share: bool) -> str:
     if found is None:
         return "-"
-    low, high = found.interval
-    if is_share:
-        return f"{found.mean:.1%} ({low:.1%} - {high:.1%})"
-    return f"{found.mean:.4g} ({low:.4g} - {high:.4g})"
+    return format_interval(found.mean, *found.interval, is_share=is_share)
+
+
+def format_interval(mean: float, low: float, high: float, *, is_share: bool = False) -> str:
+    return f"{mean:.1%} ({low:.1%} - {high:.1%})" if is_share else f"{mean:.4g} ({low:.4g} - {high:.4g})"
 
 
 def format_contrast(contrast: Contrast) -> list[str]:

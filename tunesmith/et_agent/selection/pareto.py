@@ -20,15 +20,8 @@ from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import Row, read_rows, write_rows
-from tunesmith.tasks.pareto import (
-    CORRECT_AT,
-    Floats,
-    Indices,
-    compute_spreads,
-    find_mixed,
-    read_rollouts,
-    sort_by_front,
-)
+from tunesmith.tasks.pareto import CORRECT_AT, compute_spreads, find_mixed, read_rollouts, sort_by_front
+from tunesmith.tasks.selector import Floats, Indices
 
 ROWS_FILE, REPORT_FILE = "train.jsonl", "report.json"
 RANK_KEY, DISTANCE_KEY = "pareto_front", "pareto_distance"
