@@ -27,7 +27,7 @@ from tunesmith.commands.doctor.record import (
     observe,
     split_ends,
 )
-from tunesmith.commands.eval.sample_scores import Difference, compare_paired
+from tunesmith.commands.eval.sample_scores import Difference, compare_known
 from tunesmith.config import RunConfig
 from tunesmith.monitor.metrics_file import Series
 
@@ -282,11 +282,11 @@ def judge_set(run: RlRun, name: str, series: Series) -> CheckFinding | str:
 
 def compare(run: RlRun, name: str, series: Series, before: int, after: int) -> Difference | None:
     """Paired difference of two evaluations on the same tasks; None if the results by task are missing."""
-    scores = [load_scores(run, name, int(series.steps[index])) for index in (before, after)]
-    shared = sorted(scores[0].keys() & scores[1].keys())
-    if before == after or not shared:
+    if before == after:
         return None
-    return compare_paired([scores[0][task] for task in shared], [scores[1][task] for task in shared], seed=0)
+    old, new = (load_scores(run, name, int(series.steps[index])) for index in (before, after))
+    tasks = sorted(old)
+    return compare_known(map(old.get, tasks), map(new.get, tasks), seed=0)
 
 
 def load_scores(run: RlRun, name: str, step: int) -> dict[str, float]:
