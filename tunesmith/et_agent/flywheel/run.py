@@ -78,7 +78,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
     """
     states = load_questions(config)
     check_policy(config.model)
-    load_role_functions(config)
+    functions = load_role_functions(config)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
     with Workspace(out_dir) as workspace:
@@ -89,13 +89,12 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         workflow = partial(tool_agent, environment=environment)
         build_model = choose_model(run_config)
         policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
-        assert actors.agent.judge is not None
         crew = Crew(
             config=config,
             environment=environment,
             providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
-            functions=load_role_functions(config),
-            judge=actors.agent.judge,
+            functions=functions,
+            judge=judge,
         )
         records: list[Record] = []
         progress = FlywheelProgress(config)
