@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from logging import Logger
 from typing import Any, Literal, Protocol
@@ -411,6 +411,10 @@ class Trajectory:
         """The first turns, which the parent (or its parent) sampled."""
         return len(self.turn_owners)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.sampled_ids) for turn in self.turns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -429,6 +433,10 @@ class Group:
     @property
     def scored(self) -> tuple[Trajectory, ...]:
         return tuple(t for t in self.trajectories if t.reward is not None)
+
+    def map(self, change: Callable[[Trajectory], Trajectory]) -> Group:
+        """The group with each trajectory changed."""
+        return replace(self, trajectories=tuple(map(change, self.trajectories)))
 
 
 RunAdvantage = float | tuple[float, ...] | None

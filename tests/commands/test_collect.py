@@ -9,6 +9,7 @@ import queue
 import threading
 
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -148,6 +149,26 @@ def test_the_runs_own_model_is_sampled_and_its_accepted_rollouts_are_kept(config
     rows = [json.loads(line) for line in result.path.read_text().splitlines()]
     assert result.num_rollouts == 9 == len(rows) + sum(result.dropped.values())
     assert all([each["role"] for each in row["messages"]] == ["user", "assistant"] for row in rows)
+
+
+def test_the_number_of_cpu_threads_is_that_of_the_config(config, tmp_path):
+    before, found = torch.get_num_threads(), set()
+
+    async def plain(task, model):
+        found.add(torch.get_num_threads())
+        completion = await model([{"role": "user", "content": task["question"]}])
+        return WorkflowOutput(response=completion.choices[0].message.content, reward=1.0)
+
+    torch.set_num_threads(2)
+    try:
+        with teacher(answer) as (url, _):
+            overrides = [f'teacher={{"base_url": "{url}", "path": "big"}}', "num_cpu_threads=1"]
+            collect_conversations(config, out=tmp_path / "teacher.jsonl", workflow_func=plain, overrides=overrides)
+            torch.set_num_threads(2)
+            collect_conversations(config, out=tmp_path / "own.jsonl", workflow_func=plain)
+    finally:
+        torch.set_num_threads(before)
+    assert found == {1}
 
 
 def test_a_killed_collection_resumes_after_the_last_whole_batch(config, tmp_path):

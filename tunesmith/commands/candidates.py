@@ -109,11 +109,11 @@ def build_section(model: TunerModelConfig, *, label: str) -> ModelSection | Auxi
     return ModelSection(**fields | {"path": find_model(model.model_path)})
 
 
-def build_candidates(given: Sequence[Any], *, knob: str) -> list[Candidate]:
+def build_candidates(given: Sequence[Any]) -> list[Candidate]:
     """Each model under its name; of models with one name, later ones are numbered."""
     labels: list[str] = []
     for number, each in enumerate(given):
-        name = find_name(each) or f"{knob}[{number}]"
+        name = find_name(each) or f"candidate_models[{number}]"
         labels.append(name if name not in labels else f"{name} #{number + 1}")
     return [build_candidate(each, label=label) for each, label in zip(given, labels, strict=True)]
 

@@ -26,7 +26,7 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, check_policy, load_actors
 from tunesmith.runs.result import Result
 from tunesmith.runs.tasks import load_run_tasks
-from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
+from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
 from tunesmith.storage import Journal, load_json_lines, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
@@ -74,18 +74,14 @@ def measure_pass_rates(
     )
     tasks = rows[:max_tasks]
     check_policy(config.model)
-    partial_file = out.with_name(f"{out.name}.part")
     batch_size = config.algorithm.batch_size
     inputs = describe_inputs(config, rows, num_runs=num_runs, tool_keys=tool_keys)
-    with Workspace(out, is_whole=True) as workspace:
-        if out.exists():
-            raise ConfigError(f"{out} already exists; choose another file")
-        journal = workspace.open_journal(partial_file, inputs)
+    with open_part(out, inputs) as journal:
         check_batches(journal, batch_size, num_values=4 if tool_keys else 2)
         num_done = sum(map(len, journal.rows))
         if num_done > len(tasks):
             raise ConfigError(
-                f"{partial_file} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
+                f"{journal.path} has {num_done} measured tasks, more than max_tasks={max_tasks}: raise max_tasks, or "
                 "remove the file"
             )
         policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
@@ -97,9 +93,7 @@ def measure_pass_rates(
 
         run_lockstep(run_batches(config, actors, tasks, num_runs, num_done, record), config.rollout)
         policy.close()
-        result = write_result(partial_file, tasks, field=field, out=out)
-        workspace.remove(partial_file)
-    return result
+        return write_result(journal.path, tasks, field=field, out=out)
 
 
 async def run_batches(

@@ -12,6 +12,7 @@ from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.http_server import check_port
+from tunesmith.rollout.signature import check_judge_function
 from tunesmith.rollout.task_server.app import KNOB, ServerLimits, serve_live, serve_tasks
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
@@ -37,6 +38,8 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
         raise ConfigError("judge_func has no effect with serve.mode=online: clients post the reward")
     if judge is None and config.judge is not None:
         judge = load_function(config.judge, knob="judge")
+    if judge is not None:
+        check_judge_function(judge)
     limits = ServerLimits(
         host=section.host,
         port=section.port,

@@ -334,7 +334,7 @@ SEQUENCES = "a sequence is a whole rollout with all its model calls (in Trinity-
 
 def resolve_differences(draft: Draft) -> None:
     """Keep the file's meaning if our arguments can express it, and add notes on what differs."""
-    if read_mapping(draft.find("algorithm"), "algorithm"):
+    if draft.find_mapping("algorithm"):
         name = find_algorithm(draft)
         resolvers = {"rec": _resolve_rec, "mix_chord": _resolve_chord, "gigpo": _resolve_gigpo, "topr": _resolve_topr}
         resolve = resolvers.get(name)
@@ -350,7 +350,7 @@ def _resolve_rec(draft: Draft) -> None:
     """In Trinity-RFT, `gspo-one-side` always uses seq-mean-token-mean, whatever `loss_agg_mode` is."""
     if draft.find("algorithm.policy_loss_fn_args.clip_mode") != "gspo-one-side":
         return
-    given = _section(draft, "algorithm").get("loss_aggregation")
+    given = draft.open_section("algorithm").get("loss_aggregation")
     draft.set("algorithm.loss_aggregation", "seq-mean-token-mean", source="clip_mode", is_finer=True)
     if given not in (None, "seq-mean-token-mean"):
         draft.notes.append(
@@ -361,7 +361,7 @@ def _resolve_rec(draft: Draft) -> None:
 
 def _resolve_chord(draft: Draft) -> None:
     """In Trinity-RFT, mu is `mu_valley` once the decay is over; a decay of 0 steps is over at once."""
-    terms = _section(draft, "algorithm", "terms_args")
+    terms = draft.open_section("algorithm", "terms_args")
     peak, valley = terms.get("mu_peak", DEFAULT_MU), terms.get("mu_valley", DEFAULT_MU)
     if terms.get("mu_decay_steps") or peak == valley:
         return
@@ -380,7 +380,7 @@ def _resolve_chord(draft: Draft) -> None:
 
 
 def _resolve_gigpo(draft: Draft) -> None:
-    _section(draft, "algorithm", "advantage_args").setdefault("gamma", 1.0)
+    draft.open_section("algorithm", "advantage_args").setdefault("gamma", 1.0)
     draft.notes.append(
         "gigpo: a turn is compared with turns of the same task that have the same prompt, or the same value of the "
         "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same "
@@ -390,7 +390,7 @@ def _resolve_gigpo(draft: Draft) -> None:
 
 def _resolve_topr(draft: Draft) -> None:
     """Trinity-RFT uses token-level ratios; our default is the sequence-level ratio of the paper."""
-    _section(draft, "algorithm", "terms_args").setdefault("ratio_level", "token")
+    draft.open_section("algorithm", "terms_args").setdefault("ratio_level", "token")
 
 
 def _note_losses(draft: Draft, name: str) -> None:
@@ -411,7 +411,7 @@ def _note_aggregation(draft: Draft, name: str) -> None:
     from tunesmith.algorithms.table import ALGORITHMS  # imports torch, which run files of our own do without
 
     own = ALGORITHMS[name].aggregation if name in ALGORITHMS else "token-mean"
-    given = _section(draft, "algorithm").get("loss_aggregation")
+    given = draft.open_section("algorithm").get("loss_aggregation")
     if given is None and own not in ("token-mean", "sum"):
         draft.notes.append(
             f"loss_agg_mode is not set: {name} uses {own}, as in its paper; Trinity-RFT uses token-mean; {SEQUENCES}"
@@ -466,11 +466,3 @@ def _note_selectors(draft: Draft) -> None:
                 f"{where}: selector random draws each batch without replacement, independently of other batches; "
                 "kwargs: {replace: true} draws with replacement"
             )
-
-
-def _section(draft: Draft, *names: str) -> dict[str, Any]:
-    section: Any = draft.values
-    for name in names:
-        section = section.setdefault(name, {})
-    assert isinstance(section, dict)
-    return section

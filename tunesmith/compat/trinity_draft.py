@@ -14,7 +14,6 @@ from typing import Any
 from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
 
-SHARED_WEIGHTS = "sampler and trainer share one set of weights, so every step samples with the newest policy"
 ONE_AUXILIARY_ENGINE = "each rank runs an auxiliary model on one engine of its own, or asks the server at base_url"
 
 
@@ -49,12 +48,20 @@ class Draft:
             found = found[part]
         return found
 
+    def find_mapping(self, key: str) -> Mapping[str, Any]:
+        return read_mapping(self.find(key), key)
+
+    def open_section(self, *names: str) -> dict[str, Any]:
+        """A section of ours, added if there is none."""
+        section = self.values
+        for name in names:
+            section = section.setdefault(name, {})
+        return section
+
     def set(self, target: str, value: Any, *, source: str, is_finer: bool = False) -> None:
         """Set a dotted key of ours; raises if another key has set a different value, unless `is_finer` overrides it."""
         *parents, last = target.split(".")
-        section = self.values
-        for parent in parents:
-            section = section.setdefault(parent, {})
+        section = self.open_section(*parents)
         if not is_finer and section.get(last, value) != value:
             raise ConfigError(f"{source}={value!r}: another key of the file sets {target} to {section[last]!r}")
         section[last] = value
@@ -125,6 +132,16 @@ def read_mapping(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key} must be a mapping of keys to values, got {value!r}")
     return value
+
+
+def read_mappings(value: Any, key: str) -> list[Mapping[str, Any]]:
+    return [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
+
+
+def check_keys(given: Mapping[str, Any], known: Collection[str], key: str) -> None:
+    """Refuse a mapping with a key other than the known ones."""
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"{key}.{unknown[0]} is not a known key: known are {', '.join(known)}")
 
 
 def read_list(value: Any, key: str) -> Sequence[Any]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from tunesmith.chat.client import create_chat_completion
 from tunesmith.errors import ConfigError
 from tunesmith.judges.numeric import read_braces, read_text, score_numeric
 from tunesmith.judges.tir import score_math
@@ -162,8 +163,7 @@ async def _answer(task: Mapping[str, Any], model: Any, prompt: str, judge: Rewar
     system = (task.get("format") or {}).get("system_prompt", prompt)
     question = str(_read(task, "prompt_key", "question"))
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    completion = await model.as_openai_client().chat.completions.create(model=model.model_name, messages=messages)
-    message = completion.choices[0].message
+    message = (await create_chat_completion(model, messages)).choices[0].message
     reasoning = getattr(message, "reasoning_content", None)
     response = f"<think>{reasoning}</think>{message.content or ''}" if reasoning else message.content or ""
     judged = await judge(task, response)

@@ -25,7 +25,7 @@ from tunesmith.compat.trinity_algorithms import (
     read_sample_strategy,
     read_sample_strategy_args,
 )
-from tunesmith.compat.trinity_draft import SHARED_WEIGHTS, Draft, Rule, accept, allow, allow_neutral, move, read_mapping
+from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, allow_neutral, check_keys, move, read_mapping
 from tunesmith.compat.trinity_sections import (
     ADAPTER,
     CLUSTER_KEYS,
@@ -39,6 +39,8 @@ from tunesmith.compat.trinity_sections import (
 )
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
+
+SHARED_WEIGHTS = "sampler and trainer share one set of weights, so every step samples with the newest policy"
 
 
 def read_mode(draft: Draft, key: str, value: Any) -> None:
@@ -109,10 +111,9 @@ def read_tinker(draft: Draft, key: str, value: Any) -> None:
     given = dict(read_mapping(value, key))
     if not given.pop("enable", False):
         return
-    fields = {name: each for name, each in given.items() if name in TinkerConfig.model_fields and each is not None}
-    if unknown := [name for name in given if name not in TinkerConfig.model_fields]:
-        raise ConfigError(f"{key}.{unknown[0]} is not a known key: known are {', '.join(TinkerConfig.model_fields)}")
-    draft.set("model.lora", translate_adapter(TinkerConfig(**fields)), source=key)
+    check_keys(given, TinkerConfig.model_fields, key)
+    adapter = TinkerConfig(**{name: each for name, each in given.items() if each is not None})
+    draft.set("model.lora", translate_adapter(adapter), source=key)
     draft.notes.append(f"{key}.enable=True: an adapter is trained in this process, not by the Tinker service")
 
 
@@ -350,11 +351,9 @@ TRAINER_RULES: dict[str, Rule] = {
     "max_token_len_per_gpu": move("trainer.max_tokens_per_row"),
     "ulysses_sequence_parallel_size": accept(f"it divides long rows over GPUs, and {SHARDING}", silent=(1,)),
     "critic_warmup": move_for_critic("algorithm.critic.warmup_steps"),
-    "param_offload": allow_neutral(SHARDING),
-    "optimizer_offload": allow_neutral(SHARDING),
-    "grad_offload": allow_neutral(SHARDING),
-    "offload_policy": allow_neutral(SHARDING),
-    "megatron": allow_neutral(SHARDING),
+    **dict.fromkeys(
+        ("param_offload", "optimizer_offload", "grad_offload", "offload_policy", "megatron"), allow_neutral(SHARDING)
+    ),
     "trainer_config": read_trainer_config,
 }
 SECTIONS: dict[str, dict[str, Rule]] = {

@@ -15,9 +15,11 @@ from tunesmith.compat.trinity_draft import (
     accept,
     allow,
     allow_neutral,
+    check_keys,
     move,
     read_list,
     read_mapping,
+    read_mappings,
     walk,
 )
 from tunesmith.config import AlgorithmSection, ReplaySection
@@ -55,7 +57,7 @@ def read_taskset(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_tasksets(draft: Draft, key: str, value: Any) -> None:
-    sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
+    sets = read_mappings(value, key)
     if sets and "train_dataset" in draft.values:
         raise ConfigError(f"{key} and taskset are both set: put every set into tasksets")
     if len(sets) == 1:
@@ -65,8 +67,7 @@ def read_tasksets(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_eval_tasksets(draft: Draft, key: str, value: Any) -> None:
-    sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
-    if sets:
+    if sets := read_mappings(value, key):
         draft.values["eval_datasets"] = name_sets(draft, key, sets, is_evaluation=True)
 
 
@@ -143,7 +144,7 @@ def find_types(draft: Draft, given: Mapping[str, Any]) -> Types:
 def resolve_functions(draft: Draft) -> None:
     """Set workflow and judge for types that are built in, and note all of them."""
     parent = "buffer.explorer_input"
-    explorer = read_mapping(draft.find(parent), parent)
+    explorer = draft.find_mapping(parent)
     sets = [explorer.get("taskset"), *(explorer.get("tasksets") or []), *(explorer.get("eval_tasksets") or [])]
     found = {find_types(draft, each): None for each in sets if isinstance(each, Mapping)} or {
         find_types(draft, {}): None
@@ -176,14 +177,12 @@ def resolve_functions(draft: Draft) -> None:
 def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Our selector section; names and arguments are the same and are checked when the selector is built."""
     names = {"selector_type": "selector_type", "seed": "seed", "feature_keys": "feature_keys", "kwargs": "args"}
-    unknown = [name for name in given if name not in names]
-    if unknown:
-        raise ConfigError(f"{key}.{unknown[0]} is not a known key: known are {', '.join(names)}")
+    check_keys(given, names, key)
     return {names[name]: value for name, value in given.items() if value is not None}
 
 
 def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
-    adapters = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
+    adapters = read_mappings(value, key)
     if len(adapters) > 1:
         raise ConfigError(f"{key}: one adapter is trained, got {len(adapters)}")
     for adapter in adapters:
@@ -230,10 +229,8 @@ def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:
 def read_operators(draft: Draft, key: str, value: Any) -> None:
     """The chain of experience operators; names and arguments are checked when the chain is built."""
     operators = []
-    format_key = "buffer.explorer_input.taskset.format"
-    taskset_format = read_mapping(draft.find(format_key), format_key)
-    for number, each in enumerate(read_list(value, key)):
-        given = read_mapping(each, f"{key}[{number}]")
+    taskset_format = draft.find_mapping("buffer.explorer_input.taskset.format")
+    for number, given in enumerate(read_mappings(value, key)):
         unknown = [name for name in given if name not in ("name", "args")]
         if unknown or "name" not in given:
             raise ConfigError(f"{key}[{number}] must have a name and may have args, got {dict(given)}")
@@ -261,12 +258,11 @@ COUNTERPARTS = {
 
 def resolve_task_pipeline(draft: Draft) -> None:
     """Operators on the tasks before training: those with a counterpart here, else by Data-Juicer's package."""
-    given = read_mapping(draft.find(PIPELINE), PIPELINE)
+    given = draft.find_mapping(PIPELINE)
     fields = list(read_list(given.get("target_fields"), f"{PIPELINE}.target_fields"))
     operators: list[dict[str, Any]] = []
-    for number, each in enumerate(read_list(given.get("operators"), f"{PIPELINE}.operators")):
+    for number, item in enumerate(read_mappings(given.get("operators"), f"{PIPELINE}.operators")):
         key = f"{PIPELINE}.operators[{number}]"
-        item = read_mapping(each, key)
         name, args = str(item.get("name")), dict(read_mapping(item.get("args"), f"{key}.args"))
         if name == "human_preference_annotation_mapper":
             draft.problems.append(
@@ -305,9 +301,7 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
     With it, each step replays as many groups of earlier steps as it has new ones.
     """
     given = read_mapping(value, key)
-    unknown = [n for n in given if n not in ("enable", "priority_fn", "reuse_cooldown_time", "priority_fn_args")]
-    if unknown:
-        raise ConfigError(f"{key}.{unknown[0]} is not a known key")
+    check_keys(given, ("enable", "priority_fn", "reuse_cooldown_time", "priority_fn_args"), key)
     if not given.get("enable"):
         return
     if given.get("reuse_cooldown_time") is None:
@@ -331,8 +325,7 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
 def read_auxiliary_models(draft: Draft, key: str, value: Any) -> None:
     """Auxiliary models by name, each with its own path and sampling parameters."""
     models: dict[str, Any] = {}
-    for number, each in enumerate(read_list(value, key)):
-        given = read_mapping(each, f"{key}[{number}]")
+    for number, given in enumerate(read_mappings(value, key)):
         name = str(given.get("name") or f"auxiliary_{number}")
         if not given.get("model_path") or name in models:
             raise ConfigError(f"{key}[{number}] needs a model_path, and a name that is unique, got {dict(given)}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.commands.eval.comparison import Comparison, can_plot, format_table, save_figure
+from tunesmith.commands.eval.comparison import Comparison, can_plot, format_interval, format_table, save_figure
 from tunesmith.commands.eval.sample_scores import REWARD
 from tunesmith.commands.eval.suites import apply_suite
 from tunesmith.commands.stage import RADAR
@@ -88,17 +88,13 @@ def list_axes(models: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
 def format_radar(radar: Radar) -> str:
     parts = []
     for set_name, models in radar.items():
-        rows = [[label, *(format_cell(axes.get(axis)) for axis in AXES)] for label, axes in models.items()]
+        rows = [
+            [label, *(format_interval(*axes[axis]) if axis in axes else "-" for axis in AXES)]
+            for label, axes in models.items()
+        ]
         table = format_table(["mean (95 % interval)", *(axis.replace("_", " ") for axis in AXES)], rows)
         parts += [f"### {set_name}", "", table, ""]
     return "\n".join(parts)
-
-
-def format_cell(numbers: Sequence[float] | None) -> str:
-    if numbers is None:
-        return "-"
-    mean, low, high = numbers
-    return f"{mean:.4g} ({low:.4g} - {high:.4g})"
 
 
 def save_radar_plot(path: Path, radar: Radar) -> bool:

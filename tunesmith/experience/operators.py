@@ -166,8 +166,7 @@ def mask_response_truncated(groups: Sequence[Group]) -> OperatorResult:
         turns = (replace(turn, is_trained=False) if turn.stop_reason in TRUNCATED else turn for turn in run.turns)
         return replace(run, turns=tuple(turns))
 
-    masked = [replace(group, trajectories=tuple(map(mask, group.trajectories))) for group in groups]
-    return masked, {"num_masked_turns": Count(num_masked)}
+    return [group.map(mask) for group in groups], {"num_masked_turns": Count(num_masked)}
 
 
 def reward_shaping_mapper(
@@ -192,7 +191,7 @@ def reward_shaping_mapper(
         differences.append(reward - run.reward)
         return replace(run, reward=reward)
 
-    shaped = [replace(group, trajectories=tuple(map(shape, group.trajectories))) for group in groups]
+    shaped = [group.map(shape) for group in groups]
     metrics: dict[str, float] = {"num_skipped": Count(num_skipped)}
     if differences:
         metrics |= {
@@ -251,8 +250,8 @@ def data_juicer(
         return replace(run, metrics={**run.metrics, **scored[id(run)]}) if id(run) in scored else run
 
     changed, metrics = _keep_runs(groups, lambda run: run.reward is None or id(run) in scored)
-    changed = [replace(group, trajectories=tuple(map(add_stats, group.trajectories))) for group in changed]
-    return changed, metrics | {"num_failed": Count(sum(each.num_failed for each in kept))}
+    metrics["num_failed"] = Count(sum(each.num_failed for each in kept))
+    return [group.map(add_stats) for group in changed], metrics
 
 
 def read_recipe(path: Path) -> list[dict[str, Any]]:
@@ -400,7 +399,7 @@ def read_outcome(
     return ToolOutcome(
         correctness=correctness,
         num_calls=sum(read_metric(run, key, knob=TOOL_KNOB) for key in tool_keys),
-        num_tokens=sum(len(turn.sampled_ids) for turn in run.turns),
+        num_tokens=run.num_sampled_tokens,
         is_valid=format_key is None or read_metric(run, format_key, knob=FORMAT_KNOB) >= 1,
     )
 

@@ -135,10 +135,7 @@ def load_table(path: Path) -> pa.Table:
     with reading(stored_path), stored_path.open("rb") as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         check_format(stored_path, parquet.schema_arrow)
-        if step is None:
-            return parquet.read()
-        indices = range(parquet.num_row_groups)
-        return parquet.read_row_groups([index for index in indices if find_step(parquet, index) == step])
+        return parquet.read_row_groups(find_row_groups(parquet, step))
 
 
 @contextmanager
@@ -157,17 +154,21 @@ def check_format(path: Path, schema: pa.Schema) -> None:
         raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
 
 
-def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
+def find_row_groups(parquet: pq.ParquetFile, step: int | None) -> list[int]:
+    """The row groups of a step in a merged file; None: all, in the file of a single step."""
+    if step is None:
+        return list(range(parquet.num_row_groups))
+    return [row_group for row_group, each in enumerate(find_steps(parquet)) if each == step]
+
+
+def find_steps(parquet: pq.ParquetFile) -> list[int]:
     """The step that all rows of a row group belong to, from the file's statistics; -1 if it is not recorded."""
     metadata = parquet.metadata
     column = next((i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "step"), None)
     if column is None:
-        return -1
-    statistics = metadata.row_group(row_group).column(column).statistics
-    if statistics is not None and statistics.has_min_max:
-        return int(statistics.min)
-    step = parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()
-    return -1 if step is None else int(step)
+        return [-1] * metadata.num_row_groups
+    found = (metadata.row_group(row_group).column(column).statistics for row_group in range(metadata.num_row_groups))
+    return [int(each.min) if each is not None and each.has_min_max else -1 for each in found]
 
 
 def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
@@ -183,9 +184,9 @@ def truncate_rollouts(source: Path, target: Path, last: int) -> None:
     with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
-            for index in range(parquet.num_row_groups):
-                if find_step(parquet, index) <= last:
-                    table = set_step(parquet.read_row_group(index), find_step(parquet, index))
+            for index, step in enumerate(find_steps(parquet)):
+                if step <= last:
+                    table = set_step(parquet.read_row_group(index), step)
                     writer.write_table(table, row_group_size=len(table))
 
 
@@ -224,7 +225,7 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "branch_at": trajectory.branch_at,
         "num_shared_turns": trajectory.num_shared_turns,
         "num_turns": len(trajectory.turns),
-        "num_sampled_tokens": sum(len(turn.sampled_ids) for turn in trajectory.turns),
+        "num_sampled_tokens": trajectory.num_sampled_tokens,
         "untrained_turns": [index for index, turn in enumerate(trajectory.turns) if not turn.is_trained] or None,
     }
 
@@ -308,8 +309,6 @@ class RolloutFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = StepFiles(folder, ROLLOUT_STEPS)
-        self._steps_of_merged: dict[Path, tuple[int, Mapping[int, int]]] = {}
-        """Merged file -> its modification time, and its row groups by step."""
 
     def list_steps(self) -> list[int]:
         """Steps that have rollouts, in ascending order."""
@@ -341,53 +340,45 @@ class RolloutFiles:
 
     def read_table(self, step: int, columns: Sequence[str]) -> pa.Table:
         """Columns of all rows of a step; those that the file lacks are left out."""
-        with self._open(step) as parquet:
-            return read_row_group(parquet, self._find_row_group(parquet, step), columns)
+        with self._open(step) as (parquet, row_groups):
+            return parquet.read_row_groups(row_groups, keep_stored(parquet, columns), use_threads=False)
 
     def stamp(self, step: int) -> tuple[int, int]:
         """Modification time and size of the file that holds a step; they change when it is written again."""
-        path = self._find_path(step)
+        path, _ = self._locate(step)
         with storage_errors(path, "read"):
             stat = path.stat()
         return stat.st_mtime_ns, stat.st_size
 
     def _iter_batches(self, step: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        with self._open(step) as parquet:
-            row_group = self._find_row_group(parquet, step)
-            groups = range(parquet.num_row_groups) if row_group is None else [row_group]
+        with self._open(step) as (parquet, row_groups):
             yield from parquet.iter_batches(
-                BATCH_ROWS, row_groups=list(groups), columns=keep_stored(parquet, columns), use_threads=False
+                BATCH_ROWS, row_groups=row_groups, columns=keep_stored(parquet, columns), use_threads=False
             )
 
-    def _open(self, step: int) -> pq.ParquetFile:
-        path = self._find_path(step)
+    @contextmanager
+    def _open(self, step: int) -> Iterator[tuple[pq.ParquetFile, list[int]]]:
+        """The file that holds a step, and the step's row groups in it."""
+        path, merged_step = self._locate(step)
         try:
-            return open_rollouts(path)
+            opened = open_rollouts(path)
         except (StorageError, FileNotFoundError):
-            again = self._find_path(step)
+            again, merged_step = self._locate(step)
             if again == path:
                 raise
-            return open_rollouts(again)
+            opened = open_rollouts(again)
+        with opened as parquet:
+            row_groups = find_row_groups(parquet, merged_step)
+            if merged_step is not None and not row_groups:
+                raise StorageError(f"there are no rollouts of step {step} in {path}")
+            yield parquet, row_groups
 
-    def _find_path(self, step: int) -> Path:
-        path, _ = locate_step(self._folder / f"step_{step:06d}.{ROLLOUT_STEPS.single}", ROLLOUT_STEPS.merged)
+    def _locate(self, step: int) -> tuple[Path, int | None]:
+        """The file that holds a step, and the step, or None for the file of a single step."""
+        path, merged_step = locate_step(self._folder / f"step_{step:06d}.{ROLLOUT_STEPS.single}", ROLLOUT_STEPS.merged)
         if not path.exists():
             raise StorageError(f"there are no rollouts of step {step} in {self._folder}")
-        return path
-
-    def _find_row_group(self, parquet: pq.ParquetFile, step: int) -> int | None:
-        """The row group of a step in a merged file; None reads the whole file of a single step."""
-        path = self._find_path(step)
-        if not path.name.startswith("steps_"):
-            return None
-        modified = path.stat().st_mtime_ns
-        known = self._steps_of_merged.get(path)
-        if known is None or known[0] != modified:
-            known = (modified, {find_step(parquet, index): index for index in range(parquet.num_row_groups)})
-            self._steps_of_merged[path] = known
-        if step not in known[1]:
-            raise StorageError(f"there are no rollouts of step {step} in {path}")
-        return known[1][step]
+        return path, merged_step
 
 
 def open_rollouts(path: Path) -> pq.ParquetFile:
@@ -395,13 +386,6 @@ def open_rollouts(path: Path) -> pq.ParquetFile:
         parquet = pq.ParquetFile(path)
     check_format(path, parquet.schema_arrow)
     return parquet
-
-
-def read_row_group(parquet: pq.ParquetFile, row_group: int | None, columns: Sequence[str]) -> pa.Table:
-    stored = keep_stored(parquet, columns)
-    if row_group is None:
-        return parquet.read(stored, use_threads=False)
-    return parquet.read_row_group(row_group, stored, use_threads=False)
 
 
 def keep_stored(parquet: pq.ParquetFile, columns: Sequence[str]) -> list[str]:

@@ -78,7 +78,7 @@ def _compute_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     reasons = Counter(turn.stop_reason for turn in turns)
-    num_sampled = [sum(len(turn.sampled_ids) for turn in t.turns) for t in trajectories]
+    num_sampled = [trajectory.num_sampled_tokens for trajectory in trajectories]
     metrics = {f"num_stop_{reason}": float(reasons[reason]) for reason in get_args(StopReason)}
     metrics["num_turns"] = float(len(turns))
     metrics["num_sampled_tokens"] = float(sum(num_sampled))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,6 +17,7 @@ from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.runs.placement import place_config
 from tunesmith.runs.run_folder import describe_interruption, resolve_run_root
+from tunesmith.runs.workspace import iter_numbered
 
 T = TypeVar("T")
 
@@ -77,7 +77,5 @@ def name_run(config: RunConfig) -> RunConfig:
     """The config with a name, which all attempts share."""
     if config.name is not None:
         return config
-    root = resolve_run_root(config)
-    names = (root.name if number == 1 else f"{root.name}-{number}" for number in count(1))
-    name = next(name for name in names if not root.with_name(name).exists())
-    return config.model_copy(update={"name": name})
+    root = next(each for each in iter_numbered(resolve_run_root(config)) if not each.exists())
+    return config.model_copy(update={"name": root.name})

@@ -330,14 +330,32 @@ def load_actors(
         sharded_over=ranks if is_sharded else None,
         has_trainer=has_trainer,
     )
-    sources, engines = load_auxiliaries(config, build_model=build_model) if has_rollouts else ({}, [])
+    own = LoadedModel(provider=policy.service, engine=policy.engine)
+    actors = build_actors(
+        config, own, workflow=workflow, judge=judge, build_model=build_model, has_auxiliaries=has_rollouts
+    )
+    return policy, actors
+
+
+def build_actors(
+    config: RunConfig,
+    loaded: LoadedModel,
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    has_auxiliaries: bool = True,
+) -> Actors:
+    """The actors of a run whose workflows call this model; its auxiliary models are loaded."""
+    sources, engines = load_auxiliaries(config, build_model=build_model) if has_auxiliaries else ({}, [])
+    model, service = loaded.provider, loaded.provider if isinstance(loaded.provider, ModelService) else None
     bound = workflow.keywords.get(ENVIRONMENT) if isinstance(workflow, partial) else None
     if getattr(bound, "num_players", 1) > 1:
-        sources.setdefault(OPPONENT, UnrecordedModel(policy.service))
-    actors = Actors(
-        engine=policy.engine,
-        model=policy.service,
-        service=policy.service,
+        sources.setdefault(OPPONENT, model if service is None else UnrecordedModel(service))
+    return Actors(
+        engine=loaded.engine,
+        model=model,
+        service=service,
         auxiliary_models=sources,
         auxiliary_engines=engines,
         agent=Agent(
@@ -350,4 +368,3 @@ def load_actors(
         http_port=config.rollout.http_port,
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
     )
-    return policy, actors

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
 from tunesmith.config import RunConfig
@@ -27,7 +26,7 @@ from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
-from tunesmith.runs.workspace import Workspace, name_aside
+from tunesmith.runs.workspace import Workspace, iter_numbered, name_aside
 from tunesmith.storage import (
     CHECKPOINT,
     RunPaths,
@@ -132,13 +131,13 @@ def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> Worksp
         return Workspace(first).lock()
     with storage_errors(first, "write"):
         first.parent.mkdir(parents=True, exist_ok=True)
-        for root in (first if number == 1 else first.with_name(f"{first.name}-{number}") for number in count(1)):
+        for root in iter_numbered(first):
             try:
                 root.mkdir()
             except FileExistsError:
                 continue
             return Workspace(root).lock()
-    raise AssertionError("unreachable: count() is infinite")
+    raise AssertionError("unreachable: there is always another name")
 
 
 def clear_later_steps(paths: RunPaths, checkpoint: Path | None, *, is_chosen: bool) -> Path | None:

@@ -38,8 +38,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -178,6 +178,18 @@ class Workspace:
                 path.unlink(missing_ok=True)
 
 
+@contextmanager
+def open_part(out: Path, inputs: Mapping[str, Any]) -> Iterator[Journal]:
+    """The finished parts of the new file `out`, in the journal `<out>.part`, which is removed once the file is there;
+    ConfigError if the file exists, or for parts of other inputs."""
+    with Workspace(out, is_whole=True) as workspace:
+        if out.exists():
+            raise ConfigError(f"{out} already exists; choose another file")
+        journal = workspace.open_journal(out.with_name(f"{out.name}.part"), inputs)
+        yield journal
+        workspace.remove(journal.path)
+
+
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
     """Dotted key -> how it changed, for the keys that did."""
     old, new = flatten(before), flatten(after)
@@ -220,5 +232,11 @@ def describe_rows(tasks: Sequence[Task]) -> list[list[Any]]:
 def name_aside(path: Path, *, now: datetime | None = None) -> Path:
     """`path` with the time appended: an unused name for what is set aside."""
     stamped = path.with_name(f"{path.name}{now or datetime.now():%Y%m%d%H%M%S}")
-    names = (stamped if number == 1 else stamped.with_name(f"{stamped.name}-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())
+    return next(each for each in iter_numbered(stamped) if not each.exists())
+
+
+def iter_numbered(path: Path) -> Iterator[Path]:
+    """`path`, and the names that take its place if it exists: with -2, -3, ... appended."""
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.name}-{number}")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from tunesmith.tasks.selector import Choice, Floats, Indices, Selection
+from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
 
 MIN_GAP = 1e-3
 """Minimum difference of the mean pass rates of two knots on the given tasks; below it the capability is not estimated.
@@ -62,7 +62,6 @@ class ReferencePassRates:
         return np.clip(predicted_N, 0.0, 1.0, out=predicted_N)
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -70,7 +69,6 @@ CAPABILITY_EMA_DECAY = 0.9
 """Weight of the old value in the moving average of the capability."""
 HALVING_ERROR = 0.25
 """Mean absolute prediction error of a step at or above which an adaptive rho is halved."""
-NUM_BINS = 10
 ARRAYS = {"alpha": "<f8", "beta": "<f8", "num_selected": "<i4", "num_selected_in_epoch": "<i4"}
 """The arrays of the state and their types, little-endian on every machine."""
 

@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.tasks.selector import Choice, Selection
+from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
 from tunesmith.types import Group, Task, Trajectory
 
-Floats = NDArray[np.float64]
-Indices = NDArray[np.int64]
 CORRECT_AT = 0.75
 """Correctness from which a rollout counts as right: 1 of 0 and 1, or a token F1 of 0.75 as in ET-Agent."""
 
@@ -128,9 +126,7 @@ def read_rollouts(row: Mapping[str, Any], *, key: str, where: str) -> list[float
     return [float(value) for value in values]
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
-NUM_BINS = 10
 UNKNOWN = -1
 """Number of the state of a task without rollouts, beside 0 (all right or all wrong) and 1 (mixed outcomes)."""
 

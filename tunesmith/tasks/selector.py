@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from tunesmith.errors import ConfigError
 from tunesmith.storage import save_json
@@ -24,6 +25,9 @@ from tunesmith.types import Group, Task
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
+Share = Annotated[float, Field(ge=0, le=1)]
+NUM_BINS = 10
+"""Bins of the histograms of selections."""
 
 
 class Selector(Protocol):

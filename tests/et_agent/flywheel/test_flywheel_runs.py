@@ -14,7 +14,7 @@ from tunesmith.commands.run.config import PlannedStage
 from tunesmith.commands.run.run import check_stage
 from tunesmith.config import FlywheelConfig
 from tunesmith.errors import ConfigError, DataError, RolloutError, StorageError
-from tunesmith.et_agent.flywheel.run import run_flywheel
+from tunesmith.et_agent.flywheel.run import run_stage
 from tunesmith.et_agent.flywheel.state import AttemptPlan, QuestionState, Record, find_fresh_records, plan_iteration
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import build_section
@@ -50,15 +50,16 @@ PROGRAM = """
 import json
 from pathlib import Path
 from tunesmith.config import FlywheelConfig
-from tunesmith.et_agent.flywheel.run import run_flywheel
+from tunesmith.et_agent.flywheel.run import run_stage
 from tunesmith.runs.load_config import build_section
 from tunesmith.runs.workspace import Workspace
 from tunesmith.rollout.chat_model import ChatModel
 
 config = build_section(FlywheelConfig, json.loads(Path("values.json").read_text()))
-run_flywheel(
-    config, out_dir=Path("killed"), build_model=lambda endpoint, options: ChatModel(endpoint, options=options)
-)
+def build_model(endpoint, options):
+    return ChatModel(endpoint, options=options)
+
+run_stage(config, out_dir=Path("killed"), choose_model=lambda run: build_model)
 """
 
 
@@ -89,7 +90,10 @@ def build_model(endpoint, options):
 
 
 def run(values, out_dir):
-    return run_flywheel(build_section(FlywheelConfig, values), out_dir=out_dir, build_model=build_model)
+    """The stage's result, and its counts by operator."""
+    section = build_section(FlywheelConfig, values)
+    done = run_stage(section, out_dir=out_dir, choose_model=lambda config: build_model)
+    return done, json.loads((out_dir / "report.json").read_text())
 
 
 def read(path):
@@ -106,10 +110,10 @@ def read_attempts(folder):
 
 
 def test_every_trajectory_has_its_provenance_and_stays_within_the_cap(values, tmp_path):
-    result = run(values, tmp_path / "out")
+    done, operators = run(values, tmp_path / "out")
     rows = read(tmp_path / "out" / "trajectories.jsonl")
     by_id = {row["trajectory_id"]: row for row in rows}
-    assert len(by_id) == len(rows) == result.num_trajectories
+    assert len(by_id) == len(rows) == done.figures["trajectories"]
     for row in rows:
         siblings = [each for each in rows if each["question_id"] == row["question_id"]]
         assert len(siblings) <= 6 and {each["level"] for each in siblings} == {row["level"]}
@@ -129,10 +133,10 @@ def test_every_trajectory_has_its_provenance_and_stays_within_the_cap(values, tm
         any(each["result"] == f"{row['question']} was founded in 1748." for each in row["transcript"]["segments"])
         for row in repaired
     )
-    assert sum(each["attempts"] for each in result.operators.values()) == len(
+    assert sum(each["attempts"] for each in operators.values()) == len(
         [row for row in read(tmp_path / "out" / "attempts.jsonl") if "outcome" in row]
     )
-    assert result.num_tokens > 0
+    assert done.tokens > 0
 
 
 def test_equal_seeds_give_equal_trajectories_and_others_do_not(values, tmp_path):
@@ -176,7 +180,9 @@ def test_a_finished_flywheel_samples_nothing_again(values, tmp_path, monkeypatch
     run(values, tmp_path / "out")
     before = (tmp_path / "out" / "attempts.jsonl").read_bytes()
     (tmp_path / "broken").write_text("")
-    assert run(values, tmp_path / "out").num_trajectories == len(read(tmp_path / "out" / "trajectories.jsonl"))
+    assert run(values, tmp_path / "out")[0].figures["trajectories"] == len(
+        read(tmp_path / "out" / "trajectories.jsonl")
+    )
     assert (tmp_path / "out" / "attempts.jsonl").read_bytes() == before
 
 
@@ -220,23 +226,23 @@ def test_failures_are_counted_and_too_many_end_the_run_without_a_wrong_answer(va
     with pytest.raises(RolloutError, match="4 of 4 rollouts failed(.|\n)*4 x workflow: OSError: down"):
         run(values, tmp_path / "out")
     assert not [row for row in read(tmp_path / "out" / "attempts.jsonl") if "outcome" in row]
-    result = run(values | {"rollout": {"chat_model": "openai", "max_failure_rate": 1.0}}, tmp_path / "all")
-    assert result.num_trajectories == 0 and result.operators["first rollout"]["failed"] == 4
+    done, operators = run(values | {"rollout": {"chat_model": "openai", "max_failure_rate": 1.0}}, tmp_path / "all")
+    assert done.figures["trajectories"] == 0 and operators["first rollout"]["failed"] == 4
 
 
 def test_a_role_may_be_the_model_itself(values, tmp_path):
-    result = run(values | {"roles": {"judge": "model"}, "num_iterations": 1}, tmp_path / "out")
-    assert result.operators["first rollout"]["attempts"] == 4
-    assert not any(each["failed"] for each in result.operators.values())
+    _, operators = run(values | {"roles": {"judge": "model"}, "num_iterations": 1}, tmp_path / "out")
+    assert operators["first rollout"]["attempts"] == 4
+    assert not any(each["failed"] for each in operators.values())
 
 
 def test_roles_of_the_model_have_a_token_limit_of_their_own_and_say_when_they_reach_it(values, tmp_path):
-    result = run(
+    _, operators = run(
         values
         | {"roles": {}, "role_max_tokens": 3, "num_iterations": 1, "operators": ["refine_thoughts", "repair_flaw"]},
         tmp_path / "out",
     )
-    assert not any(each["failed"] for each in result.operators.values())
+    assert not any(each["failed"] for each in operators.values())
     reasons = {row.get("reason") for row in read_attempts(tmp_path / "out") if row.get("operator") == "repair_flaw"}
     assert "the reply of the role was truncated at its token limit" in reasons
 
@@ -244,8 +250,8 @@ def test_roles_of_the_model_have_a_token_limit_of_their_own_and_say_when_they_re
 def test_a_role_may_be_an_auxiliary_model(values, tmp_path, pocket_folder):
     local = {"path": pocket_folder, "max_model_len": 2048, "max_tokens": 4}
     more = {"auxiliary_models": {"big": local}, "roles": {"policy": "big", "analyst": "big", "author": "big"}}
-    result = run(values | more | {"num_iterations": 1}, tmp_path / "out")
-    assert not any(each["failed"] for each in result.operators.values()) and result.num_tokens == 0
+    done, operators = run(values | more | {"num_iterations": 1}, tmp_path / "out")
+    assert not any(each["failed"] for each in operators.values()) and done.tokens == 0
 
 
 def test_an_auxiliary_model_with_the_name_of_a_role_reaches_the_judge(values, tmp_path, pocket_folder):
@@ -260,8 +266,8 @@ async def judge(task, response, auxiliary_models):
     (tmp_path / "asking.py").write_text(judge)
     local = {"path": pocket_folder, "max_model_len": 512, "max_tokens": 1}
     more = {"auxiliary_models": {"policy": local}, "judge": "asking.py:judge", "num_iterations": 0}
-    result = run(values | more, tmp_path / "out")
-    assert result.num_correct == result.num_trajectories == 4
+    done, _ = run(values | more, tmp_path / "out")
+    assert done.figures["right trajectories"] == done.figures["trajectories"] == 4
 
 
 def test_mistakes_in_settings_are_named(values, tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tunesmith.commands.run.run import run_stage
+from tunesmith.commands.run.run import run_stage as run_stage_of_kind
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.transcript import Segment, Transcript, wrap_result
@@ -19,7 +19,7 @@ from tunesmith.et_agent.selection.rft import (
     measure_diversity,
     normalize,
     read_trajectory,
-    run_rft_filter,
+    run_stage,
 )
 from tunesmith.model.pocket import build_pocket_tokenizer
 
@@ -51,12 +51,18 @@ def make_row(question, transcript, correctness=1.0, **more):
     }  # fmt: skip
 
 
+def run_filter(section, out_dir):
+    """The report."""
+    run_stage(section, out_dir=out_dir, choose_model=lambda config: None)
+    return json.loads((out_dir / "report.json").read_text())
+
+
 @pytest.fixture
 def filter_rows(tmp_path):
     def run(rows, **values):
         (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         section = RftFilterSection(data=str(tmp_path / "in.jsonl"), **values)
-        return run_rft_filter(section, out_dir=tmp_path / "out"), read(tmp_path / "out" / "train.jsonl")
+        return run_filter(section, tmp_path / "out"), read(tmp_path / "out" / "train.jsonl")
 
     return run
 
@@ -75,14 +81,14 @@ def test_every_removed_trajectory_is_counted_under_its_first_reason(filter_rows)
         make_row("b", make_transcript("search", words="b")),
     ]
     result, kept = filter_rows(rows)
-    assert result.dropped == {
+    assert result["dropped"] == {
         "wrong answer": 1, "format error": 1, "failed call": 1, "equal to an earlier one": 0,
         "above max_per_question": 0,
     }  # fmt: skip
     assert [row["question"] for row in kept] == ["a", "a", "b"]
     assert kept[0]["operator"] == "rollout" and "transcript" not in kept[0]
     result, kept = filter_rows([rows[0], rows[0], *rows[4:]], max_failed_calls=1)
-    assert result.dropped["equal to an earlier one"] == 1 and len(kept) == 3
+    assert result["dropped"]["equal to an earlier one"] == 1 and len(kept) == 3
 
 
 def test_equal_ids_of_two_files_are_two_questions(filter_rows, tmp_path):
@@ -92,8 +98,8 @@ def test_equal_ids_of_two_files_are_two_questions(filter_rows, tmp_path):
     own = [make_row("a", make_transcript("search", words=f"a{i}"), question_id="train/0") for i in range(2)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     section = RftFilterSection(data=(str(tmp_path / "in.jsonl"), str(tmp_path / "other.jsonl")), max_per_question=2)
-    result = run_rft_filter(section, out_dir=tmp_path / "out")
-    assert result.num_kept == 4 and result.before["questions"] == 2.0
+    result = run_filter(section, tmp_path / "out")
+    assert result["kept"] == 4 and result["before"]["questions"] == 2.0
 
 
 def test_correctness_that_is_not_a_number_is_refused(filter_rows):
@@ -107,7 +113,7 @@ def test_call_with_half_a_character_is_written(filter_rows, tmp_path):
     transcript = make_transcript("search")
     segments = [replace(each, arguments={"q": half}) if each.kind == "call" else each for each in transcript.segments]
     result, _ = filter_rows([make_row("a", replace(transcript, segments=tuple(segments)))])
-    assert result.num_kept == 1
+    assert result["kept"] == 1
     (row,) = read(tmp_path / "out" / "transcripts.jsonl")
     assert row["transcript"]["segments"][1]["arguments"] == {"q": half}
 
@@ -117,7 +123,7 @@ def test_different_orders_of_tools_are_kept_before_repeated_ones(filter_rows, tm
     rows = [make_row("a", make_transcript(*tools, words=f"w{i}"), number=i) for i, tools in enumerate(texts)]
     result, kept = filter_rows(rows, max_per_question=3)
     assert [row["number"] for row in kept] == [1, 3, 4]
-    assert result.dropped["above max_per_question"] == 2
+    assert result["dropped"]["above max_per_question"] == 2
     assert [row["number"] for row in filter_rows(rows, max_per_question=4)[1]] == [0, 1, 3, 4]
     assert len(filter_rows(rows, max_per_question=None)[1]) == 5
     assert [row["number"] for row in read(tmp_path / "out" / "transcripts.jsonl")] == [0, 1, 2, 3, 4]
@@ -154,11 +160,12 @@ def test_diversity_before_and_after(filter_rows):
         make_row("b", make_transcript("search", words="three")),
     ]
     result, _ = filter_rows(rows)
-    assert result.before["tool_patterns_per_question"] == 1.5 and result.after["tool_patterns_per_question"] == 1
-    assert result.before["std_tool_calls_in_question"] == 0.5 and result.after["std_tool_calls_in_question"] is None
-    assert result.before["std_correctness_in_question"] == 0.5
-    assert "embedding_spread" not in result.before
-    assert 0 < result.after["lexical_spread"] < result.before["lexical_spread"] < 1
+    before, after = result["before"], result["after"]
+    assert before["tool_patterns_per_question"] == 1.5 and after["tool_patterns_per_question"] == 1
+    assert before["std_tool_calls_in_question"] == 0.5 and after["std_tool_calls_in_question"] is None
+    assert before["std_correctness_in_question"] == 0.5
+    assert "embedding_spread" not in before
+    assert 0 < after["lexical_spread"] < before["lexical_spread"] < 1
 
 
 def test_the_lexical_spread_is_the_mean_cosine_distance_of_word_pairs():
@@ -200,7 +207,7 @@ def test_the_stage_reports_counts_and_a_table(tmp_path):
     rows = [make_row("a", make_transcript("search")), make_row("a", make_transcript(), correctness=0)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = RftFilterSection(data=(str(tmp_path / "in.jsonl"),))
-    result = run_stage("rft_filter", settings, out_dir=tmp_path / "out", choose_model=lambda config: None)
+    result = run_stage_of_kind("rft_filter", settings, out_dir=tmp_path / "out", choose_model=lambda config: None)
     assert result.figures["kept trajectories"] == 1 and result.figures["dropped: wrong answer"] == 1
     assert "| tool patterns per question" in result.figures["tables"]
 
@@ -210,8 +217,8 @@ def test_an_embedding_model_gives_the_embedding_spread(filter_rows, pocket_folde
     model = sentence_transformers.SentenceTransformer(str(pocket_folder), device="cpu")
     rows = [make_row("a", make_transcript(*tools, words=f"w {i}")) for i, tools in enumerate([("search",), (), ()])]
     result, _ = filter_rows(rows, embedding_model=str(pocket_folder))
-    assert "lexical_spread" not in result.after
+    assert "lexical_spread" not in result["after"]
     vectors = model.encode([Transcript.from_json(row["transcript"]).text for row in rows]).astype(float)
     units = normalize(vectors)
     distances = [1 - units[i] @ units[j] for i in range(3) for j in range(3) if i != j]
-    assert result.after["embedding_spread"] == pytest.approx(np.mean(distances), abs=1e-5)
+    assert result["after"]["embedding_spread"] == pytest.approx(np.mean(distances), abs=1e-5)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tunesmith.cli import app
 from tunesmith.config import ParetoSection
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.et_agent.selection.pareto import run_pareto
+from tunesmith.et_agent.selection.pareto import run_stage
 from tunesmith.runs.load_config import build_section
 
 AGENT = """
@@ -88,7 +88,8 @@ def test_a_pareto_stage_refuses_missing_fields_and_questions_without_mixed_outco
 
     def select(row, **values):
         path.write_text(json.dumps(row) + "\n")
-        return run_pareto(ParetoSection(data=str(path), **values), out_dir=tmp_path / "out")
+        section = ParetoSection(data=str(path), **values)
+        return run_stage(section, out_dir=tmp_path / "out", choose_model=lambda config: None).figures
 
     with pytest.raises(DataError, match=r"row 0 of .* has no 'pass_rate_correctness', one number for each rollout"):
         select({"question": "q"})

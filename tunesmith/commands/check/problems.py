@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
@@ -21,23 +21,15 @@ from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletio
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
-from tunesmith.rollout.recording.recorder import Recorder, Session, SessionCall
+from tunesmith.rollout.recording.recorder import ObservedConversation, Recorder, Session, SessionCall
 from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.service import BoundModel, ModelProvider, ModelService
+from tunesmith.rollout.service import ModelProvider, ModelService, RecordedCalls
 from tunesmith.rollout.watchdog import MIN_BLOCKED_S, BlockedTime, EventLoopWatchdog
 from tunesmith.runs.policy import BuildModel, Policy
-from tunesmith.types import Failure, Sampling, StopReason, Task, Trajectory, Turn, count_equal
+from tunesmith.types import Failure, StopReason, Task, Trajectory, count_equal
 
 LATE_CALLS_S = 0.5
 """Time after the rollout in which calls of its background tasks are still noticed."""
-
-
-class ObservedConversation(NamedTuple):
-    """A call's messages and its reply, as the recorder matches later calls with them."""
-
-    call_index: int
-    scope: str
-    keys: tuple[MatchKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,22 +75,6 @@ class BlockingLog(EventLoopWatchdog):
             self.steps.append(Blocked(seconds=seconds, line=step.line))
 
 
-class ObservedModel:
-    """The policy for one rollout; keeps the session's conversations when it is closed."""
-
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
-        self.conversations: tuple[ObservedConversation, ...] = ()
-
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
-        return self._service.open(seed=seed, order=order, sampling=sampling)
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        assert isinstance(bound.session, Session)
-        self.conversations = tuple(ObservedConversation(*each) for each in bound.session.list_conversations())
-        return self._service.close(bound)
-
-
 async def observe_rollout(
     task: Task,
     *,
@@ -116,23 +92,25 @@ async def observe_rollout(
     """
     policy.engine.resume(0)
     service = build_service(policy, build_model, model_name=model_name)
-    endpoint, model = service.endpoint, ObservedModel(service)
+    endpoint, sessions = service.endpoint, list[RecordedCalls]()
     assert isinstance(endpoint, LoggedEndpoint)
     port, max_body_bytes = rollout.http_port, int(rollout.max_body_mib * 2**20)
     serving = contextlib.nullcontext() if port is None else service.serve(port=port, max_body_bytes=max_body_bytes)
     async with serving:
         with BlockingLog().watching() as watchdog:
             trajectory = await run_trajectory(
-                task, 0, agent=agent, model=model, auxiliary_models=auxiliary_models, seed=seed,
-                watchdog=watchdog,
+                task, 0, agent=agent, model=service, auxiliary_models=auxiliary_models, seed=seed,
+                watchdog=watchdog, prepare=sessions.append,
             )  # fmt: skip
         await asyncio.sleep(LATE_CALLS_S)
     policy.engine.pause()
+    session = sessions[-1]
+    assert isinstance(session, Session)
     is_late = [error.status == 401 for error in endpoint.refused]
     return Observation(
         trajectory=trajectory,
         calls=tuple(sorted(endpoint.calls, key=lambda call: call.index)),
-        conversations=model.conversations,
+        conversations=session.list_conversations(),
         refused=tuple(error for error, late in zip(endpoint.refused, is_late, strict=True) if not late),
         late=tuple(error for error, late in zip(endpoint.refused, is_late, strict=True) if late),
         blocked=tuple(watchdog.steps),

@@ -40,19 +40,6 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelClient:
-    """What `build_model` is replaced by where a model is loaded, so that requests can be forwarded to it."""
-
-    endpoint: Endpoint
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of every request."""
-
-
-def keep_endpoint(endpoint: Endpoint, options: Mapping[str, Any] | None = None) -> ModelClient:
-    return ModelClient(endpoint=endpoint, options=dict(options or {}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedModel(BoundModel):
     """The model of one rollout."""
 
@@ -63,7 +50,7 @@ class RecordedModel(BoundModel):
 
 
 class RecordingModel:
-    """A `ModelProvider` that records the conversations of its rollouts; `model` was built with `keep_endpoint`."""
+    """A `ModelProvider` that records the conversations of its rollouts with the chat models of another one."""
 
     def __init__(self, model: ModelProvider, *, build_model: BuildModel) -> None:
         self._model, self._build_model = model, build_model
@@ -127,17 +114,16 @@ class RecordingModel:
             return _fail(401, "the API key belongs to no open rollout")
         body = json.loads(await request.body())
         is_stream, with_usage = body.pop("stream", False), body.pop("stream_options", None) is not None
-        client: ModelClient = bound.source.model
-        sent = {**client.options.get("extra_body", {}), **client.options, **body, "model": client.endpoint.model_name}
+        model = bound.source.model
+        sent = {**model.options.get("extra_body", {}), **model.options, **body, "model": model.model_name}
         sent.pop("extra_body", None)
         try:
-            completion: Any = await client.endpoint.client.post("/chat/completions", body=sent, cast_to=object)
+            completion: Any = await model.client.post("/chat/completions", body=sent, cast_to=object)
         except openai.APIStatusError as error:
             detail = error.body if isinstance(error.body, dict) else {"message": str(error)}
             return JSONResponse({"error": detail}, error.status_code)
         except openai.APIConnectionError as error:
-            place = f"{client.endpoint.client.base_url}"
-            return _fail(502, f"the model at {place} does not answer: {error.__cause__ or error}")
+            return _fail(502, f"the model at {model.client.base_url} does not answer: {error.__cause__ or error}")
         for choice in completion["choices"]:
             call = RecordedCall(
                 messages=body["messages"],

@@ -14,34 +14,34 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunesmith.chat.messages import MatchKey, compute_match_keys, parse_messages
-from tunesmith.commands.collect.forward import RecordedCall, RecordingModel, keep_endpoint
+from tunesmith.commands.collect.forward import RecordedCall, RecordingModel
 from tunesmith.commands.pass_rate import SETTINGS, load_unmeasured_tasks, run_batches
+from tunesmith.commands.sft.conversations import exclude_replies
 from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import CollectConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import DataError
+from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.runner import Agent
-from tunesmith.rollout.service import ModelProvider
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import (
     BuildModel,
+    build_actors,
     check_auxiliary,
     check_policy,
-    load_auxiliaries,
+    load_actors,
     load_auxiliary,
-    load_policy,
 )
 from tunesmith.runs.result import Result
-from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
+from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.load import write_rows
-from tunesmith.types import Engine, Group, JudgeType, Trajectory, WorkflowType
+from tunesmith.types import Group, JudgeType, Trajectory, WorkflowType
 
 ROWS_FILE = "conversations.jsonl"
 """Output of a stage."""
@@ -83,15 +83,11 @@ def collect(
         check_policy(config.model)
     else:
         check_auxiliary("teacher", config.teacher)
-    unfinished = out.with_name(f"{out.name}.part")
     settings = config.model_dump(mode="json", include=set(OWN_SETTINGS))
     for key in ("base_url", "api_key_env") if config.teacher is not None else ():
         del settings["teacher"][key]  # a server may have moved
     inputs = {"settings": settings, "rows": compute_digest(describe_rows(rows))}
-    with Workspace(out, is_whole=True) as workspace:
-        if out.exists():
-            raise ConfigError(f"{out} already exists; choose another file")
-        journal = workspace.open_journal(unfinished, inputs)
+    with open_part(out, inputs) as journal:
         num_done = sum(len(batch["rows"]) for batch in journal.rows)
         model, actors, close = load_models(config, workflow=workflow, judge=judge, build_model=build_model)
 
@@ -108,10 +104,9 @@ def collect(
         run_lockstep(run(), config.rollout)
         if close is not None:
             close()
-        batches = load_json_lines(unfinished)
+        batches = load_json_lines(journal.path)
         by_task = [kept for batch in batches for kept in batch["rows"]]
         num_rows = write_rows(out, (row for kept in by_task for row in kept))
-        workspace.remove(unfinished)
     return Collected(
         path=out,
         num_rows=num_rows,
@@ -126,26 +121,17 @@ def load_models(
     config: CollectConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
 ) -> tuple[RecordingModel, Actors, Callable[[], None] | None]:
     """The model that workflows call, what runs them, and what frees the run's own model."""
+    functions: dict[str, Any] = {"workflow": workflow, "judge": judge, "build_model": build_model}
     close: Callable[[], None] | None = None
-    source: ModelProvider
-    engine: Engine | None
     if config.teacher is None:
-        policy = load_policy(config.model, config.engine, build_model=keep_endpoint, has_trainer=False)
-        source, engine, close = policy.service, policy.engine, policy.close
+        policy, actors = load_actors(config, **functions, has_trainer=False)
+        close = policy.close
     else:
-        loaded = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=keep_endpoint)
-        source, engine = loaded.provider, loaded.engine
-    model = RecordingModel(source, build_model=build_model)
-    auxiliary_models, auxiliary_engines = load_auxiliaries(config, build_model=build_model)
-    actors = Actors(
-        engine=engine,
-        model=model,
-        auxiliary_models=auxiliary_models,
-        auxiliary_engines=auxiliary_engines,
-        agent=Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s),
-        max_concurrency=config.rollout.max_concurrency,
-    )
-    return model, actors, close
+        set_num_threads(config.num_cpu_threads)
+        teacher = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=build_model)
+        actors = build_actors(config, teacher, **functions)
+    model = RecordingModel(actors.model, build_model=build_model)
+    return model, replace(actors, model=model, service=None), close  # the recording model has a server of its own
 
 
 def keep_rollouts(
@@ -198,16 +184,11 @@ def build_conversations(calls: Sequence[RecordedCall]) -> list[tuple[list[Messag
         start = max(before, key=lambda each: len(each.keys), default=None)
         known: list[Message] = []
         if start is not None:
-            known = [exclude(each) for each in start.messages] if start.is_extended else start.messages
+            known = exclude_replies(start.messages) if start.is_extended else start.messages
             start.is_extended = True
-        messages = [*known, *map(exclude, call.messages[len(known) :]), call.reply]
+        messages = [*known, *exclude_replies(call.messages[len(known) :]), call.reply]
         ended.append(_Conversation(keys=keys, tools=call.tools, messages=messages))
     return [(each.messages, each.tools) for each in ended if not each.is_extended]
-
-
-def exclude(message: Message) -> Message:
-    """The message as context that is not trained."""
-    return {**message, "weight": 0} if message.get("role") == "assistant" else message
 
 
 def run_stage(config: CollectConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:

@@ -27,7 +27,7 @@ from tunesmith.commands.doctor.record import (
     observe,
     split_ends,
 )
-from tunesmith.commands.eval.sample_scores import Difference, compare_paired
+from tunesmith.commands.eval.sample_scores import Difference, compare_known
 from tunesmith.config import RunConfig
 from tunesmith.monitor.metrics_file import Series
 
@@ -61,7 +61,6 @@ class EqualGroups:
 
     cause: Cause
     lowest: float
-    highest: float
     evidence: Evidence
 
 
@@ -135,7 +134,7 @@ def explain_equal_groups(run: RlRun) -> EqualGroups:
     elif values[lowest] >= CAUSE_SHARE * number:
         cause = "low"
     evidence = Evidence(source="rollouts/", observed=observed, value=float(number), steps=(steps[0], steps[-1]))
-    return EqualGroups(cause=cause, lowest=lowest, highest=highest, evidence=evidence)
+    return EqualGroups(cause=cause, lowest=lowest, evidence=evidence)
 
 
 def explain_by_metrics(run: RlRun) -> EqualGroups:
@@ -144,14 +143,14 @@ def explain_by_metrics(run: RlRun) -> EqualGroups:
     low, high = run.get_recent("rollout/reward_min"), run.get_recent("rollout/reward_max")
     if mean is None or low is None or high is None:
         missing = Evidence(source="rollout/reward_mean", observed="no rollout has a reward")
-        return EqualGroups(cause="unknown", lowest=math.nan, highest=math.nan, evidence=missing)
+        return EqualGroups(cause="unknown", lowest=math.nan, evidence=missing)
     lowest, highest = float(low.values.min()), float(high.values.max())
     position = 0.5 if lowest == highest else (mean.mean - lowest) / (highest - lowest)
     cause: Cause = "constant" if lowest == highest else "mixed"
     cause = "low" if position < 0.5 - MAX_EQUAL_SHARE / 2 else "high" if position > 0.5 + MAX_EQUAL_SHARE / 2 else cause
     observed = f"{mean.mean:.3g} on average, lowest {lowest:g}, highest {highest:g}"
     evidence = observe(mean, observed, mean.mean)
-    return EqualGroups(cause=cause, lowest=lowest, highest=highest, evidence=evidence)
+    return EqualGroups(cause=cause, lowest=lowest, evidence=evidence)
 
 
 def describe_cause(config: RunConfig, groups: EqualGroups) -> tuple[str, str, dict[str, object]]:
@@ -283,11 +282,11 @@ def judge_set(run: RlRun, name: str, series: Series) -> CheckFinding | str:
 
 def compare(run: RlRun, name: str, series: Series, before: int, after: int) -> Difference | None:
     """Paired difference of two evaluations on the same tasks; None if the results by task are missing."""
-    scores = [load_scores(run, name, int(series.steps[index])) for index in (before, after)]
-    shared = sorted(scores[0].keys() & scores[1].keys())
-    if before == after or not shared:
+    if before == after:
         return None
-    return compare_paired([scores[0][task] for task in shared], [scores[1][task] for task in shared], seed=0)
+    old, new = (load_scores(run, name, int(series.steps[index])) for index in (before, after))
+    tasks = sorted(old)
+    return compare_known(map(old.get, tasks), map(new.get, tasks), seed=0)
 
 
 def load_scores(run: RlRun, name: str, step: int) -> dict[str, float]:

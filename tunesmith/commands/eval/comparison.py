@@ -27,7 +27,7 @@ from tunesmith.commands.eval.sample_scores import (
     Interval,
     TaskScores,
     collect_outcomes,
-    compare_paired,
+    compare_known,
     compute_bootstrap_interval,
     compute_pass_at_k_by_task,
     list_reported_metrics,
@@ -183,13 +183,8 @@ def compare_quantity(
 ) -> Difference | None:
     """Paired difference over the tasks on which both models have the quantity; None when there is no such task."""
     old_scores = {task.task_id: task.compute_mean(name) for task in before}
-    pairs = [
-        (old_score, new_score)
-        for task in after
-        if (old_score := old_scores.get(task.task_id)) is not None
-        and (new_score := task.compute_mean(name)) is not None
-    ]
-    return compare_paired([a for a, _ in pairs], [b for _, b in pairs], seed=seed) if pairs else None
+    scores = {task.task_id: task.compute_mean(name) for task in after}
+    return compare_known(map(old_scores.get, scores), scores.values(), seed=seed)
 
 
 SMALLEST_P_VALUE = 1e-4
@@ -244,10 +239,11 @@ def list_tables(comparison: SetComparison) -> list[list[list[str]]]:
 def format_estimate(found: Estimate | None, *, is_share: bool) -> str:
     if found is None:
         return "-"
-    low, high = found.interval
-    if is_share:
-        return f"{found.mean:.1%} ({low:.1%} - {high:.1%})"
-    return f"{found.mean:.4g} ({low:.4g} - {high:.4g})"
+    return format_interval(found.mean, *found.interval, is_share=is_share)
+
+
+def format_interval(mean: float, low: float, high: float, *, is_share: bool = False) -> str:
+    return f"{mean:.1%} ({low:.1%} - {high:.1%})" if is_share else f"{mean:.4g} ({low:.4g} - {high:.4g})"
 
 
 def format_contrast(contrast: Contrast) -> list[str]:

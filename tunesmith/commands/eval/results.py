@@ -61,9 +61,7 @@ def measure_behavior(run: Trajectory, section: BehaviorSection, *, outcome_key: 
         return sum(read_metric(run, key, knob=f"evaluation.behavior.{knob}") for key in getattr(section, knob))
 
     correctness, num_calls, num_errors = compute_outcome(run, outcome_key), add_up("tool_keys"), add_up("error_keys")
-    reasoning_length = compute_reasoning_length(
-        correctness=correctness, num_tokens=sum(len(turn.sampled_ids) for turn in run.turns)
-    )
+    reasoning_length = compute_reasoning_length(correctness=correctness, num_tokens=run.num_sampled_tokens)
     measures = {
         "efficiency": compute_efficiency(correctness=correctness, num_calls=num_calls),
         "successful_execution": compute_successful_execution(correctness=correctness, num_errors=num_errors),
@@ -88,7 +86,7 @@ def add_behavior(groups: Sequence[Group], section: BehaviorSection | None, *, ou
             )
         return replace(run, metrics={**run.metrics, **measures})
 
-    return [replace(group, trajectories=tuple(map(add, group.trajectories))) for group in groups]
+    return [group.map(add) for group in groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +133,7 @@ class EvaluationResult:
                 "rewards": [trajectory.reward for trajectory in group.trajectories],
                 "failures": [t.failure.message for t in group.trajectories if t.failure is not None],
                 "responses": [trajectory.response_text for trajectory in group.trajectories],
-                "num_sampled_tokens": [
-                    sum(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories
-                ],
+                "num_sampled_tokens": [trajectory.num_sampled_tokens for trajectory in group.trajectories],
             }
             for group in self.groups
         ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,6 +79,12 @@ def compare_paired(before: Sequence[float], after: Sequence[float], *, seed: int
         p_value=compute_sign_test(num_better, num_worse),
         test="McNemar" if all(score in (0.0, 1.0) for score in (*before, *after)) else "sign",
     )
+
+
+def compare_known(before: Iterable[float | None], after: Iterable[float | None], *, seed: int) -> Difference | None:
+    """`compare_paired` on the tasks on which both have a score; None if there is none."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
+    return compare_paired([old for old, _ in pairs], [new for _, new in pairs], seed=seed) if pairs else None
 
 
 def compute_sign_test(num_better: int, num_worse: int) -> float:
@@ -178,7 +184,7 @@ def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
         metrics={name: float(value) for name, value in trajectory.metrics.items()},
         failure=None if trajectory.failure is None else f"{trajectory.failure.where}: {trajectory.failure.message}",
         response=trajectory.response_text,
-        sampled_tokens=sum(len(turn.sampled_ids) for turn in trajectory.turns),
+        sampled_tokens=trajectory.num_sampled_tokens,
         tool_calls=count_tool_calls(trajectory, renderer),
         turns=len(trajectory.turns),
         truncated=any(turn.stop_reason in CUT_OFF for turn in trajectory.turns),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tunesmith.config import BehaviorSection, DatasetSection, RunConfig
 from tunesmith.errors import ConfigError, DataError
@@ -19,8 +19,7 @@ from tunesmith.storage import load_json, load_json_lines
 from tunesmith.tasks.load import add_fields, load_tasks
 from tunesmith.types import Task
 
-Suite = Literal["tir", "tir_paper"]
-JUDGES: Mapping[Suite, str] = {
+JUDGES: Mapping[str, str] = {
     "tir": "tunesmith.judges.tir:tir_judge",
     "tir_paper": "tunesmith.judges.tir:tir_paper_judge",
 }
@@ -37,13 +36,12 @@ def apply_suite(config: RunConfig, suite: str | None) -> RunConfig:
     """The config with the judge and the measures of the suite, and with `tool_agent` if it names no workflow."""
     if suite is None:
         return config
-    judge = next((each for name, each in JUDGES.items() if name == suite), None)
-    if judge is None:
+    if suite not in JUDGES:
         raise ConfigError(f"suite={suite!r}; allowed: {', '.join(JUDGES)}")
     behavior = config.evaluation.behavior or BEHAVIOR
     changes = {
         "workflow": config.workflow or WORKFLOW,
-        "judge": judge,
+        "judge": JUDGES[suite],
         "evaluation": config.evaluation.model_copy(update={"behavior": behavior}),
     }
     return config.model_copy(update=changes)

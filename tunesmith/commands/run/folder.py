@@ -202,8 +202,8 @@ def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
 STATE_LABELS: Mapping[State, str] = {"done": "done", "begun": "unfinished", "changed": "outdated", "new": "not run"}
 
 
-def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
-    """Write report.json and report.md from the records of the stages; returns the path of report.md."""
+def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> None:
+    """Write report.json and report.md from the records of the stages."""
     done = {stage.name: folder.load_done(stage.name) for stage in stages}
     records = [
         {
@@ -216,9 +216,7 @@ def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
         for stage in stages
     ]
     save_json(folder.root / REPORT_JSON, {"pipeline": folder.root.name, "stages": records})
-    path = folder.root / REPORT_TABLE
-    save_text(path, format_report(folder, stages, done))
-    return path
+    save_text(folder.root / REPORT_TABLE, format_report(folder, stages, done))
 
 
 def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, DoneRecord | None]) -> str:
@@ -326,11 +324,10 @@ class PipelineResult(ModelResult):
         return facts
 
 
-def load_pipeline_result(root: Path, stages: Sequence[PlannedStage]) -> PipelineResult:
+def load_pipeline_result(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> PipelineResult:
     """Read the records of the stages in a pipeline's folder."""
-    folder = PipelineFolder(root)
     outcomes = {stage.name: load_outcome(folder, stage) for stage in stages}
-    return PipelineResult(folder=root, report=root / REPORT_TABLE, stages=outcomes)
+    return PipelineResult(folder=folder.root, report=folder.root / REPORT_TABLE, stages=outcomes)
 
 
 def load_outcome(folder: PipelineFolder, stage: PlannedStage) -> StageOutcome:

@@ -77,14 +77,11 @@ def run_pipeline(config: PipelineConfig, *, selection: StageSelection) -> Pipeli
             switch_output(run.rollout.has_agent_output)
             return choose_chat_model(run.rollout.chat_model)
 
-        report = run_outside_of_loops(lambda: run_stages(config, choose_model=choose_model, selection=selection))
-    return load_pipeline_result(report.parent, plan_stages(config))
+        return run_outside_of_loops(lambda: run_stages(config, choose_model=choose_model, selection=selection))
 
 
-def run_stages(
-    config: PipelineConfig, *, choose_model: ChooseModel, selection: StageSelection = StageSelection()
-) -> Path:
-    """Run the selected stages; returns the path of the report."""
+def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: StageSelection) -> PipelineResult:
+    """Run the selected stages."""
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     stages = plan_stages(config)
@@ -109,7 +106,8 @@ def run_stages(
                 release_memory()
             folder.finish(stage, result)
             screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
-        return save_report(folder, stages)
+        save_report(folder, stages)
+    return load_pipeline_result(folder, stages)
 
 
 def begin_stage(stage: PlannedStage, folder: PipelineFolder, *, is_rerun: bool) -> str:

@@ -167,7 +167,7 @@ async def select_model(
         raise ConfigError("At least two candidate models must be provided.")
     check_limits(max_threads=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
     build_model = choose_chat_model(chat_model)
-    candidates = build_candidates(candidate_models, knob="candidate_models")
+    candidates = build_candidates(candidate_models)
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
     limits = RunLimits(max_concurrency=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
     for candidate in candidates:
@@ -188,10 +188,7 @@ async def select_model(
             if num_failed := count_failures(trajectories):
                 causes = "\n  ".join(list_run_causes(trajectories))
                 logger.warning("%s: %d of %d runs failed:\n  %s", candidate.label, num_failed, len(tasks), causes)
-    selection = choose_best(candidates, runs, limits)
-    best = selection.candidates[find_best(selection.candidates)]
-    logger.info("Selected %s:\n%s", best.label, selection.format_table())
-    return selection
+    return choose_best(candidates, runs, limits)
 
 
 def check_limits(*, max_threads: int, timeout_s: float, max_failure_rate: float, seed: int) -> None:
@@ -275,13 +272,10 @@ def choose_best(
     values = {label: [float(rewards[label][i] or 0.0) for i in compared] for label in eligible}
     means = {label: math.fsum(each) / len(each) for label, each in values.items()}
     best = max(eligible, key=means.__getitem__)
-    scores = [score_candidate(each, runs[each.label], values, best, limits.seed) for each in candidates]
-    return ModelSelection.build(scores[find_best(scores)], scores, num_compared=len(compared))
-
-
-def find_best(scores: Sequence[CandidateScore]) -> int:
-    """Position of the candidate that the others are compared with."""
-    return next(i for i, each in enumerate(scores) if each.reward is not None and each.lead is None)
+    scores = {each.label: score_candidate(each, runs[each.label], values, best, limits.seed) for each in candidates}
+    selection = ModelSelection.build(scores[best], list(scores.values()), num_compared=len(compared))
+    logger.info("Selected %s:\n%s", best, selection.format_table())
+    return selection
 
 
 def score_candidate(

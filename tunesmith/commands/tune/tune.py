@@ -61,7 +61,7 @@ from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import describe_requeued
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.progress import RolloutProgress
-from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
+from tunesmith.rollout.signature import check_workflow_branches
 from tunesmith.runs.load_function import CustomComponents, load_functions
 from tunesmith.runs.memory import fit_run
 from tunesmith.runs.placement import place_config
@@ -147,9 +147,6 @@ def run_tuning(
     if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
     config = set_learning_rate(config)
-    check_workflow_function(workflow, allows_sync=True)
-    if judge is not None:
-        check_judge_function(judge)
     if config.rollout.branching is not None:
         check_workflow_branches(workflow)
     place = find_rank_info()

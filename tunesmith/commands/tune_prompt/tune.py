@@ -22,7 +22,7 @@ from tunesmith.commands.candidates import (
     load_fixed_tasks,
 )
 from tunesmith.commands.eval.comparison import format_table
-from tunesmith.commands.eval.sample_scores import compare_paired
+from tunesmith.commands.eval.sample_scores import compare_known
 from tunesmith.commands.tune_prompt.prompt_runs import HeldOutScores, PromptRuns, PromptTuneResult, Teacher, summarize
 from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
@@ -183,17 +183,12 @@ async def compare_held_out(
     if not config.compare_performance:
         return HeldOutScores(initial=None, tuned=summarize(prompt, tuned), difference=None)
     initial = await runs.run(initial_prompt, positions)
-    pairs = [
-        (old.reward, new.reward)
-        for old, new in zip(initial, tuned, strict=True)
-        if old.reward is not None and new.reward is not None
-    ]
     if config.eval_display_table:
         progress.show_line(format_held_out(initial, tuned, config.eval_display_table))
     return HeldOutScores(
         initial=summarize(initial_prompt, initial),
         tuned=summarize(prompt, tuned),
-        difference=compare_paired(*zip(*pairs, strict=True), seed=config.seed) if pairs else None,
+        difference=compare_known((run.reward for run in initial), (run.reward for run in tuned), seed=config.seed),
     )
 
 

@@ -57,7 +57,7 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import BuildModel, build_sampling, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.policy import build_sampling, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import load_tasks, write_rows
@@ -68,22 +68,7 @@ TRAJECTORIES_FILE, REPORT_FILE = "trajectories.jsonl", "report.json"
 KEYS_WITHOUT_EFFECT = {"has_progress"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlywheelResult:
-    """Counts of a flywheel."""
-
-    path: Path
-    """The trajectories."""
-    num_questions: int
-    num_trajectories: int
-    num_correct: int
-    num_tokens: int
-    """Tokens that the stage's model sampled."""
-    operators: Mapping[str, Mapping[str, int]]
-    """Operator -> name of a count -> count."""
-
-
-def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildModel) -> FlywheelResult:
+def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     """Run or resume a flywheel in `out_dir`.
 
     Raises:
@@ -93,7 +78,7 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
     """
     states = load_questions(config)
     check_policy(config.model)
-    load_role_functions(config)
+    functions = load_role_functions(config)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
     with Workspace(out_dir) as workspace:
@@ -102,14 +87,14 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
         judge = load_function(config.judge, knob="judge")
         environment = load_environment(config.environment)
         workflow = partial(tool_agent, environment=environment)
+        build_model = choose_model(run_config)
         policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
-        assert actors.agent.judge is not None
         crew = Crew(
             config=config,
             environment=environment,
             providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
-            functions=load_role_functions(config),
-            judge=actors.agent.judge,
+            functions=functions,
+            judge=judge,
         )
         records: list[Record] = []
         progress = FlywheelProgress(config)
@@ -129,18 +114,19 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
 
         run_lockstep(run(), config.rollout)
         policy.close()
-        path = out_dir / TRAJECTORIES_FILE
         operators = count_outcomes(records, config)
-        num_trajectories = write_rows(path, iter_rows(states))
+        num_trajectories = write_rows(out_dir / TRAJECTORIES_FILE, iter_rows(states))
         save_json(out_dir / REPORT_FILE, operators)
-        return FlywheelResult(
-            path=path,
-            num_questions=len(states),
-            num_trajectories=num_trajectories,
-            num_correct=sum(counts["right"] for counts in operators.values()),
-            num_tokens=sum(each.tokens for each in records),
-            operators=operators,
-        )
+    columns = next(iter(operators.values()), {})
+    rows = [[name, *map(str, row.values())] for name, row in operators.items()]
+    figures: dict[str, Any] = {
+        "questions": len(states),
+        "trajectories": num_trajectories,
+        "right trajectories": sum(counts["right"] for counts in operators.values()),
+        TABLES: format_table(["operator", *columns], rows),
+    }
+    tokens, device = sum(each.tokens for each in records), describe_device(config.model.device, config.num_cpu_threads)
+    return StageResult(tokens=tokens, device=device, figures=figures)
 
 
 async def sample_batch(
@@ -241,21 +227,6 @@ def check_stage(config: FlywheelConfig) -> None:
     others = {name: each for name, each in run.auxiliary_models.items() if name not in roles}
     check_run(run.model_copy(update={"auxiliary_models": others}), models=[config.model.path])
     load_role_functions(config)
-
-
-def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
-    result = run_flywheel(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
-    columns = next(iter(result.operators.values()), {})
-    rows = [[name, *map(str, row.values())] for name, row in result.operators.items()]
-    figures: dict[str, Any] = {
-        "questions": result.num_questions,
-        "trajectories": result.num_trajectories,
-        "right trajectories": result.num_correct,
-        TABLES: format_table(["operator", *columns], rows),
-    }
-    return StageResult(
-        tokens=result.num_tokens, device=describe_device(config.model.device, config.num_cpu_threads), figures=figures
-    )
 
 
 MAX_REASON_CHARS = 500
@@ -393,7 +364,7 @@ class AttemptBatch:
                 record = self.made[plan]
             else:
                 record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
-            records.append(replace(record, tokens=sum(len(turn.sampled_ids) for turn in run.turns)))
+            records.append(replace(record, tokens=run.num_sampled_tokens))
         return records
 
 

@@ -20,15 +20,8 @@ from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import Row, read_rows, write_rows
-from tunesmith.tasks.pareto import (
-    CORRECT_AT,
-    Floats,
-    Indices,
-    compute_spreads,
-    find_mixed,
-    read_rollouts,
-    sort_by_front,
-)
+from tunesmith.tasks.pareto import CORRECT_AT, compute_spreads, find_mixed, read_rollouts, sort_by_front
+from tunesmith.tasks.selector import Floats, Indices
 
 ROWS_FILE, REPORT_FILE = "train.jsonl", "report.json"
 RANK_KEY, DISTANCE_KEY = "pareto_front", "pareto_distance"
@@ -53,13 +46,8 @@ def check_stage(config: ParetoSection) -> None:
 
 
 def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
-    return StageResult(figures=run_pareto(config, out_dir=out_dir))
-
-
-def run_pareto(config: ParetoSection, *, out_dir: Path) -> dict[str, Any]:
     """Write the selected rows to `train.jsonl`, each with its front and crowding distance, null for the ends of a
-    front; returns counts and mean spreads, by their label in the report. DataError if no question has mixed outcomes.
-    """
+    front. DataError if no question has mixed outcomes."""
     rows = read_rows(config.data)
     correctness, calls = (
         [read_rollouts(row, key=key, where=f"row {index} of {config.data!r}") for index, row in enumerate(rows)]
@@ -93,7 +81,7 @@ def run_pareto(config: ParetoSection, *, out_dir: Path) -> dict[str, Any]:
         counts = Counter(str(rows[index][config.stratify_by]) for index in chosen)
         figures |= {f"selected of {name}": count for name, count in sorted(counts.items())}
     save_json(out_dir / REPORT_FILE, figures)
-    return figures
+    return StageResult(figures=figures)
 
 
 def read_sources(rows: list[Row], key: str, *, path: str) -> list[str]:

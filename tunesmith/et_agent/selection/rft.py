@@ -173,39 +173,22 @@ def check_stage(config: RftFilterSection) -> None:
 
 
 def run_stage(config: RftFilterSection, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
-    result = run_rft_filter(config, out_dir=out_dir)
-    dropped = {f"dropped: {reason}": count for reason, count in result.dropped.items() if count}
-    table = format_table(["diversity", "before", "after"], format_diversity(result.before, result.after))
-    return StageResult(figures={"kept trajectories": result.num_kept, **dropped, TABLES: table})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RftResult:
-    """Result of the filter."""
-
-    num_kept: int
-    dropped: Mapping[str, int]
-    """Reason -> number of trajectories."""
-    before: Mapping[str, float | None]
-    """Diversity of all trajectories."""
-    after: Mapping[str, float | None]
-    """Diversity of the kept ones."""
-
-
-def run_rft_filter(config: RftFilterSection, *, out_dir: Path) -> RftResult:
-    """Write `train.jsonl` (conversations), `transcripts.jsonl` (the kept rows as they were) and `report.json`."""
+    """Write `train.jsonl` (conversations), `transcripts.jsonl` (the kept rows as they were) and `report.json`: the
+    numbers of kept and dropped trajectories, and the diversity before and after."""
     check_embedding_model(config.embedding_model)
     rows = [row for path in config.paths for row in read_trajectories(path)]
     kept, dropped = filter_trajectories(rows, config)
     if not kept:
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-        raise DataError(f"no trajectory of {', '.join(config.paths)} passed the filter: {counts}")
+        listed = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+        raise DataError(f"no trajectory of {', '.join(config.paths)} passed the filter: {listed}")
     environment = None if config.environment is None else load_environment(config.environment)
     write_rows(out_dir / CONVERSATIONS_FILE, build_rows(kept, environment, trains_forced=config.trains_forced))
     write_rows(out_dir / TRANSCRIPTS_FILE, (each.row for each in kept))
     before, after = (measure_diversity(each, embedding_model=config.embedding_model) for each in (rows, kept))
     save_json(out_dir / REPORT_FILE, {"kept": len(kept), "dropped": dropped, "before": before, "after": after})
-    return RftResult(num_kept=len(kept), dropped=dropped, before=before, after=after)
+    counts = {f"dropped: {reason}": count for reason, count in dropped.items() if count}
+    table = format_table(["diversity", "before", "after"], format_diversity(before, after))
+    return StageResult(figures={"kept trajectories": len(kept), **counts, TABLES: table})
 
 
 def read_trajectories(path: str) -> list[TrajectoryRow]:

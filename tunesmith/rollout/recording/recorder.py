@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
@@ -57,6 +57,15 @@ class SessionCall:
     @property
     def keys(self) -> tuple[MatchKey, ...]:
         return self.conversation.keys
+
+
+class ObservedConversation(NamedTuple):
+    """A call's messages and its reply, as the recorder matches later calls with them."""
+
+    call_index: int
+    scope: str
+    keys: tuple[MatchKey, ...]
+    """The last one is that of the reply."""
 
 
 class Session:
@@ -304,9 +313,9 @@ class Session:
         if existing is None or existing.choice_id < choice_id:
             self._replies[digest, call.scope] = recorded
 
-    def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
-        """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
-        return [(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in self._replies.items()]
+    def list_conversations(self) -> tuple[ObservedConversation, ...]:
+        replies = self._replies.items()
+        return tuple(ObservedConversation(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in replies)
 
     def count_tokens(self) -> tuple[int, int]:
         """Prompt tokens and sampled tokens of the turns so far; a prompt counts in every call."""

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from tunesmith.experience.store import RolloutFiles, open_rollouts, read_row_group
+from tunesmith.experience.store import RolloutFiles, keep_stored, open_rollouts
 
 SCALARS = ["group_index", "run_index", "task_id", "reward", "advantage", "failure_where", "failure_message"]
 SCALARS += ["failure_line", "num_turns", "num_sampled_tokens"]
@@ -133,10 +133,9 @@ class RolloutIndex:
 
     def _read(self, path: Path) -> Rows:
         with open_rollouts(path) as parquet:
-            if not path.name.startswith("steps_"):
-                step = int(path.stem.removeprefix("step_"))
-                return self._build(read_row_group(parquet, None, columns_of(parquet)), step)
-            table = read_row_group(parquet, None, [*columns_of(parquet), "step"])
+            table = parquet.read(keep_stored(parquet, [*columns_of(parquet), "step"]), use_threads=False)
+        if not path.name.startswith("steps_"):
+            return self._build(table, int(path.stem.removeprefix("step_")))
         steps = read_numbers(table.column("step"))
         rows = self._build(table, steps)
         rows["position"] -= np.searchsorted(steps, steps).astype(np.int32)  # the steps of a merged file ascend
