@@ -94,7 +94,7 @@ def test_experts_and_their_gradients_never_wait_for_the_host_and_repeat_their_bi
 
 
 @pytest.mark.parametrize("mode", ["graphs", "compiled"])
-@pytest.mark.parametrize("name", [*MIXTURES, "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", [*MIXTURES, "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"])
 def test_sampled_logprobs_are_close_to_a_full_forward(name, mode):
     model = build_model(name, torch.bfloat16)
     differences = []
