@@ -142,8 +142,8 @@ class EventLoopWatchdog:
         paths = [entry.f_code.co_filename for entry in frames[:handler]]
         if any(path.startswith(IMPORT_SYSTEM) for path in paths) and not any(map(is_user_path, paths)):
             return
-        self._blocking_line = find_running_line(frame, within=HANDLER)
-        if self._blocking_line not in self._warned:
-            self._warned.add(self._blocking_line)
-            stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:])
-            self._logger.warning(WARNING, self._limit_s, self._blocking_line or "a place without user code", stack)
+        line = self._blocking_line = find_running_line(frame, within=HANDLER)
+        if line not in self._warned:
+            self._warned.add(line)
+            stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:])  # the loop may run on meanwhile
+            self._logger.warning(WARNING, self._limit_s, line or "a place without user code", stack)

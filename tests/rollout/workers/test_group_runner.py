@@ -224,6 +224,28 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
 
 
 @pytest.mark.anyio
+async def test_the_blocking_line_is_named_although_the_loop_runs_on_while_its_source_is_read(caplog):
+    is_read, has_run_on = threading.Event(), threading.Event()
+
+    source = "def block():\n    wait()\n"
+
+    class SlowSource:
+        def get_source(self, name):
+            is_read.set()
+            assert has_run_on.wait(HANG_S)
+            return source
+
+    names = {"__name__": "slow_source", "__loader__": SlowSource(), "wait": is_read.wait}
+    exec(compile(source, "/slow/agent.py", "exec"), names)
+    with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
+        names["block"]()
+        await asyncio.sleep(0)
+        has_run_on.set()
+        await asyncio.sleep(0.2)
+    assert "by a synchronous call at /slow/agent.py:2 in block;" in caplog.text
+
+
+@pytest.mark.anyio
 async def test_the_watchdog_does_not_blame_the_code_that_started_the_event_loop(caplog):
     """This file is below the event loop in the stack, but the blocking call is not its own."""
     with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
