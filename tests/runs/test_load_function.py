@@ -62,7 +62,8 @@ def test_without_a_clone_the_error_says_where_a_former_function_is(spec, place, 
         ("flow", "module:function"),
         ("nowhere.py:run", "no file 'nowhere.py'"),
         ("no_such_module:run", "no module 'no_such_module'"),
-        ("json:no_such_function", "no function 'no_such_function'"),
+        ("json:no_such_function", "no function 'no_such_function'$"),
+        ("json:dump_s", "no function 'dump_s'; did you mean 'dumps'"),
     ],
 )
 def test_a_missing_module_file_or_function_is_named(spec, message):

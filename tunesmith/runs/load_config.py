@@ -167,11 +167,15 @@ def apply_override(config: DictConfig, override: str) -> None:
 
 
 def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySection:
-    """Validate plain values; all errors are joined into one `ConfigError`."""
+    """Validate plain values; all errors are joined into one `ConfigError`, less those of a list whose item has one: a
+    tuple without its invalid items is too short as well."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError("; ".join(describe_validation_error(each) for each in error.errors())) from error
+        errors = error.errors()
+        lists = {each["loc"][:-1] for each in errors if each["loc"] and isinstance(each["loc"][-1], int)}
+        kept = (describe_validation_error(each) for each in errors if each["loc"] not in lists)
+        raise ConfigError("; ".join(kept)) from error
 
 
 def describe_validation_error(error: ErrorDetails) -> str:

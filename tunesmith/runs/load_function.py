@@ -80,9 +80,12 @@ class CustomComponents:
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
     """Import the function named by `module:function` or `path/to/file.py:function`."""
     source, name = split_spec(spec, knob=knob)
-    function: Callable[..., Any] | None = getattr(load_module(source, knob=knob), name, None)
+    module = load_module(source, knob=knob)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}")
+        close = difflib.get_close_matches(name, [each for each in vars(module) if callable(vars(module)[each])], n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}{hint}")
     return function
 
 

@@ -44,7 +44,7 @@ def describe_memory(model: PreTrainedModel, settings: MemorySettings) -> list[st
     parts[f"activations of {settings.row_tokens:,} tokens"] = parts.pop("activations")
     listed = ", ".join(f"{name} {each / GIB:.1f}" for name, each in parts.items() if each >= 0.05 * GIB)
     if needed > card.num_bytes:
-        listed += "; this may not fit: `tunesmith doctor --plan FILE` says what to change"
+        listed += "; this may not fit: lower trainer.max_tokens_per_row, or set trainer.has_gradient_checkpointing"
     lines = [f"at most {needed / GIB:.1f} of {card.num_bytes / GIB:.0f} GiB:", *textwrap.wrap(listed, 72)]
     return [f"{'' if index else 'memory':8}{line}" for index, line in enumerate(lines)]
 

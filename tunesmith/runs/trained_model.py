@@ -13,6 +13,7 @@ from typing import Any
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
+from tunesmith.hub import is_path_like
 from tunesmith.model.source.resolve import ADAPTER_CONFIG, AdapterFiles, find_adapter, find_exported
 from tunesmith.runs.record import RunRecord, find_run_folder
 from tunesmith.storage import CHECKPOINT, DONE, TEMPORARY, RunPaths, check_complete
@@ -55,6 +56,8 @@ def find_source(settings: ExportSection) -> ExportSource:
         )
     if folder.is_dir():
         folder = find_model_folder(folder.resolve() if folder.is_symlink() else folder.absolute())
+    elif not folder.exists() and is_path_like(settings.path):
+        raise ModelError(f"path={settings.path!r}: there is no such folder")
     path = str(folder) if folder.is_dir() else settings.path
     root = find_run_folder(folder)  # of a checkpoint or of a stage's model
     run = RunRecord(root) if root != folder and RunPaths(root).config.is_file() else None

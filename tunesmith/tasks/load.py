@@ -87,7 +87,12 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     # `datasets` takes a second to import, and most runs read one file of plain rows
     from tunesmith.tasks.load_library import load_library_rows
 
-    return load_library_rows(path, name=name, split=split, num_rows=num_rows)
+    try:
+        return load_library_rows(path, name=name, split=split, num_rows=num_rows)
+    except DataError:
+        if is_plain:
+            load_jsonl(source)  # raises an error that names the line, if one is not JSON
+        raise
 
 
 def load_plain_rows(file: Path) -> list[dict[str, Any]] | None:

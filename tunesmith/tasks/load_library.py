@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
-from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
@@ -41,7 +41,7 @@ def iter_library_rows(path: str, *, name: str | None, split: str | None, is_stre
         else:
             arguments = {"path": str(source) if source.exists() else path, "name": name}
         with offline_if_unreachable(path):
-            with hidden_progress_bars():
+            with silence():
                 loaded = load_dataset(**arguments, streaming=is_streamed)
             yield from _choose_split(loaded, split, path=path, is_file=source.is_file())
     except DataError:
@@ -53,13 +53,15 @@ def iter_library_rows(path: str, *, name: str | None, split: str | None, is_stre
 
 
 @contextmanager
-def hidden_progress_bars() -> Iterator[None]:
-    """Within: `datasets` draws no bars into the console of the run."""
-    are_shown = not are_progress_bars_disabled()
+def silence() -> Iterator[None]:
+    """Within: `datasets` writes no bars to the console of the run, and no errors, which it raises as well."""
+    are_shown, verbosity = not are_progress_bars_disabled(), logging.get_verbosity()
     disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if are_shown:
             enable_progress_bars()
 

@@ -341,7 +341,7 @@ def test_a_name_that_llama_cpp_misreads_is_refused(source, tmp_path):
     ("path", "message"),
     [
         ("model.gguf", "is a GGUF file"),
-        ("nowhere/at/all/here", "there is no such folder"),
+        ("nowhere/at/all/here", "^path='nowhere/at/all/here': there is no such folder"),
         (".", "holds no model: give a folder with config.json"),
     ],
 )
@@ -367,6 +367,11 @@ def test_invalid_settings_are_refused(values, message):
     with pytest.raises(ConfigError) as raised:
         build_section(ExportSection, {"path": "m"} | values)
     assert message in str(raised.value)
+
+
+def test_a_list_without_its_invalid_item_is_not_called_too_short_as_well():
+    with pytest.raises(ConfigError, match="^formats.0 must be 'hf', 'adapter' or 'gguf', got 'onnx'$"):
+        build_section(ExportSection, {"path": "m", "formats": ["onnx"]})
 
 
 def test_the_command_exports_and_prints_the_comparison(source, tmp_path):
