@@ -54,9 +54,9 @@ def test_overrides_change_single_keys_of_a_config(config):
 
 
 def test_a_name_in_place_of_a_function_is_refused_with_the_keys_that_take_it(config):
-    with pytest.raises(ConfigError, match=r"'agent.py:ask' is no function: .* workflow or judge of a config"):
+    with pytest.raises(ValueError, match=r"^'agent.py:ask' is no function; its name belongs into .*The workflow "):
         tune(config, workflow_func="agent.py:ask", judge_func=judge)
-    with pytest.raises(ConfigError, match="'judge' is no function"):
+    with pytest.raises(ValueError, match=r"^'judge' is no function; its name belongs into .*The judge "):
         tune(config, workflow_func=ask, judge_func="judge")
 
 

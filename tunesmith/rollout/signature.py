@@ -90,9 +90,7 @@ def is_sync_function(func: Callable[..., Any]) -> bool:
 def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Parameters not bound by a partial, by name."""
     if not callable(func):
-        raise ConfigError(
-            f"{func!r} is no function: pass the function itself, or name it as workflow or judge of a config"
-        )
+        raise ConfigError(f"{func!r} is no function; its name belongs into the config, as workflow or judge")
     bound: set[str] = set()
     outer = func
     while isinstance(outer, functools.partial):
