@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -25,4 +27,9 @@ def test_the_first_lines_name_the_sum_and_its_parts_in_80_columns(model):
     assert lines[0].startswith("memory  at most ") and "GiB:" in lines[0]
     assert "activations of 16,384 tokens" in " ".join(lines)
     assert max(map(len, lines)) <= 80
+    large = dataclasses.replace(settings, extra_bytes={"critic": 2**60})
+    said = " ".join(" ".join(describe_memory(model, large)).split())
+    assert said.endswith(
+        "this may not fit: lower trainer.max_tokens_per_row, or set trainer.has_gradient_checkpointing"
+    )
     assert fit_run(config, algorithm, model)[0].trainer == config.trainer  # rows on a CPU stay as they are
