@@ -250,3 +250,18 @@ def test_a_file_without_the_newer_columns_is_read_and_merged(tmp_path):
     merge_rollouts(merged, {step: tmp_path / f"step_{step:06d}.parquet" for step in (1, 2)})
     (tmp_path / "step_000002.parquet").unlink()
     assert load_rollouts(tmp_path / "step_000002.parquet") == [GROUP]
+
+
+def test_steps_of_a_merged_file_without_statistics_are_read_from_its_rows(tmp_path):
+    for step in (1, 2):
+        save_rollouts(tmp_path / f"step_{step:06d}.parquet", [GROUP])
+    merged, cut = tmp_path / "steps_000001-000002.parquet", tmp_path / "steps_000001-000001.parquet"
+    merge_rollouts(merged, {step: tmp_path / f"step_{step:06d}.parquet" for step in (1, 2)})
+    table = pq.read_table(merged)
+    pq.write_table(table, merged, row_group_size=len(table) // 2, write_statistics=False, write_page_checksum=True)
+    truncate_rollouts(merged, cut, 1)
+    assert {row["step"] for row in pq.read_table(cut).to_pylist()} == {1}
+    for step in (1, 2):
+        (tmp_path / f"step_{step:06d}.parquet").unlink()
+    cut.unlink()
+    assert load_rollouts(tmp_path / "step_000002.parquet") == [GROUP]

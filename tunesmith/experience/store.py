@@ -162,13 +162,21 @@ def find_row_groups(parquet: pq.ParquetFile, step: int | None) -> list[int]:
 
 
 def find_steps(parquet: pq.ParquetFile) -> list[int]:
-    """The step that all rows of a row group belong to, from the file's statistics; -1 if it is not recorded."""
+    """The step that all rows of a row group belong to, from the file's statistics or its first row; -1 if it is not
+    recorded."""
     metadata = parquet.metadata
     column = next((i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "step"), None)
     if column is None:
         return [-1] * metadata.num_row_groups
-    found = (metadata.row_group(row_group).column(column).statistics for row_group in range(metadata.num_row_groups))
-    return [int(each.min) if each is not None and each.has_min_max else -1 for each in found]
+    steps = []
+    for row_group in range(metadata.num_row_groups):
+        statistics = metadata.row_group(row_group).column(column).statistics
+        if statistics is not None and statistics.has_min_max:
+            step = statistics.min
+        else:
+            step = parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()
+        steps.append(-1 if step is None else int(step))
+    return steps
 
 
 def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
