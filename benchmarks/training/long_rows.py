@@ -1,10 +1,10 @@
-"""Memory and seconds of training on long rows, and attention alone beside torch's FlashAttention on the same rows.
+"""Memory and seconds of training on long rows, and attention alone beside torch's on the same rows.
 
 Works: `row`, one sample of 32k tokens; `tries`, eight samples of 16k with a common prompt of 8k, as one trie of 72k
 tokens or split at `--max-tokens-per-row`. A step is a whole `Trainer.step` with gradient checkpointing on random
 weights, all of them trained or a LoRA adapter of rank 16. Operations are those that cannot be avoided, attention
-included and the second forward of checkpointing not (`count_flops`). FlashAttention has no tries, so it attends to each
-sample whole.
+included and the second forward of checkpointing not (`count_flops`). FlashAttention and cuDNN have no tries, so they
+attend to each sample whole. cuDNN builds a plan for each new length, so its first call at a length is timed too.
 
     python -m benchmarks.training.long_rows --shape qwen3-0.6b --work row
     python -m benchmarks.training.long_rows --shape qwen2.5-7b --lora --work row
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,7 @@ def build_samples(work: str, vocab_size: int, *, scale: float) -> list[Sample]:
 
 
 def measure_attention(model: Any, rows: list[Trie], samples: list[Sample], *, num_repeats: int) -> dict[str, float]:
-    """Milliseconds of one layer, forward and both passes together: ours over the rows, FlashAttention over samples."""
+    """Milliseconds of one layer, forward and both passes together: ours over the rows, torch's over samples."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -74,24 +75,28 @@ def measure_attention(model: Any, rows: list[Trie], samples: list[Sample], *, nu
             if has_backward:
                 torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
 
-    def attend_flash(*, has_backward: bool) -> None:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    def attend_paths(backend: SDPBackend, *, has_backward: bool) -> None:
+        with sdpa_kernel(backend):
             for query, key, value in paths:
                 output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
                 if has_backward:
                     torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
 
-    figures = {}
-    for name, work in (("ours", attend), ("flash", attend_flash)):
+    figures: dict[str, float] = {}
+    peers = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    works: dict[str, Callable[..., None]] = {"ours": attend}
+    works |= {name: partial(attend_paths, backend) for name, backend in peers.items()}
+    for name, work in works.items():
         for has_backward in (False, True):
             run = partial(work, has_backward=has_backward)
-            seconds, _ = measure(run, num_repeats=num_repeats, num_warm_ups=NUM_WARM_UPS)
-            figures[f"{name}_{'both' if has_backward else 'forward'}_ms"] = seconds * 1e3
+            kind = "both" if has_backward else "forward"
+            figures[f"{name}_{kind}_first_ms"] = measure(run, num_repeats=1, num_warm_ups=0)[0] * 1e3
+            figures[f"{name}_{kind}_ms"] = measure(run, num_repeats=num_repeats, num_warm_ups=NUM_WARM_UPS)[0] * 1e3
     pairs = sum(float((row.depth_T + 1).sum()) for row in rows)
-    flops = 12 * heads[0] * size * pairs
-    figures["ours_flops_per_s"] = flops / figures["ours_both_ms"] * 1e3
     path_pairs = sum((len(sample.token_ids) - 1) * len(sample.token_ids) / 2 for sample in samples)
-    figures["flash_flops_per_s"] = 12 * heads[0] * size * path_pairs / figures["flash_both_ms"] * 1e3
+    for name in ("ours", *peers):
+        flops = 12 * heads[0] * size * (pairs if name == "ours" else path_pairs)
+        figures[f"{name}_flops_per_s"] = flops / figures[f"{name}_both_ms"] * 1e3
     return figures
 
 

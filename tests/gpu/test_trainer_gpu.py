@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ from tunesmith.trainer.scoring_pass import score_tokens
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan, build_mask
-from tunesmith.trainer.tree_attention.tile_schedule import choose_tile
+from tunesmith.trainer.tree_attention.tile_schedule import choose_tiling
 from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
@@ -69,9 +70,8 @@ def compare_attention(
 ) -> list[float]:  # fmt: skip
     """Relative errors of output and gradients against float64 under a dense mask."""
     window = options.sliding_window
-    tile = choose_tile(head_size, is_wide=dtype == torch.float32)
     exact_heads = (heads[0] // heads[1], head_size) if has_order_of_sampler else None
-    plan = TreePlan(trie, CUDA, tiles=(tile,), windows=(window,), heads=exact_heads)
+    plan = TreePlan(trie, CUDA, heads=exact_heads)
     torch.manual_seed(0)
     shapes = [(1, number, trie.num_tokens, head_size) for number in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device=CUDA, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -122,13 +122,13 @@ def test_tree_attention_in_float32_equals_a_dense_mask(window, softcap):
     assert max(errors) < 1e-5, errors
 
 
-def test_long_paths_attended_one_by_one_equal_a_dense_mask(monkeypatch):
-    monkeypatch.setattr(attention, "MIN_PATH_TOKENS", 100)
-    samples = build_samples(1, prompt=300, answer=200)
-    trie = concatenate_tries([build_trie(samples, [index]) for index in range(len(samples))])
-    assert attention.find_long_paths(trie) is not None
-    errors = compare_attention(trie, torch.bfloat16, 64, (6, 2), AttentionOptions())
-    assert max(errors) < 1e-2, errors
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_tree_attention_equals_a_dense_mask_with_less_shared_memory(monkeypatch, head_size):
+    choose = partial(choose_tiling, is_wide=False, has_large_tiles=False)
+    monkeypatch.setattr(attention, "choose_tiling", lambda size, **_ignored: choose(size))
+    for samples in (build_samples(3), build_samples(1, prompt=150, answer=600)):
+        errors = compare_attention(build_row(samples), torch.bfloat16, head_size, (4, 2), AttentionOptions())
+        assert max(errors) < 1e-2, errors
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,14 @@ from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers,
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans
 from tunesmith.trainer.tree_attention.plan import TreePlan, exact_attention
-from tunesmith.trainer.tree_attention.tile_schedule import WIDE, build_table, pad_trie
+from tunesmith.trainer.tree_attention.tile_schedule import TILINGS, build_table, choose_tiling, pad_trie
 from tunesmith.types import Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = (2, 16)
+WIDE = choose_tiling(HEADS[1], is_wide=True)
 
 
 class ExactPlan:
@@ -45,11 +46,11 @@ class ExactPlan:
 
     def __init__(self, trie: Trie, windows: tuple[int | None, ...]) -> None:
         self.spans = build_spans(trie, HEADS, DEVICE)
-        self.tables = {each: torch.from_numpy(build_table(trie, each, WIDE)).to(DEVICE) for each in windows}
+        self.tables = {each: torch.from_numpy(build_table(trie, each, TILINGS[WIDE])).to(DEVICE) for each in windows}
 
     def attend(self, module, query, key, value, options):
         window = options.sliding_window
-        sizes = (WIDE.steps, window or 0, options.get_scaling(query.shape[-1]), options.softcap or 0.0)
+        sizes = (WIDE, window or 0, options.get_scaling(query.shape[-1]), options.softcap or 0.0)
         return exact_attention(query, key, value, *self.spans, self.tables[window], *sizes)
 
 
@@ -67,7 +68,7 @@ def build_row(kind: str) -> Trie:
             )
         )  # fmt: skip
     parts = [[0], [1], [2]] if kind == "packed" else [[0, 1, 2]]
-    return pad_trie(concatenate_tries([build_trie(samples, part) for part in parts]), WIDE.rows)
+    return pad_trie(concatenate_tries([build_trie(samples, part) for part in parts]), TILINGS[WIDE].forward.rows)
 
 
 @pytest.fixture

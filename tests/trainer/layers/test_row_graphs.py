@@ -21,7 +21,7 @@ from tunesmith.trainer.layers.row_graphs import has_live_autograd_graph
 from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.tree_attention.tile_schedule import NARROW, build_table, compute_table_size, pad_trie
+from tunesmith.trainer.tree_attention.tile_schedule import TILINGS, build_table, compute_table_size, pad_trie
 from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
 
@@ -112,7 +112,8 @@ def test_tables_fit_the_reserved_memory():
     )  # fmt: skip
     for trie in (row, *one_path):
         filled = pad_trie(trie)
-        assert len(build_table(filled, None, NARROW)) <= compute_table_size(filled.num_tokens, NARROW)
+        for tiling in TILINGS:
+            assert len(build_table(filled, None, tiling)) <= compute_table_size(filled.num_tokens, tiling)
 
 
 PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions")

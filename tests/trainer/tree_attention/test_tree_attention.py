@@ -17,9 +17,13 @@ from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan
 from tunesmith.trainer.tree_attention.tile_schedule import (
     PADDING,
+    TILINGS,
     Tile,
+    Tiling,
     build_table,
+    choose_tiling,
     classify_tiles,
+    compute_table_size,
     count_partial_sums,
     pad_trie,
 )
@@ -145,32 +149,33 @@ def test_tiles_are_classified_correctly(seed, sizes, window):
         assert not is_full[i, j] or tile.all()
 
 
-SMALL = Tile(rows=8, steps=4, num_warps=1, num_stages=1, num_backward_stages=1)
+SMALL = Tiling(Tile(4, 16, 1, 1), Tile(4, 16, 1, 1), Tile(8, 4, 1, 1))
 
 
 def split_table(table: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Entries of query tiles [R, 4], of splits of key tiles [R + P, 5] and of partial sums [P, 3]."""
-    num_rows = num_tokens // SMALL.rows
-    num_places = count_partial_sums(num_rows)
-    sizes = [2 * num_tokens, 4 * num_rows, 5 * (num_rows + num_places), 3 * num_places]
+    """Entries of query tiles [R, 4], of splits of key tiles [K + P, 5] and of partial sums [P, 3]."""
+    num_queries, num_keys = num_tokens // 4, num_tokens // 8
+    num_places = count_partial_sums(num_keys)
+    sizes = [2 * num_tokens, 4 * num_queries, 5 * (num_keys + num_places), 3 * num_places]
     _, queries, splits, sums, _ = np.split(table, np.cumsum(sizes))
     return queries.reshape(-1, 4), splits.reshape(-1, 5), sums.reshape(-1, 3)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_table_lists_every_tile_once_full_ones_first(window):
-    trie = pad_to(build_random_trie(3, num_groups=3, max_length=60), 8)
-    num_tokens, num_rows = trie.num_tokens, trie.num_tokens // 8
+    trie = pad_to(build_random_trie(3, num_groups=3, max_length=60), 16)
+    num_tokens = trie.num_tokens
     table = build_table(trie, window, SMALL)
+    assert len(table) <= compute_table_size(num_tokens, SMALL)
     assert table[:num_tokens].tolist() == trie.subtree_end_T.tolist()
     assert table[num_tokens : 2 * num_tokens].tolist() == trie.depth_T.tolist()
     by_query, by_key = (
-        classify_tiles(trie, window, 8, 4),
+        classify_tiles(trie, window, 4, 16),
         tuple(tiles.T for tiles in classify_tiles(trie, window, 4, 8)),
     )
     queries, splits, _ = split_table(table, num_tokens)
-    assert len(splits) == num_rows + count_partial_sums(num_rows)
-    assert sorted(set(queries[:, 0].tolist())) == list(range(num_rows))
+    assert len(splits) == num_tokens // 8 + count_partial_sums(num_tokens // 8)
+    assert sorted(set(queries[:, 0].tolist())) == list(range(num_tokens // 4))
     assert np.all(np.diff(queries[:, 3] - queries[:, 1]) <= 0)
     for rows, (is_visible, is_full) in ((queries, by_query), (splits[splits[:, 4] < 0], by_key)):
         for row, begin, middle, end in rows[rows[:, 0] >= 0, :4]:
@@ -229,14 +234,18 @@ def test_padding_attends_only_to_itself():
     assert not mask[trie.num_tokens :, : trie.num_tokens].any()
 
 
-def test_long_paths_without_branches_are_detected(monkeypatch):
-    monkeypatch.setattr(attention, "MIN_PATH_TOKENS", 5)
-    paths = build_random_trie(0, num_groups=1, max_length=3)
-    branched = build_random_trie(0)
-    assert attention.find_long_paths(branched) is None
-    single = [build_path(length) for length in (7, 6, 4)]
-    assert attention.find_long_paths(concatenate_tries(single)).tolist() == [0, 7, 13]
-    assert attention.find_long_paths(concatenate_tries([*single, paths, paths, paths, paths])) is None
+def test_tilings_share_the_schedule_of_queries_and_divide_padded_rows():
+    for tiling in TILINGS:
+        assert (tiling.forward.rows, tiling.forward.steps) == (tiling.backward_query.rows, tiling.backward_query.steps)
+        for tile in (tiling.forward, tiling.backward_key_value):
+            assert PADDING % tile.rows == PADDING % tile.steps == 0
+
+
+def test_a_tiling_is_chosen_by_head_size_type_and_shared_memory():
+    chosen = [choose_tiling(size, is_wide=False) for size in (16, 64, 80, 128, 192, 256, 512)]
+    assert chosen == [0, 0, 1, 1, 2, 2, 5]
+    assert [choose_tiling(size, is_wide=False, has_large_tiles=False) for size in (64, 128, 256, 512)] == [0, 3, 4, 5]
+    assert choose_tiling(64, is_wide=True) == 5
 
 
 def build_path(length: int) -> Trie:

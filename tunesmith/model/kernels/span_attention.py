@@ -66,7 +66,7 @@ def choose_tile_config(
     if is_exact():
         rows, num_stages = max(16, groups_pad) if is_step else rows, 2 if num_programs >= MANY_PROGRAMS else 6
         return TileConfig(rows, 32 if size <= 128 else 16, max(groups_pad // 16, 1), num_stages)
-    return TileConfig(rows, 64, num_rows // 16, 2)
+    return TileConfig(rows, 64 if size <= 128 else 32, num_rows // 16, 2)
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from tunesmith.config import TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
-from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import depends_on_length
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
@@ -29,7 +28,6 @@ from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
 from tunesmith.trainer.metrics import PartTotals
 from tunesmith.trainer.sharding.sharded_model import find_sharding
-from tunesmith.trainer.tree_attention.plan import find_long_paths
 
 LOGGER = logging.getLogger(__name__)
 RunRow = Callable[[PackedRow, DeviceInputs, Tensor], PartTotals]
@@ -78,10 +76,9 @@ def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_comp
     return can and (is_launch_bound(model) if requested is None else requested)
 
 
-def can_replay(trie: Trie, distributions: TokenDistributions) -> bool:
-    """Whether the row can be captured: no single long paths, truncated sampling, logit bias, penalties or bans."""
-    is_plain = not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
-    return is_plain and find_long_paths(trie) is None
+def can_replay(distributions: TokenDistributions) -> bool:
+    """Whether the row can be captured: no truncated sampling, logit bias, penalties or bans."""
+    return not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
 
 
 def has_live_autograd_graph(model: PreTrainedModel) -> bool:

@@ -2,8 +2,8 @@
 
 Node q attends to node k if and only if k <= q < subtree_end[k]; a sliding window counts in depth. On a CPU attention
 runs per segment (`cpu.py`). On a GPU one kernel evaluates the same rule, over tiles that are scheduled when the row is
-built (`tile_schedule.py`); long paths without branches go to cuDNN one by one, and float64 uses a dense mask. With
-`model.numerics=exact` attention is the sampler's kernel; gradients are those of the tiles.
+built (`tile_schedule.py`); float64 uses a dense mask. With `model.numerics=exact` attention is the sampler's kernel;
+gradients are those of the tiles.
 
 Axes: T tokens of the row.
 """
@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,24 +28,18 @@ from tunesmith.model.memory import find_head_size, list_layer_configs
 from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
-    NARROW,
+    LARGE_TILE_BYTES,
     PADDING,
-    TILES,
-    Tile,
+    TILINGS,
     build_table,
-    choose_tile,
+    choose_tiling,
     compute_table_size,
     pad_trie,
 )
 
-MIN_PATH_TOKENS = 4096
-"""Mean path length from which one cuDNN call per path is faster than the tree kernel."""
-MAX_PATH_HEAD = 128
-"""Largest head size for which paths go to cuDNN."""
-
 torch.library.define(
     "tunesmith::exact_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, Tensor table, int steps, "
+    "(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, Tensor table, int tiling, "
     "int window, float scaling, float softcap) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -68,22 +61,21 @@ class TreePlan:
         trie: Trie,
         device: torch.device,
         *,
-        tiles: Sequence[Tile] = (NARROW,),
+        tilings: Sequence[int] = (),
         windows: Sequence[int | None] = (),
         heads: tuple[int, int] | None = None,
     ) -> None:
-        """`tiles` and `windows` are those of the model (`describe_attention`); other tables are built on demand. Given
-        `heads` (`describe_heads`), attention has the sampler's order of additions."""
+        """`tilings`, indices in `TILINGS`, and `windows` are the model's (`describe_attention`); others are built on
+        demand. Given `heads` (`describe_heads`), attention has the sampler's order of additions."""
         self._trie = trie
         self._device = device
         self._max_depth = int(trie.depth_T.max(initial=0))
         self._segments = SegmentAttention(trie) if device.type == "cpu" else None
-        self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
         self._tables: dict[tuple[int | None, int], Tensor] = {}
         self._num_groups = None if heads is None else heads[0]
         self._spans: tuple[Tensor, Tensor, Tensor] | None = None
         if device.type != "cpu":
-            self._tables = {(w, tile.steps): self._build_table(w, tile) for w in windows for tile in tiles}
+            self._tables = {(w, tiling): self._build_table(w, tiling) for w in windows for tiling in tilings}
         if heads is not None:
             from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans  # needs Triton
 
@@ -116,42 +108,36 @@ class TreePlan:
         return output[:, :num_tokens] if num_added else output
 
     def _attend_tiles(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        from tunesmith.trainer.tree_attention.kernels.path_attention import (
-            path_attention,  # needs Triton, which is on CUDA machines only
+        from tunesmith.trainer.tree_attention.kernels.tree_attention import (
+            tree_attention,  # needs Triton, which is on CUDA machines only
         )
-        from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention
 
-        scaling = options.get_scaling(query.shape[-1])
-        window, softcap = options.sliding_window, options.softcap
-        is_plain = window is None and softcap is None and options.sinks is None and query.dtype != torch.float32
-        if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD and self._spans is None:
-            return path_attention(query, key, value, self._path_starts, scaling)[0]
-        table, steps = self._find_table(query, window)
-        numbers = window or 0, scaling, softcap or 0.0
+        window = options.sliding_window
+        table, tiling = self._find_table(query, window)
+        numbers = window or 0, options.get_scaling(query.shape[-1]), options.softcap or 0.0
         if self._spans is None:
-            return tree_attention(query, key, value, table, steps, *numbers, options.sinks)[0]
+            return tree_attention(query, key, value, table, tiling, *numbers, options.sinks)[0]
         from tunesmith.trainer.tree_attention.kernels.exact_attention import attend_exactly
 
         assert query.shape[1] // key.shape[1] == self._num_groups, "tiles are those of another number of heads"
         attend = exact_attention if torch.compiler.is_compiling() else attend_exactly
-        return attend(query, key, value, *self._spans, table, steps, *numbers)
+        return attend(query, key, value, *self._spans, table, tiling, *numbers)
 
     def _find_table(self, query: Tensor, window: int | None) -> tuple[Tensor, int]:
-        tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
-        table_key = (window, tile.steps)
-        if table_key not in self._tables:
-            self._tables[table_key] = self._build_table(window, tile)
-        return self._tables[table_key], tile.steps
+        tiling = find_tiling(query.shape[-1], query.dtype)
+        if (window, tiling) not in self._tables:
+            self._tables[window, tiling] = self._build_table(window, tiling)
+        return self._tables[window, tiling], tiling
 
     def reserve_tables(self) -> None:
         """Reallocate each table at the maximum size for a row of this length.
 
         A CUDA graph reads the memory that it was captured with, and tables of later rows may be longer.
         """
-        for (window, steps), table in self._tables.items():
-            reserved = table.new_zeros(compute_table_size(self._trie.num_tokens, TILES[steps]))
+        for (window, tiling), table in self._tables.items():
+            reserved = table.new_zeros(compute_table_size(self._trie.num_tokens, TILINGS[tiling]))
             reserved[: len(table)] = table
-            self._tables[window, steps] = reserved
+            self._tables[window, tiling] = reserved
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
@@ -165,36 +151,36 @@ class TreePlan:
         for own, new in zip(self._spans or (), other._spans or (), strict=True):
             own.copy_(new)
 
-    def _build_table(self, window: int | None, tile: Tile) -> Tensor:
+    def _build_table(self, window: int | None, tiling: int) -> Tensor:
         # built on the host while the device computes the row before
-        return copy_to_device(build_table(pad_trie(self._trie), window, tile), self._device)
+        return copy_to_device(build_table(pad_trie(self._trie), window, TILINGS[tiling]), self._device)
 
 
 def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
-    """Tiles and windows of the model's layers, as keyword arguments of `TreePlan`."""
+    """Tilings and windows of the model's layers, as keyword arguments of `TreePlan`."""
+    if model.device.type == "cpu":
+        return {}
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    is_wide = torch.finfo(model.dtype).bits >= 32
     sizes = map(find_head_size, list_layer_configs(config))
     return {
-        "tiles": list(dict.fromkeys(choose_tile(size, is_wide=is_wide) for size in sizes)),
+        "tilings": list(dict.fromkeys(find_tiling(size, model.dtype) for size in sizes)),
         "windows": (None,) if window is None else (None, window),
     }
+
+
+def find_tiling(head_size: int, dtype: torch.dtype) -> int:
+    """`choose_tiling` for this machine's GPU."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # torch's stubs lack it, and so does HIP
+    is_wide = torch.finfo(dtype).bits >= 32
+    return choose_tiling(head_size, is_wide=is_wide, has_large_tiles=shared_memory >= LARGE_TILE_BYTES)
 
 
 def describe_heads(model: PreTrainedModel) -> tuple[int, int] | None:
     """Query heads of a key-value head, and their size, with exact numerics."""
     config = model.config.get_text_config()
     return (config.num_attention_heads // config.num_key_value_heads, find_head_size(config)) if is_exact() else None
-
-
-def find_long_paths(trie: Trie) -> Tensor | None:
-    """Start of each path if the trie has no branch and its paths are long enough for one cuDNN call each, else None."""
-    starts = np.flatnonzero(trie.depth_T == 0)
-    has_branch = ((np.diff(trie.depth_T) != 1) | (np.diff(trie.subtree_end_T) != 0))[trie.depth_T[1:] > 0].any()
-    if has_branch or trie.num_tokens < MIN_PATH_TOKENS * len(starts):
-        return None
-    return torch.from_numpy(starts)
 
 
 def build_mask(trie: Trie, window: int | None) -> Tensor:

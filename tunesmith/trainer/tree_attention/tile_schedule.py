@@ -1,15 +1,15 @@
 """Block-sparse schedule of tree attention: which tiles of a row's tokens attend to which.
 
-The program of a tile of `rows` queries loops over tiles of `steps` keys; in the backward, the program of a tile of
-`rows` keys loops over tiles of `steps` queries. Full tiles, in which every pair attends, come first, then mixed tiles,
-which need the mask. The schedule is computed from the trie without an array of size [T, T].
+A program has a tile of queries and loops over tiles of keys; for the gradients of keys and values a program has a tile
+of keys and loops over tiles of queries. Full tiles, in which every pair attends, come first, then mixed tiles, which
+need the mask. The schedule is computed from the trie without an array of size [T, T].
 
 All answers attend to the keys of their prompt, so a few tiles of keys would keep a few processors busy long after the
 others are done. The work of such a tile is split across several programs, whose partial sums are added in a fixed
 order.
 
-Axes: T tokens of the row (a multiple of both tiles), R tiles of rows, S tiles of steps, E splits (one program each), P
-partial sums, D tiles that are split.
+Axes: T tokens of the row (a multiple of all tiles), R tiles of rows, S tiles of steps, K tiles of keys that have a
+program, E splits (one program each), P partial sums, D tiles that are split.
 """
 
 from __future__ import annotations
@@ -29,31 +29,46 @@ MAX_PARTIAL_SUMS = 256
 """Bounds the memory of partial sums; rows with more heavy tiles keep all processors busy without splitting."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile sizes and launch options of the kernels: tokens per program (`rows`) and per loop iteration (`steps`)."""
+    """Tokens per program (`rows`) and per loop iteration (`steps`), and how the kernel is launched."""
 
     rows: int
     steps: int
     num_warps: int
     num_stages: int
-    num_backward_stages: int
 
 
-NARROW = Tile(rows=64, steps=64, num_warps=4, num_stages=3, num_backward_stages=2)
-"""For 16-bit types."""
-LARGE = Tile(rows=64, steps=32, num_warps=8, num_stages=2, num_backward_stages=1)
-"""For 16-bit types and head sizes above 128."""
-WIDE = Tile(rows=32, steps=16, num_warps=4, num_stages=1, num_backward_stages=1)
-"""For float32, and head sizes above 256."""
-TILES = {tile.steps: tile for tile in (NARROW, LARGE, WIDE)}
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The tiles of the three kernels; those with queries as rows share a schedule."""
+
+    forward: Tile
+    backward_query: Tile
+    backward_key_value: Tile
 
 
-def choose_tile(head_size: int, *, is_wide: bool) -> Tile:
-    """The tile whose accumulators fit in registers."""
+TILINGS = (
+    Tiling(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    Tiling(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
+    Tiling(Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2)),
+    Tiling(*(Tile(64, 64, 4, 2),) * 3),
+    Tiling(*(Tile(64, 32, 8, 1),) * 3),
+    Tiling(*(Tile(32, 16, 4, 1),) * 3),
+)
+"""For 16-bit types and head sizes up to 64, 128 and 256; the same for 128 and 256 where large tiles do not fit; and for
+float32 and wider heads. The first three were the fastest on an H200 (`results/training/train_cuda/tree_tiles.txt`)."""
+LARGE_TILE_BYTES = 227 * 1024
+"""Shared memory that large tiles take at most, as much as Hopper has for a program."""
+
+
+def choose_tiling(head_size: int, *, is_wide: bool, has_large_tiles: bool = True) -> int:
+    """Index in `TILINGS` of the tiling whose accumulators fit in registers."""
     if is_wide or head_size > 256:
-        return WIDE
-    return NARROW if head_size <= 128 else LARGE
+        return 5
+    if head_size <= 64:
+        return 0
+    return (1 if head_size <= 128 else 2) + (0 if has_large_tiles else 2)
 
 
 def pad_trie(trie: Trie, multiple: int = PADDING) -> Trie:
@@ -69,37 +84,43 @@ def pad_trie(trie: Trie, multiple: int = PADDING) -> Trie:
     )
 
 
-def build_table(trie: Trie, window: int | None, tile: Tile) -> np.ndarray:
+def build_table(trie: Trie, window: int | None, tiling: Tiling) -> np.ndarray:
     """The schedule as one int32 array of concatenated parts.
 
     [T] subtree ends; [T] depths; [R, 4] for each tile of queries: its index, and the offsets in this array of its first
-    full tile, of its first mixed tile and past its last; [R + P, 5] the same for each split of a tile of keys, and the
+    full tile, of its first mixed tile and past its last; [K + P, 5] the same for each split of a tile of keys, and the
     index of its partial sum, or -1 for a tile that is not split; [P, 3] for each split tile of keys: its index, its
     first partial sum and one past its last; then the lists of tiles that the offsets point to. Unused entries have tile
     index -1. Entries are sorted by decreasing work.
     """
-    assert trie.num_tokens % tile.rows == 0, f"{trie.num_tokens} tokens do not fill tiles of {tile.rows}"
-    num_rows = trie.num_tokens // tile.rows
-    num_sums = count_partial_sums(num_rows)
-    header = 2 * trie.num_tokens + 4 * num_rows + 5 * (num_rows + num_sums) + 3 * num_sums
-    query_rows, query_tiles = _list_tiles(*classify_tiles(trie, window, tile.rows, tile.steps), first=header)
-    is_visible_SR, is_full_SR = classify_tiles(trie, window, tile.steps, tile.rows)
-    key_rows, key_tiles = _list_tiles(is_visible_SR.T, is_full_SR.T, first=header + len(query_tiles))
+    queries, keys = tiling.forward, tiling.backward_key_value
+    assert trie.num_tokens % max(queries.rows, keys.rows) == 0, f"{trie.num_tokens} tokens do not fill {tiling}"
+    num_keys = trie.num_tokens // keys.rows
+    num_sums = count_partial_sums(num_keys)
+    header = 2 * trie.num_tokens + 4 * (trie.num_tokens // queries.rows) + 5 * (num_keys + num_sums) + 3 * num_sums
+    query_rows, query_tiles = _list_tiles(*classify_tiles(trie, window, queries.rows, queries.steps), first=header)
+    is_visible_SK, is_full_SK = classify_tiles(trie, window, keys.steps, keys.rows)
+    key_rows, key_tiles = _list_tiles(is_visible_SK.T, is_full_SK.T, first=header + len(query_tiles))
     splits, sums = _split_heavy_tiles(key_rows, num_sums)
-    entries = (query_rows, _pad_rows(splits, num_rows + num_sums), _pad_rows(sums, num_sums))
+    entries = (query_rows, _pad_rows(splits, num_keys + num_sums), _pad_rows(sums, num_sums))
     parts = (trie.subtree_end_T, trie.depth_T, *(rows.ravel() for rows in entries), query_tiles, key_tiles)
     return np.concatenate(parts).astype(np.int32)
 
 
-def count_partial_sums(num_rows: int) -> int:
-    """Maximum number of partial sums for a row of `num_rows` tiles."""
-    return min(num_rows // 2, MAX_PARTIAL_SUMS)
+def count_partial_sums(num_keys: int) -> int:
+    """Maximum number of partial sums for a row of `num_keys` tiles of keys."""
+    return min(num_keys // 2, MAX_PARTIAL_SUMS)
 
 
-def compute_table_size(num_tokens: int, tile: Tile) -> int:
+def compute_table_size(num_tokens: int, tiling: Tiling) -> int:
     """Upper bound of the length of `build_table`: every tile attends to all others."""
-    num_rows, num_steps = num_tokens // tile.rows, num_tokens // tile.steps
-    return 2 * num_tokens + 9 * num_rows + 8 * count_partial_sums(num_rows) + 2 * num_rows * num_steps
+    num_queries, num_keys = (num_tokens // tile.rows for tile in (tiling.forward, tiling.backward_key_value))
+    header = 2 * num_tokens + 4 * num_queries + 5 * num_keys + 8 * count_partial_sums(num_keys)
+    return (
+        header
+        + num_queries * (num_tokens // tiling.forward.steps)
+        + num_keys * (num_tokens // tiling.backward_key_value.steps)
+    )
 
 
 def classify_tiles(trie: Trie, window: int | None, num_queries: int, num_keys: int) -> tuple[np.ndarray, np.ndarray]:

@@ -59,7 +59,7 @@ class _ExactAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
         prologue: Prologue | None, paths: Tensor, spans: Tensor, tiles: Tensor, table: Tensor,
-        steps: int, window: int, scaling: float, softcap: float,
+        tiling: int, window: int, scaling: float, softcap: float,
     ) -> Tensor:  # fmt: skip
         query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
         num_heads, num_tokens = query.shape[1:3]
@@ -71,7 +71,7 @@ class _ExactAttention(torch.autograd.Function):
             prologue=prologue, log_sums_TH=log_sums_TH,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, query_norm, key_norm, output, log_sums_TH, table)
-        ctx.prologue, ctx.options = prologue, (steps, window, scaling, softcap)
+        ctx.prologue, ctx.options = prologue, (tiling, window, scaling, softcap)
         return output
 
     @staticmethod
@@ -105,7 +105,7 @@ def attend_exactly(
     spans_3S: Tensor,
     tiles_2I: Tensor,
     table: Tensor,
-    steps: int,
+    tiling: int,
     window: int,
     scaling: float,
     softcap: float,
@@ -114,6 +114,6 @@ def attend_exactly(
     """Attention [1, T, H, D]; paths, spans and tiles are those of `build_spans`, the rest is as in `tree_attention`."""
     norms = (None, None) if prologue is None else (prologue.query_norm_D, prologue.key_norm_D)
     return _ExactAttention.apply(
-        query_1HTD, key_1KTD, value_1KTD, *norms, prologue, paths_SP, spans_3S, tiles_2I, table, steps, window,
+        query_1HTD, key_1KTD, value_1KTD, *norms, prologue, paths_SP, spans_3S, tiles_2I, table, tiling, window,
         scaling, softcap,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from tunesmith.trainer.tree_attention.kernels.tree_kernels import (
     backward_query,
     reduce_key_value_grads,
 )
-from tunesmith.trainer.tree_attention.tile_schedule import TILES, Tile, count_partial_sums
+from tunesmith.trainer.tree_attention.tile_schedule import TILINGS, Tile, count_partial_sums
 
 
 def _get_options(query: Tensor, key: Tensor, tile: Tile, *, window: int, softcap: float) -> dict[str, Any]:
@@ -27,21 +27,21 @@ def _get_options(query: Tensor, key: Tensor, tile: Tile, *, window: int, softcap
         "GROUPS": query.shape[1] // key.shape[1], "SIZE": query.shape[3],
         "SIZE_PAD": max(16, triton.next_power_of_2(query.shape[3])), "HAS_SOFTCAP": softcap > 0,
         "HAS_WINDOW": window > 0, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "num_warps": tile.num_warps,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
 
 
 @torch.library.custom_op("tunesmith::tree_attention", mutates_args=())
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, steps: int, window: int, scaling: float, softcap: float,
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, tiling: int, window: int, scaling: float, softcap: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Take query [1, H, T, D], key and value [1, K, T, D]; return the output [1, T, H, D] and its log-sums [H, T].
 
-    `table` is `tile_schedule.build_table` for the tile `TILES[steps]`; `window` and `softcap` 0 mean none; `sinks` [H].
+    `table` is `tile_schedule.build_table` for `TILINGS[tiling]`; `window` and `softcap` 0 mean none; `sinks` [H].
     """
     query, key, value = (_align(x) for x in (query, key, value))
-    tile, (num_heads, num_tokens, size) = TILES[steps], query.shape[1:]
+    tile, (num_heads, num_tokens, size) = TILINGS[tiling].forward, query.shape[1:]
     output = query.new_empty((1, num_tokens, num_heads, size))
     log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=query.device)
     attention_forward[(num_tokens // tile.rows, num_heads)](
@@ -49,7 +49,7 @@ def tree_attention(
         num_tokens,
         query.stride(2), query.stride(1), key.stride(2), key.stride(1), value.stride(2), value.stride(1),
         HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, HAS_SINKS=sinks is not None,
-        num_stages=tile.num_stages, **_get_options(query, key, tile, window=window, softcap=softcap),
+        **_get_options(query, key, tile, window=window, softcap=softcap),
     )  # fmt: skip
     return output, log_sums
 
@@ -64,32 +64,33 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: object) -> tuple[Tens
 @torch.library.custom_op("tunesmith::tree_attention_backward", mutates_args=())
 def tree_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, table: Tensor,
-    steps: int, window: int, scaling: float, softcap: float,
+    tiling: int, window: int, scaling: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value from that of the output [1, T, H, D]; stored token-major, see `make_grad`."""
     grad, query, key, value = (_align(x) for x in (grad, query, key, value))
-    tile, (num_heads, num_tokens, size), num_kv_heads = TILES[steps], query.shape[1:], key.shape[1]
-    options = _get_options(query, key, tile, window=window, softcap=softcap)
+    (num_heads, num_tokens, size), num_kv_heads = query.shape[1:], key.shape[1]
+    rows, keys = TILINGS[tiling].backward_query, TILINGS[tiling].backward_key_value
     deltas = torch.empty_like(log_sums)
-    num_rows = num_tokens // tile.rows
     grad_query, grad_key, grad_value = (make_grad(x) for x in (query, key, value))
     shared = (
         scaling, softcap, window, num_tokens, query.stride(2), query.stride(1), key.stride(2), key.stride(1),
         value.stride(2), value.stride(1), grad.stride(1), grad.stride(2),
     )  # fmt: skip
-    backward_query[(num_rows, num_heads)](
+    backward_query[(num_tokens // rows.rows, num_heads)](
         query, key, value, output, grad, log_sums, deltas, grad_query, table, *shared,
-        HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_backward_stages, **options,
+        HEADS=num_heads, TILE_M=rows.rows, TILE_N=rows.steps,
+        **_get_options(query, key, rows, window=window, softcap=softcap),
     )  # fmt: skip
-    num_sums = count_partial_sums(num_rows)
-    sums = torch.empty((num_sums, num_kv_heads, 2, tile.rows, size), dtype=torch.float32, device=query.device)
-    backward_key_value[(num_rows + num_sums, num_kv_heads)](
+    num_keys, options = num_tokens // keys.rows, _get_options(query, key, keys, window=window, softcap=softcap)
+    num_sums = count_partial_sums(num_keys)
+    sums = torch.empty((num_sums, num_kv_heads, 2, keys.rows, size), dtype=torch.float32, device=query.device)
+    backward_key_value[(num_keys + num_sums, num_kv_heads)](
         query, key, value, grad, log_sums, deltas, grad_key, grad_value, sums, table, *shared,
-        KV_HEADS=num_kv_heads, TILE_M=tile.steps, TILE_N=tile.rows, num_stages=tile.num_backward_stages, **options,
+        KV_HEADS=num_kv_heads, TILE_M=keys.steps, TILE_N=keys.rows, QUERY_ROWS=rows.rows, **options,
     )  # fmt: skip
     reduce_key_value_grads[(num_sums, num_kv_heads)](
         sums, grad_key, grad_value, table, scaling, num_tokens, num_sums,
-        KV_HEADS=num_kv_heads, SIZE=size, SIZE_PAD=options["SIZE_PAD"], TILE_N=tile.rows,
+        KV_HEADS=num_kv_heads, SIZE=size, SIZE_PAD=options["SIZE_PAD"], TILE_N=keys.rows, QUERY_ROWS=rows.rows,
     )  # fmt: skip
     return grad_query, grad_key, grad_value
 

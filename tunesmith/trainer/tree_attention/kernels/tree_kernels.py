@@ -196,12 +196,14 @@ def backward_key_value(
     query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h,
     grad_stride_t, grad_stride_h,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, QUERY_ROWS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split of a tile of keys; the partial sums [P, K, 2, N, D] of split tiles go to `reduce_key_value_grads`."""
+    """One split of a tile of keys; the partial sums [P, K, 2, N, D] of split tiles go to `reduce_key_value_grads`.
+
+    `QUERY_ROWS` is the tile of the other kernels, whose entries precede these in the table."""
     row, head = tl.program_id(0), tl.program_id(1)
-    entry = table + 2 * num_tokens + 4 * (num_tokens // TILE_N) + 5 * row
+    entry = table + 2 * num_tokens + 4 * (num_tokens // QUERY_ROWS) + 5 * row
     tile = tl.load(entry)
     if tile < 0:  # the grid has room for all splits that a row of this length may need, so a CUDA graph fits every trie
         return
@@ -244,12 +246,12 @@ def backward_key_value(
 @triton.jit(do_not_specialize=["num_sums"])  # one compiled kernel for any number of partial sums
 def reduce_key_value_grads(
     sums, grad_key, grad_value, table, scaling, num_tokens, num_sums,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, TILE_N: tl.constexpr,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, TILE_N: tl.constexpr, QUERY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of a split tile of keys."""
     row, head = tl.program_id(0), tl.program_id(1)
-    num_rows = num_tokens // TILE_N
-    entry = table + 2 * num_tokens + 4 * num_rows + 5 * (num_rows + num_sums) + 3 * row
+    num_splits = num_tokens // TILE_N + num_sums
+    entry = table + 2 * num_tokens + 4 * (num_tokens // QUERY_ROWS) + 5 * num_splits + 3 * row
     tile = tl.load(entry)
     if tile < 0:
         return
