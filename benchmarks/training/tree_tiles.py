@@ -2,7 +2,7 @@
 
 Works: `row`, one path of 16k tokens; `tries`, eight answers of 2k to a prompt of 4k; `short`, four groups of eight
 answers of 512 to prompts of 512. Rates count the products of visible pairs: 2 in the forward, 3 and 4 in the others.
-Kernels that do not fit on the GPU with a tile are left out.
+Kernels that do not fit on the GPU with a tile are left out. Processes compile first, side by side.
 
     python -m benchmarks.training.tree_tiles --out OUT.json
 """
@@ -10,8 +10,9 @@ Kernels that do not fit on the GPU with a tile are left out.
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from itertools import product
+from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -48,9 +49,13 @@ def build_works() -> dict[str, Trie]:
     }
 
 
-def list_tiles() -> list[Tile]:
-    shapes = [(rows, steps) for rows, steps in product((64, 128), (32, 64, 128)) if steps <= rows]
-    return [Tile(*shape, warps, stages) for shape in shapes for warps in (4, 8) for stages in (1, 2, 3, 4)]
+def list_tiles(size: int) -> list[Tile]:
+    """Those in which a warp has 16 rows or, for wide heads, fewer; small steps and few stages for wide heads alone."""
+    shapes = [(64, 32), (128, 32)] if size > 128 else [(128, 128)]
+    stages = (1, 2) if size > 128 else (2, 3, 4)
+    shapes = [(64, 64), (128, 64), *shapes]
+    warps = {64: (4, 8) if size > 128 else (4,), 128: (8,)}
+    return [Tile(*shape, each, number) for shape in shapes for each in warps[shape[0]] for number in stages]
 
 
 def measure_kernels(trie: Trie, size: int, tile: Tile) -> dict[str, float]:
@@ -85,14 +90,23 @@ def measure_kernels(trie: Trie, size: int, tile: Tile) -> dict[str, float]:
     return {name: min(values) for name, values in times.items()}
 
 
+def compile_kernels(case: tuple[int, Tile]) -> None:
+    """Fill Triton's cache on disk."""
+    measure_kernels(pad_trie(build_group(1, 500, 1)), *case)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=int, choices=list(HEADS), default=list(HEADS), help="of heads")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile")
     add_time_limit(parser)
     parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     arguments = parser.parse_args()
     limit, works, rows = TimeLimit(arguments.limit_s), build_works(), []
-    for size, tile in product(arguments.sizes, list_tiles()):
+    cases = [(size, tile) for size in arguments.sizes for tile in list_tiles(size)]
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        list(pool.map(compile_kernels, cases))
+    for size, tile in cases:
         if not limit.has_room(f"{size}, {tile}"):
             continue
         for work, trie in works.items():

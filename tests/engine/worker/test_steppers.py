@@ -13,6 +13,7 @@ from engines import GREEDY, build_engine, build_prompts, generate_all
 from host_bursts import HostBurstDecoder, build_burst_engine
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.engine.worker.steppers import STEPS_BETWEEN_PREFILLS
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, Distribution, Sampling, TokenDetails
 
@@ -56,6 +57,14 @@ def test_a_burst_is_queued_before_the_previous_one_is_read() -> None:
     generate_all(engine, build_prompts(5, 9), Sampling(max_tokens=20))
     assert get_decoder(engine).max_unread == 2
     assert all(handle.is_read for handle in get_decoder(engine).handles)
+
+
+def test_bursts_between_the_chunks_of_a_prompt_are_short() -> None:
+    engine = build_burst_engine(decode_block=16, max_batched_tokens=10)
+    generate_all(engine, build_prompts(5, 41), Sampling(max_tokens=40, distribution=GREEDY))
+    num_steps = [len(handle.output.token_ids_LR) - 1 for handle in get_decoder(engine).handles]
+    # the first forward has 5 tokens of the long prompt, three have 10, and the last 6 end it
+    assert num_steps[:5] == [STEPS_BETWEEN_PREFILLS] * 4 + [16]
 
 
 def test_a_group_computes_its_prompt_once_and_decodes_in_one_burst() -> None:

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from tunesmith.engine.cuda.cuda_graphs import CudaBurstHandle  # needs Triton, which only CUDA machines have
 
 
+STEPS_BETWEEN_PREFILLS = 4
+"""Steps of a burst while a prompt is computed in several forwards: each prompt that joins later makes all steps until
+then smaller than they could be, so few are taken, and none would let running requests wait."""
+
+
 class SyncStepper:
     """One forward per step."""
 
@@ -278,15 +283,16 @@ class AsyncStepper(SyncStepper):
         rows = collect_rows([], num_prefilled=0) if previous is None else previous.rows.select(sources)
         if not self._reserve(states, rows, self._burst_length):
             return None
-        known, prefilled, hidden = self._start_requests(may_preempt=previous is None)
+        known, prefilled, hidden, is_prefilled = self._start_requests(may_preempt=previous is None)
         new = known + prefilled
         states += new
         if not states:
             return None
         new_rows = collect_rows(new, num_prefilled=len(prefilled))
         rows = rows.append(new_rows) if new else rows
+        most = self._burst_length if is_prefilled else min(self._burst_length, STEPS_BETWEEN_PREFILLS)
         # more steps than the longest remaining reply would only compute tokens that are discarded
-        num_steps = min(self._burst_length, int((rows.max_num_tokens_R - rows.num_tokens_R).max()))
+        num_steps = min(most, int((rows.max_num_tokens_R - rows.num_tokens_R).max()))
         if not self._reserve(new, new_rows, num_steps):
             num_steps = 0 if prefilled or previous is not None else 1  # one step fits into the blocks they hold
         burst_input = _build_input(sources, new, rows, hidden)
@@ -326,10 +332,13 @@ class AsyncStepper(SyncStepper):
         num_tokens_R = np.minimum(rows.num_tokens_R - 1 + num_steps, rows.max_num_tokens_R)
         return self._output_processor.scheduler.reserve([state.request for state in states], num_tokens_R)
 
-    def _start_requests(self, *, may_preempt: bool) -> tuple[list[RequestState], list[RequestState], list[Tensor]]:
+    def _start_requests(
+        self, *, may_preempt: bool
+    ) -> tuple[list[RequestState], list[RequestState], list[Tensor], bool]:
         """Prefill while requests wait and fit: those whose last token is known by now, and prefilled ones.
 
-        The next token of prefilled requests is sampled from the hidden states returned with them.
+        The next token of prefilled requests is sampled from the hidden states returned with them. False is returned
+        last if a prompt is not finished.
         """
         known: list[RequestState] = []
         prefilled: list[RequestState] = []
@@ -353,8 +362,8 @@ class AsyncStepper(SyncStepper):
             prefilled += map(self._mark_inflight, sampling)
             if others:
                 self._run(others)
-            if len(sampling) < len(prefills) or not prefills:
-                return known, prefilled, hidden  # a prompt exceeds one forward: others decode a burst between chunks
+            if len(sampling) < len(prefills) or not prefills:  # others decode a short burst between chunks of a prompt
+                return known, prefilled, hidden, not prefills
 
     def _get_forward(self, chunk: ScheduledChunk) -> int:
         """0 if the device computes the chunk before all else in the step, 1 if its request is one that the host
