@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Llama4TextConfig,
     OlmoHybridConfig,
+    PreTrainedTokenizerFast,
     Qwen2AudioConfig,
 )
 
+from gguf_files import write_tiny_gguf
 from tiny_models import build_tiny
 from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection
@@ -26,6 +30,7 @@ from tunesmith.model.load import (
     check_lengths,
     check_model,
     check_vocabulary,
+    complete_gguf_tokenizer,
     load_model,
     load_tokenizer,
     resolve_device,
@@ -91,6 +96,26 @@ def test_gguf_without_its_reader_names_the_install_command(tmp_path, monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'tunesmith\[gguf\]'"):
         check_model(str(tmp_path / "model.gguf"), max_model_len=16)
+
+
+def test_tokens_that_the_reader_of_a_gguf_file_left_out_are_added(tmp_path):
+    pytest.importorskip("gguf")
+    write_tiny_gguf("qwen2", tmp_path / "model.gguf")
+    full = load_tokenizer(str(tmp_path / "model.gguf"))
+    parts = json.loads(full.backend_tokenizer.to_str())
+    added, parts["added_tokens"] = parts["added_tokens"], []
+    parts["model"]["vocab"] |= {each["content"]: each["id"] for each in added}
+    poor = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token=added[0]["content"]
+    )
+    text = "".join(each["content"] for each in added)
+    assert len(added) > 2 and len(poor(text).input_ids) > len(added)
+    complete_gguf_tokenizer(tmp_path / "model.gguf", poor)
+    assert poor(text).input_ids == full(text).input_ids == [each["id"] for each in added]
+    assert poor.eos_token == full.eos_token != contents[0]
+    assert poor.decode(poor(text).input_ids, skip_special_tokens=True) == full.decode(
+        full(text).input_ids, skip_special_tokens=True
+    )
 
 
 def test_broken_gguf_is_one_sentence(tmp_path):

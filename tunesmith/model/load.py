@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from jinja2.exceptions import TemplateSyntaxError
 from safetensors import SafetensorError
+from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -132,6 +134,8 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
         )
+    if source.gguf_file is not None:
+        complete_gguf_tokenizer(Path(source.name_or_path, source.gguf_file), tokenizer)
     if chat_template is not None:
         place = Path(chat_template).expanduser()
         if not place.is_file():
@@ -269,6 +273,26 @@ def install_adapter(
     else:
         load_adapter(model, source.adapter, lora, base=base, dtype=dtype)
     return model.eval()
+
+
+def complete_gguf_tokenizer(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add what transformers before 5.24 leaves out: control and user-defined tokens, such as `<tool_call>`, which would
+    be split like other text, and which token ends a reply."""
+    from gguf import GGUFReader, TokenType  # an optional package
+
+    reader = GGUFReader(file)
+    tokens, types, end = (reader.get_field(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "eos_token_id"))
+    if tokens is None or types is None:
+        return
+    kinds, known = np.array(types.contents()), tokenizer.added_tokens_decoder
+    for kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+        missing = [
+            str(tokens.contents(index)) for index in np.flatnonzero(kinds == kind).tolist() if index not in known
+        ]
+        is_special = kind == TokenType.CONTROL
+        tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False) for text in missing], is_special)
+    if end is not None:
+        tokenizer.eos_token = str(tokens.contents(end.contents()))
 
 
 def check_gguf_tensors(file: Path, model: PreTrainedModel) -> None:
