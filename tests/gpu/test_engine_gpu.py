@@ -21,8 +21,8 @@ GREEDY = Distribution(temperature=0)
 LENGTHS = (3, 17, 30, 4, 65, 8)
 
 
-def build_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    model = copy.deepcopy(build_tiny(name)).to(device="cuda", dtype=dtype)
+def build_model(name: str, dtype: torch.dtype, device: str = "cuda") -> PreTrainedModel:
+    model = copy.deepcopy(build_tiny(name)).to(device=device, dtype=dtype)
     use_plan_attention(model)
     return model
 
@@ -52,6 +52,19 @@ def test_greedy_tokens_and_logprobs_equal_a_full_forward(name: str) -> None:
         expected = compute_reference(model, prompt, completion).max(-1)
         assert list(completion.sampled_ids) == expected.indices.tolist()
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected.values.cpu(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("cuda_decode", ["compiled", "graphs"])
+def test_an_engine_on_the_second_gpu_samples_the_same(cuda_decode: str) -> None:
+    sampling, settings = Sampling(max_tokens=12, seed=3), {"cuda_decode": cuda_decode}
+    first, second = (
+        generate_all(build_model("qwen3", torch.bfloat16, device), sampling, **settings)
+        for device in ("cuda:0", "cuda:1")
+    )
+    assert torch.cuda.current_device() == 0
+    for (_, one), (_, other) in zip(first, second, strict=True):
+        assert one.sampled_ids == other.sampled_ids and one.logprobs == other.logprobs
 
 
 def test_preemption_and_chunked_prefill_change_no_token() -> None:

@@ -122,9 +122,9 @@ def test_tree_attention_in_float32_equals_a_dense_mask(window, softcap):
     assert max(errors) < 1e-5, errors
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_tree_attention_equals_a_dense_mask_with_less_shared_memory(monkeypatch, head_size):
-    choose = partial(choose_tiling, is_wide=False, has_large_tiles=False)
+@pytest.mark.parametrize("head_size", [64, 128, 256, 512])
+def test_tree_attention_equals_a_dense_mask_with_the_tiles_of_other_gpus(monkeypatch, head_size):
+    choose = partial(choose_tiling, is_wide=False, is_hopper=False)
     monkeypatch.setattr(attention, "choose_tiling", lambda size, **_ignored: choose(size))
     for samples in (build_samples(3), build_samples(1, prompt=150, answer=600)):
         errors = compare_attention(build_row(samples), torch.bfloat16, head_size, (4, 2), AttentionOptions())

@@ -105,10 +105,8 @@ def test_tokens_that_the_reader_of_a_gguf_file_left_out_are_added(tmp_path):
     parts = json.loads(full.backend_tokenizer.to_str())
     added, parts["added_tokens"] = parts["added_tokens"], []
     parts["model"]["vocab"] |= {each["content"]: each["id"] for each in added}
-    poor = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token=added[0]["content"]
-    )
-    text = "".join(each["content"] for each in added)
+    contents, backend = [each["content"] for each in added], Tokenizer.from_str(json.dumps(parts))
+    poor, text = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=contents[0]), "".join(contents)
     assert len(added) > 2 and len(poor(text).input_ids) > len(added)
     complete_gguf_tokenizer(tmp_path / "model.gguf", poor)
     assert poor(text).input_ids == full(text).input_ids == [each["id"] for each in added]

@@ -234,7 +234,7 @@ class LocalEngine(BaseEngine):
     def _run_guarded(self, work: Callable[[], None]) -> None:
         """Run work on the device under the engine's own torch modes; an error fails every request in the engine."""
         try:
-            with default_modes(num_threads=self._num_cpu_threads):
+            with default_modes(num_threads=self._num_cpu_threads, device=self._runner.model.device):
                 work()
         except Exception as error:  # noqa: BLE001
             self._receive_requests()

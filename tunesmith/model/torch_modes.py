@@ -33,23 +33,26 @@ def set_exact() -> None:
 
 
 @contextlib.contextmanager
-def default_modes(*, num_threads: int | None = None) -> Iterator[None]:
-    """Within: gradients on, inference mode and autocast off, float32 and CPU as defaults. All modes are restored at the
-    end, except the number of CPU threads."""
+def default_modes(*, num_threads: int | None = None, device: torch.device | None = None) -> Iterator[None]:
+    """Within: gradients on, inference mode and autocast off, float32 and CPU as defaults, and `device`, if it is a GPU,
+    the current one, on which Triton launches. All modes are restored at the end, except the number of CPU threads."""
     if num_threads is not None and torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
-    if _has_default_modes():
+    is_current = device is None or device.type != "cuda" or device.index == torch.cuda.current_device()
+    if is_current and _has_default_modes():
         yield
         return
     dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
+        if not is_current:
+            stack.enter_context(torch.cuda.device(device))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
             stack.enter_context(torch.enable_grad())
-        for device in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for each in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(each):
+                stack.enter_context(torch.autocast(each, enabled=False))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         if dtype != torch.float32:

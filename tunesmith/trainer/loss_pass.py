@@ -79,7 +79,7 @@ def run_loss_pass(
         for trie in rows:
             part = slice(start, start := start + len(trie.parent_E))
             distributions = index_distributions(samples, trie)
-            is_padded = graphs is not None and can_replay(distributions)
+            is_padded = graphs is not None and can_replay(trie, distributions)
             row = build_row(trie, distributions, chunk_tokens=chunk_tokens, model=model, is_padded=is_padded)
             row_inputs = inputs.convert(itemgetter(part))
             device_inputs = copy_inputs_to_device(row_inputs, row, device=model.device, dtype=dtype)

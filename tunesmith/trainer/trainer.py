@@ -168,7 +168,8 @@ class Trainer:
         while the device computes the gradient of the first update.
         """
         try:
-            with default_modes(num_threads=self._num_cpu_threads), deterministic_algorithms():
+            modes = default_modes(num_threads=self._num_cpu_threads, device=self._model.device)
+            with modes, deterministic_algorithms():
                 return self._step(samples, policy_version, host_work)
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):

@@ -7,7 +7,7 @@ import torch
 
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import build_prefill_arrays, build_prefill_plan
+from tunesmith.engine.cuda.attention_plans import build_prefill_arrays, build_prefill_plan, pad_tiles
 from tunesmith.engine.cuda.custom_ops import paged_prefill
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
 
@@ -36,6 +36,13 @@ def test_a_prefill_plan_has_slots_block_table_spans_and_tiles_and_a_request_with
     assert block_table.tolist() == [[30, 31, 0], [7, 8, 9], [0, 0, 0]]
     assert spans_3R.tolist() == [[0, 5, 0], [0, 6, 0], [5, 9, 0]]
     assert tiles.tolist() == [[0, 0, 0, 1, 1, 2], [0, 2, 4, 0, 2, 0]]
+
+
+def test_tiles_of_padding_are_at_the_start_of_the_request_without_tokens() -> None:
+    """A tile attends to all tokens before its first one, so another offset costs time, or leaves the block table."""
+    tiles = np.array([[0, 0, 1], [0, 2, 0]], dtype=np.int32)
+    padded = pad_tiles(tiles, 5, empty=512)
+    assert padded.tolist() == [[0, 0, 1, 512, 512], [0, 2, 0, 0, 0]] and padded.dtype == np.int32
 
 
 def test_the_prefill_arrays_of_no_spans_are_empty() -> None:

@@ -29,7 +29,7 @@ from tunesmith.model.merged_weights import get_merged_view, merge_weights
 from tunesmith.trainer.layers import compiled_layers as compiling
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.optimizer import MasterAdamW
-from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans
+from tunesmith.trainer.tree_attention.kernels.exact_attention import build_spans, count_padding
 from tunesmith.trainer.tree_attention.plan import TreePlan, exact_attention
 from tunesmith.trainer.tree_attention.tile_schedule import TILINGS, build_table, choose_tiling, pad_trie
 from tunesmith.types import Sample
@@ -83,11 +83,24 @@ def exact(monkeypatch):
 def compute_gradients(model, trie, plan) -> dict[str, torch.Tensor]:
     """The last hidden states, and the gradient of each trained parameter."""
     ids, depths = (torch.from_numpy(each)[None].to(model.device) for each in (trie.token_ids_T, trie.depth_T))
-    hidden = run_body(model, ids, depths, plan)
+    hidden = run_body(model, ids, depths, plan)[:, : trie.num_tokens - count_padding(trie)]
     weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype, device=hidden.device).view_as(hidden)
     (hidden * weights.sin()).sum().backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return {"hidden": hidden.detach(), **found}
+
+
+@pytest.mark.parametrize("kind", ["packed", "trie"])
+def test_padding_is_one_span_whatever_its_length(kind):
+    """Each span has a row of the block table, as wide as the longest path: long rows are padded by thousands."""
+    trie = build_row(kind)
+    longer = pad_trie(trie, 1024)
+    few, many = (build_spans(each, HEADS, torch.device("cpu")) for each in (trie, longer))
+    assert count_padding(longer) - count_padding(trie) == longer.num_tokens - trie.num_tokens
+    assert few[0].shape[0] == many[0].shape[0]
+    num_real, num_spans = trie.num_tokens - count_padding(trie), int((many[1][2] > 0).sum())
+    assert many[1][:, num_spans - 1].tolist() == [num_real, 0, longer.num_tokens - num_real]
+    assert torch.equal(few[1][:, : num_spans - 1], many[1][:, : num_spans - 1])
 
 
 def build_model(name: str, weights: str):

@@ -241,11 +241,11 @@ def test_tilings_share_the_schedule_of_queries_and_divide_padded_rows():
             assert PADDING % tile.rows == PADDING % tile.steps == 0
 
 
-def test_a_tiling_is_chosen_by_head_size_type_and_shared_memory():
+def test_a_tiling_is_chosen_by_head_size_type_and_gpu():
     chosen = [choose_tiling(size, is_wide=False) for size in (16, 64, 80, 128, 192, 256, 512)]
-    assert chosen == [0, 0, 1, 1, 2, 2, 5]
-    assert [choose_tiling(size, is_wide=False, has_large_tiles=False) for size in (64, 128, 256, 512)] == [0, 3, 4, 5]
-    assert choose_tiling(64, is_wide=True) == 5
+    assert chosen == [0, 0, 1, 1, 2, 2, 3]
+    assert [choose_tiling(size, is_wide=False, is_hopper=False) for size in (64, 128, 256, 512)] == [0, 4, 5, 6]
+    assert choose_tiling(64, is_wide=True) == 3
 
 
 def build_path(length: int) -> Trie:

@@ -116,13 +116,19 @@ def build_prefill_arrays(block_size: int, spans: Sequence[Span], *, tile_tokens:
     )
 
 
+def pad_tiles(tiles_2I: NDArray[np.int32], num_tiles: int, *, empty: int) -> NDArray[np.int32]:
+    """Append tiles of the request `empty`, which has no tokens. They are at its start, since a tile attends to all that
+    is before its first token."""
+    num_added = num_tiles - tiles_2I.shape[1]
+    return np.concatenate([tiles_2I, np.array([[empty], [0]], dtype=np.int32).repeat(num_added, axis=1)], axis=1)
+
+
 def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
     """Prefill attention of spans concatenated in one row."""
     arrays = build_prefill_arrays(cache.block_size, spans, tile_tokens=tile_tokens)
     # One request more, without tokens, and a tile of it: torch traces layers once more for an axis of size 1.
     table_RP, spans_3R = np.pad(arrays.block_table_RP, ((0, 1), (0, 0))), np.pad(arrays.spans_3R, ((0, 0), (0, 1)))
-    tiles_2I = np.pad(arrays.tiles_2I, ((0, 0), (0, 1)))
-    tiles_2I[0, -1] = len(spans)
+    tiles_2I = pad_tiles(arrays.tiles_2I, arrays.tiles_2I.shape[1] + 1, empty=len(spans))
     tensors = [copy_to_device(each, device) for each in (arrays.slot_mapping_T, table_RP, spans_3R, tiles_2I)]
     segments = build_segments(spans, cache.states, device) if cache.states else None
     return LayeredPlan(cache, ops.paged_prefill, tensors, segments)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_arrays
+from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_arrays, pad_tiles
 from tunesmith.engine.cuda.custom_ops import paged_prefill
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
@@ -188,9 +188,7 @@ class PrefillGraphs:
         tokens_3T = np.zeros((3, size), dtype=np.int64)
         tokens_3T[:, :num_tokens] = token_ids, arrays.positions_T, arrays.slot_mapping_T
         tokens_3T[2, num_tokens:] = context.scratch_block * context.cache.block_size
-        # padding is of the request without tokens
-        tiles_2I = np.full((2, self._count_tiles(size)), context.num_slots, dtype=np.int32)
-        tiles_2I[:, : arrays.tiles_2I.shape[1]] = arrays.tiles_2I
+        tiles_2I = pad_tiles(arrays.tiles_2I, self._count_tiles(size), empty=context.num_slots)
         device, num_columns = self._tokens_3T.device, arrays.block_table_RP.shape[1]
         self._tokens_3T[:, :size].copy_(copy_to_device(tokens_3T, device))
         self._tiles_2I[:, : tiles_2I.shape[1]].copy_(copy_to_device(tiles_2I, device))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.config import TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
+from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import depends_on_length
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
@@ -34,6 +35,8 @@ RunRow = Callable[[PackedRow, DeviceInputs, Tensor], PartTotals]
 """Accumulates the gradient of a row; the last argument is the KL coefficient."""
 MAX_GRAPHS = 48
 """Maximum number of captured sizes; rows of further sizes are launched kernel by kernel."""
+MAX_ROW_TOKENS = 16_384
+"""Longer rows keep the device busy while kernels are launched, and their activations would stay allocated."""
 LAUNCH_BOUND_PARAMETERS = 400_000_000
 """Number of parameters below which launching the kernels takes longer than running them."""
 EXACT_LAUNCH_BOUND_PARAMETERS = 4_000_000_000
@@ -76,9 +79,10 @@ def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_comp
     return can and (is_launch_bound(model) if requested is None else requested)
 
 
-def can_replay(distributions: TokenDistributions) -> bool:
-    """Whether the row can be captured: no truncated sampling, logit bias, penalties or bans."""
-    return not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
+def can_replay(trie: Trie, distributions: TokenDistributions) -> bool:
+    """Whether the row can be captured: not too long, no truncated sampling, logit bias, penalties or bans."""
+    is_plain = not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
+    return is_plain and trie.num_tokens <= MAX_ROW_TOKENS
 
 
 def has_live_autograd_graph(model: PreTrainedModel) -> bool:

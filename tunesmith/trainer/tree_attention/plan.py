@@ -28,7 +28,6 @@ from tunesmith.model.memory import find_head_size, list_layer_configs
 from tunesmith.model.torch_modes import is_exact
 from tunesmith.trainer.tree_attention.cpu import SegmentAttention, split_segments
 from tunesmith.trainer.tree_attention.tile_schedule import (
-    LARGE_TILE_BYTES,
     PADDING,
     TILINGS,
     build_table,
@@ -170,11 +169,9 @@ def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def find_tiling(head_size: int, dtype: torch.dtype) -> int:
-    """`choose_tiling` for this machine's GPU."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)  # torch's stubs lack it, and so does HIP
+    """`choose_tiling` for the current GPU."""
     is_wide = torch.finfo(dtype).bits >= 32
-    return choose_tiling(head_size, is_wide=is_wide, has_large_tiles=shared_memory >= LARGE_TILE_BYTES)
+    return choose_tiling(head_size, is_wide=is_wide, is_hopper=torch.cuda.get_device_capability()[0] == 9)
 
 
 def describe_heads(model: PreTrainedModel) -> tuple[int, int] | None:

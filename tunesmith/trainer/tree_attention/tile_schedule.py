@@ -52,23 +52,22 @@ TILINGS = (
     Tiling(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     Tiling(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),
     Tiling(Tile(128, 64, 8, 2), Tile(128, 64, 8, 1), Tile(64, 64, 8, 2)),
-    Tiling(*(Tile(64, 64, 4, 2),) * 3),
-    Tiling(*(Tile(64, 32, 8, 1),) * 3),
     Tiling(*(Tile(32, 16, 4, 1),) * 3),
+    Tiling(*(Tile(64, 64, 4, 2),) * 3),
+    Tiling(*(Tile(64, 32, 8, 1),) * 2, Tile(32, 32, 4, 1)),
+    Tiling(*(Tile(32, 16, 4, 1),) * 2, Tile(16, 16, 4, 1)),
 )
-"""For 16-bit types and head sizes up to 64, 128 and 256; the same for 128 and 256 where large tiles do not fit; and for
-float32 and wider heads. The first three were the fastest on an H200 (`results/training/train_cuda/tree_tiles.txt`)."""
-LARGE_TILE_BYTES = 227 * 1024
-"""Shared memory that large tiles take at most, as much as Hopper has for a program."""
+"""For 16-bit types and head sizes up to 64, 128 and 256, and for float32 and wider heads; then the last three again for
+GPUs other than Hopper, where each program may use as little as 99 KiB of shared memory. Those for 16 bits were the
+fastest on an H200 (`results/training/train_cuda/tree_tiles.txt`)."""
 
 
-def choose_tiling(head_size: int, *, is_wide: bool, has_large_tiles: bool = True) -> int:
-    """Index in `TILINGS` of the tiling whose accumulators fit in registers."""
-    if is_wide or head_size > 256:
-        return 5
-    if head_size <= 64:
+def choose_tiling(head_size: int, *, is_wide: bool, is_hopper: bool = True) -> int:
+    """Index in `TILINGS` of the tiling whose accumulators fit in registers, and its tiles in shared memory."""
+    if head_size <= 64 and not is_wide:
         return 0
-    return (1 if head_size <= 128 else 2) + (0 if has_large_tiles else 2)
+    tiling = 3 if is_wide or head_size > 256 else 1 if head_size <= 128 else 2
+    return tiling if is_hopper else tiling + 3
 
 
 def pad_trie(trie: Trie, multiple: int = PADDING) -> Trie:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tunesmith.experience.samples import Trie
 from tunesmith.model.arrays import concatenate_ranges, copy_to_device
+from tunesmith.model.forward.recurrence import Segment
 from tunesmith.model.kernels.layer_gradients import backward_norm_and_rotate, norm_and_rotate
 from tunesmith.model.kernels.paged_prefill import run_paged_prefill
 from tunesmith.model.kernels.prologue import Prologue
@@ -31,7 +32,10 @@ def build_spans(trie: Trie, heads: tuple[int, int], device: torch.device) -> tup
     `heads`: the query heads of a key-value head, and their size. Tensors have powers of two as sizes, so that rows can
     share CUDA graphs; a span of padding has no tokens, and tiles of padding belong to the last span, which is one.
     """
-    chains = split_segments(trie, max_child_tokens=max(trie.num_tokens, 1))
+    first = trie.num_tokens - count_padding(trie)
+    chains = [each for each in split_segments(trie, max_child_tokens=max(trie.num_tokens, 1)) if each.start < first]
+    if first < trie.num_tokens:  # one chain: each has a row of the block table
+        chains.append(Segment(start=first, end=trie.num_tokens, parent=None))
     lengths = np.array([chain.end - chain.start for chain in chains], np.int64)
     depths = trie.depth_T[[chain.start for chain in chains]]
     table_SP = np.zeros((_round_up(len(chains) + 1), _round_up(int((depths + lengths).max()))), np.int32)
@@ -48,6 +52,14 @@ def build_spans(trie: Trie, heads: tuple[int, int], device: torch.device) -> tup
     tiles_2I[1, : num_tiles.sum()] = concatenate_ranges(np.zeros_like(lengths), num_tiles) * tile_tokens
     table, spans, tiles = (copy_to_device(each, device) for each in (table_SP, spans_3S, tiles_2I))
     return table, spans, tiles
+
+
+def count_padding(trie: Trie) -> int:
+    """Last tokens that attend to themselves alone and predict nothing, as `pad_trie` appends them."""
+    is_padding_T = (trie.depth_T == 0) & (trie.subtree_end_T == np.arange(trie.num_tokens) + 1)
+    is_padding_T[trie.parent_E] = False
+    others = np.flatnonzero(~is_padding_T)
+    return trie.num_tokens - 1 - int(others[-1]) if len(others) else trie.num_tokens
 
 
 def _round_up(size: int) -> int:

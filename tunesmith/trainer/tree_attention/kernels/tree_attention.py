@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tunesmith.errors import TrainingError
 from tunesmith.trainer.tree_attention.kernels.tree_kernels import (
     attention_forward,
     backward_key_value,
@@ -42,6 +43,11 @@ def tree_attention(
     """
     query, key, value = (_align(x) for x in (query, key, value))
     tile, (num_heads, num_tokens, size) = TILINGS[tiling].forward, query.shape[1:]
+    if num_heads * num_tokens * size >= 2**31:  # kernels have offsets of 32 bits
+        raise TrainingError(
+            f"a row of {num_tokens:,} tokens is too long for {num_heads} heads of size {size}: lower "
+            "trainer.max_tokens_per_row, or model.max_model_len if one rollout is as long"
+        )
     output = query.new_empty((1, num_tokens, num_heads, size))
     log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=query.device)
     attention_forward[(num_tokens // tile.rows, num_heads)](
