@@ -7,9 +7,9 @@ import torch
 
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import build_prefill_arrays, build_prefill_plan, pad_tiles
+from tunesmith.engine.cuda.attention_plans import build_prefill_arrays, build_prefill_plan
 from tunesmith.engine.cuda.custom_ops import paged_prefill
-from tunesmith.model.arrays import concatenate_ranges, copy_to_device
+from tunesmith.model.arrays import concatenate_ranges, copy_to_device, pad_tiles
 
 
 def test_ranges_are_concatenated() -> None:
@@ -35,7 +35,7 @@ def test_a_prefill_plan_has_slots_block_table_spans_and_tiles_and_a_request_with
     assert slot_mapping.tolist() == [120, 121, 122, 123, 124, 34, 35, 36]
     assert block_table.tolist() == [[30, 31, 0], [7, 8, 9], [0, 0, 0]]
     assert spans_3R.tolist() == [[0, 5, 0], [0, 6, 0], [5, 9, 0]]
-    assert tiles.tolist() == [[0, 0, 0, 1, 1, 2], [0, 2, 4, 0, 2, 0]]
+    assert tiles.tolist() == [[1, 1, 0, 0, 0, 2], [2, 0, 4, 2, 0, 0]]  # the most context first, then padding
 
 
 def test_tiles_of_padding_are_at_the_start_of_the_request_without_tokens() -> None:

@@ -21,7 +21,7 @@ from tunesmith.engine.batch.kv_cache import KVCache, build_segments
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.decode_work import DecodeWork
-from tunesmith.model.arrays import concatenate_ranges, copy_to_device
+from tunesmith.model.arrays import concatenate_ranges, copy_to_device, list_tiles, pad_tiles
 from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
 from tunesmith.model.forward.recurrence import SegmentTable, SlotTable
 from tunesmith.model.torch_modes import is_exact
@@ -97,30 +97,20 @@ def build_prefill_arrays(block_size: int, spans: Sequence[Span], *, tile_tokens:
     bounds = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 3)
     _, starts_R, stops_R = bounds.T
     lengths_R, num_blocks_R = stops_R - starts_R, -(-stops_R // block_size)
-    requests_R = np.arange(len(spans))
     block_table_RP = np.zeros((len(spans), num_blocks_R.max(initial=0)), dtype=np.int32)
     used = zip(spans, num_blocks_R.tolist(), strict=True)
     block_table_RP[np.arange(block_table_RP.shape[1]) < num_blocks_R[:, None]] = [
         block for span, num_blocks in used for block in span.blocks[:num_blocks]
     ]
     positions_T = concatenate_ranges(starts_R, lengths_R)
-    blocks_T = block_table_RP[np.repeat(requests_R, lengths_R), positions_T // block_size].astype(np.int64)
-    num_tiles_R = -(-lengths_R // tile_tokens)
-    tile_offsets_I = concatenate_ranges(np.zeros_like(starts_R), num_tiles_R) * tile_tokens
+    blocks_T = block_table_RP[np.repeat(np.arange(len(spans)), lengths_R), positions_T // block_size].astype(np.int64)
     return PrefillArrays(
         positions_T=positions_T,
         slot_mapping_T=blocks_T * block_size + positions_T % block_size,
         block_table_RP=block_table_RP,
         spans_3R=bounds.T.astype(np.int32),
-        tiles_2I=np.array([np.repeat(requests_R, num_tiles_R), tile_offsets_I], dtype=np.int32),
+        tiles_2I=list_tiles(starts_R, lengths_R, tile_tokens),
     )
-
-
-def pad_tiles(tiles_2I: NDArray[np.int32], num_tiles: int, *, empty: int) -> NDArray[np.int32]:
-    """Append tiles of the request `empty`, which has no tokens. They are at its start, since a tile attends to all that
-    is before its first token."""
-    num_added = num_tiles - tiles_2I.shape[1]
-    return np.concatenate([tiles_2I, np.array([[empty], [0]], dtype=np.int32).repeat(num_added, axis=1)], axis=1)
 
 
 def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_arrays, pad_tiles
+from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_arrays
 from tunesmith.engine.cuda.custom_ops import paged_prefill
 from tunesmith.engine.cuda.decode_work import DecodeWork, Divider, Division, Kind
 from tunesmith.engine.cuda.kernels.paged_decode import list_items
-from tunesmith.model.arrays import copy_to_device
+from tunesmith.model.arrays import copy_to_device, pad_tiles
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.graph_store import CapturedGraph, GraphStore
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tunesmith.experience.samples import Trie
-from tunesmith.model.arrays import concatenate_ranges, copy_to_device
+from tunesmith.model.arrays import copy_to_device, list_tiles, pad_tiles
 from tunesmith.model.forward.recurrence import Segment
 from tunesmith.model.kernels.layer_gradients import backward_norm_and_rotate, norm_and_rotate
 from tunesmith.model.kernels.paged_prefill import run_paged_prefill
@@ -46,10 +46,8 @@ def build_spans(trie: Trie, heads: tuple[int, int], device: torch.device) -> tup
         table_SP[index, depth : depth + length] = np.arange(chain.start, chain.end)
         spans_3S[:, index] = chain.start, depth, depth + length
     tile_tokens = get_tile_tokens(heads[0], count_tile_rows(heads[1], torch.bfloat16))
-    num_tiles = -(-lengths // tile_tokens)
-    tiles_2I = np.full((2, _round_up(int(num_tiles.sum()))), len(table_SP) - 1, np.int32)
-    tiles_2I[0, : num_tiles.sum()] = np.repeat(np.arange(len(chains)), num_tiles)
-    tiles_2I[1, : num_tiles.sum()] = concatenate_ranges(np.zeros_like(lengths), num_tiles) * tile_tokens
+    tiles_2I = list_tiles(depths, lengths, tile_tokens)
+    tiles_2I = pad_tiles(tiles_2I, _round_up(tiles_2I.shape[1]), empty=len(table_SP) - 1)
     table, spans, tiles = (copy_to_device(each, device) for each in (table_SP, spans_3S, tiles_2I))
     return table, spans, tiles
 
