@@ -163,7 +163,7 @@ def test_causes_are_grouped_by_kind_with_the_first_message():
     line = "agent.py:3 in solve"
     failed = [make_trajectory(message=f"ValueError: no {i}\n more", line=line) for i in range(3)]
     failed += [make_trajectory(message="TypeError: x", line=line), make_trajectory(where="judge", message="boom")]
-    assert list_causes([Group(task=TASKS[0], trajectories=tuple(failed))]) == [
+    assert list_causes(run.failure for run in failed) == [
         "3 x workflow: ValueError: no 0 more (agent.py:3 in solve)",
         "1 x workflow: TypeError: x (agent.py:3 in solve)",
         "1 x judge: boom",

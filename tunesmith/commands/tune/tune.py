@@ -421,7 +421,7 @@ class Training:
 
     def show_failures(self, groups: Sequence[Group]) -> None:
         """Print the first failure of each kind."""
-        for cause in list_causes(groups):
+        for cause in list_causes(run.failure for group in groups for run in group.trajectories):
             self.monitor.show_line(f"  failed: {cause}")
 
 
