@@ -7,7 +7,7 @@ does not count toward their time limit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.open_sessions import compute_session_stats
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.workers.group_runner import GroupRunner
-from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
+from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics, sum_counters
 from tunesmith.types import Group
 
 
@@ -176,10 +176,7 @@ class LocalWorker:
 
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
-        return WorkerStatistics(
-            engine=sum_by_name([part.engine for part in parts]),
-            recorder=sum_by_name([part.recorder for part in parts]),
-        )
+        return WorkerStatistics(counters=sum_counters(parts))
 
     async def close(self) -> None:
         if self._windows is not None:
@@ -233,10 +230,10 @@ class LocalWorker:
 
     def _count(self) -> WorkerStatistics:
         engine, service = self.actors.engine, self.actors.service
-        return WorkerStatistics(
-            engine={} if engine is None else engine.compute_stats(),
-            recorder={} if service is None else service.recorder.compute_stats() | compute_session_stats(),
-        )
+        counters = {} if engine is None else dict(engine.compute_stats())
+        if service is not None:
+            counters |= service.recorder.compute_stats() | compute_session_stats()
+        return WorkerStatistics(counters=counters)
 
     def _end_window(self, is_idle: bool) -> None:
         self._window = "idle" if is_idle else "waiting"
@@ -246,8 +243,3 @@ class LocalWorker:
         if self._windows is not None and self._windows.has_windows:
             self._windows.check_again()
         self.on_change()
-
-
-def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
