@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
+from tunesmith.rollout.openai_server.completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import (
     OBJECT,
