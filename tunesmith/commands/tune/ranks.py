@@ -60,11 +60,6 @@ class Server:
     """The console line, with `{url}` in place of the URL."""
 
 
-def bind_actors(actors: Actors, server: Server | None) -> Actors:
-    """The actors with the server's models, if there is a server."""
-    return actors if server is None or server.model is None else replace(actors, model=server.model)
-
-
 async def work_while_serving(
     work: Callable[[], Awaitable[T]],
     server: Server | None,
@@ -229,6 +224,17 @@ def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Acto
         links=links,
         branching=branching,
     )
+
+
+def join_ranks(
+    config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, server: Server | None
+) -> tuple[Rank, Links]:
+    """This rank, connected to the others, and the links of its server; all ranks call this."""
+    links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+    server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+    if server is not None and server.model is not None:
+        actors = replace(actors, model=server.model)
+    return build_rank(config, roles, policy, actors, links), server_links
 
 
 def connect_ranks(roles: RankRoles, *, timeout_s: float) -> Links:

@@ -184,15 +184,7 @@ class LocalWorker:
         await self._stack.aclose()
 
     def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
-        return GroupRunner(
-            agent=self.actors.agent,
-            model=self.actors.model,
-            auxiliary_models=self.actors.auxiliary_models,
-            max_concurrency=self.actors.max_concurrency,
-            branching=self._branching,
-            keeps_cache=self._keeps_cache,
-            progress=progress,
-        )
+        return GroupRunner(self.actors, branching=self._branching, keeps_cache=self._keeps_cache, progress=progress)
 
     def _pause_engine(self) -> None:
         if self.actors.engine is not None:
