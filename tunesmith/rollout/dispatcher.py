@@ -223,7 +223,11 @@ class Dispatcher:
         if self._plan.baseline_sampling is not None:
             metrics |= compute_baseline_metrics(groups)
         if self._plan.branching is not None:
-            metrics |= self._plan.branching.stats.compute()
+            stats = self._plan.branching.stats
+            for each in counted:
+                if each.branching is not None:
+                    stats.add(each.branching)
+            metrics |= stats.compute()
         if self._send_weights is not None:
             weights_s, self._weights_s = self._weights_s, 0.0
             metrics |= {"cluster/num_sampling_ranks": float(len(self._workers)), "perf/weights_s": weights_s}

@@ -136,7 +136,7 @@ class Rank:
         if not has_shards:
             has_windows = has_phases and self.policy.model.device.type == "cpu"
             workers += [
-                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows, branching=plan.branching)
+                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows)
                 for rank, link in links.by_rank.items()
             ]
         return Dispatcher(workers, feed, plan, thread=self.thread)
@@ -170,7 +170,6 @@ class Rank:
             self.build_worker(),
             self.links.first,
             sends_tokens=sends_tokens or self.roles.is_sampler,
-            branching=self.branching,
             take_weights=take_weights if self.roles.is_sampler else None,
             thread=self.thread,
         )

@@ -176,7 +176,8 @@ class LocalWorker:
 
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
-        return WorkerStatistics(counters=sum_counters(parts))
+        branching = None if self._branching is None else self._branching.stats.take()
+        return WorkerStatistics(counters=sum_counters(parts), branching=branching)
 
     async def close(self) -> None:
         if self._windows is not None:

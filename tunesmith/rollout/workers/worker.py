@@ -24,7 +24,7 @@ class WorkerStatistics:
     counters: Mapping[str, float]
     """Of its engine and of the sessions of its rollouts, by name."""
     branching: BranchingStats | None = None
-    """Of a worker on another rank whose rollouts branch."""
+    """Of a worker whose rollouts branch."""
 
 
 class Worker(Protocol):
