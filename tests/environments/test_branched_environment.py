@@ -73,8 +73,9 @@ async def run_group(
         ),
         model=ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=1000)),
         max_concurrency=8,
+        branching=branching,
     )
-    async with GroupRunner(actors, branching=branching) as runner:
+    async with GroupRunner(actors) as runner:
         (request,) = build_requests([TASK], size=8, seed=3, step=1)
         (group,) = await runner.run_all([replace(request, has_branches=True)])
     return group, engine, branching.stats.compute()

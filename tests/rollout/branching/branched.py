@@ -75,6 +75,7 @@ async def run_branched(
     requests = build_requests(tasks, size=group_size, seed=seed, step=1)
     requests = [replace(each, has_branches=branching is not None) for each in requests]
     agent = Agent(workflow=workflow, timeout_s=TIMEOUT_S)
-    actors = Actors(engine=None, model=service or build_service(), agent=agent, max_concurrency=max_concurrency)
-    async with GroupRunner(actors, branching=branching) as runner:
+    model = service or build_service()
+    actors = Actors(engine=None, model=model, agent=agent, max_concurrency=max_concurrency, branching=branching)
+    async with GroupRunner(actors) as runner:
         return await runner.run_all(requests[part])

@@ -103,8 +103,6 @@ class Rank:
     links: Links
     thread: WorkThread | NoThread
     """Where updates and saves are done: beside the event loop if rollouts continue meanwhile."""
-    branching: Branching | None
-    """How rollouts of training steps branch."""
 
     def build_dispatcher(self, feed: TaskFeed, *, total_steps: int, has_baselines: bool = False) -> Dispatcher:
         """The dispatcher of a run, on the first rank; `has_baselines`: whether the algorithm needs them."""
@@ -116,7 +114,7 @@ class Rank:
             total_steps=total_steps,
             max_staleness=max_staleness,
             baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
-            branching=self.branching,
+            branching=self.actors.branching,
             is_balanced=config.rollout.assignment == "balanced",
             max_concurrency=config.rollout.max_concurrency,
         )
@@ -149,7 +147,6 @@ class Rank:
         has_windows = self.policy.model.device.type == "cpu"
         return LocalWorker(
             actors,
-            branching=self.branching,
             max_staleness=rollout.max_staleness,
             keeps_cache=rollout.max_staleness > 0 and rollout.stale_cache == "keep",
             open_windows=partial(open_windows, engines=engines, has_windows=has_windows) if is_shared else None,
@@ -209,11 +206,12 @@ class Rank:
 
 def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
     """This rank of a run whose models are loaded."""
-    section, branching = config.rollout.branching, None
+    section = config.rollout.branching
     if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
         policy.engine.record_routes()
     if section is not None:
-        branching = Branching(section=section, vocab_size=policy.model.get_input_embeddings().num_embeddings)
+        vocab_size = policy.model.get_input_embeddings().num_embeddings
+        actors = replace(actors, branching=Branching(section=section, vocab_size=vocab_size))
     return Rank(
         config=config,
         roles=roles,
@@ -221,7 +219,6 @@ def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Acto
         actors=actors,
         thread=build_thread(policy.model.device, is_needed=config.rollout.max_staleness > 0),
         links=links,
-        branching=branching,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Self
 from tunesmith.errors import RolloutError
 from tunesmith.experience.finished_group import drop_routes
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.branching.tree import Branching, GroupTrees
+from tunesmith.rollout.branching.tree import GroupTrees
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
@@ -35,13 +35,11 @@ class GroupRunner:
         self,
         actors: Actors,
         *,
-        branching: Branching | None = None,
         keeps_cache: bool = False,
         progress: RolloutProgress | None = None,
     ) -> None:
-        """`branching`: how the groups whose requests say so branch; `keeps_cache`: as `rollout.stale_cache=keep`."""
+        """`keeps_cache`: as `rollout.stale_cache=keep`."""
         self._actors = actors
-        self._branching = branching
         self._keeps_cache = keeps_cache
         self._permits = asyncio.Semaphore(actors.max_concurrency)
         self.progress = progress or RolloutProgress()
@@ -116,10 +114,11 @@ class GroupRunner:
     async def _run_group(self, group: RunningGroup) -> None:
         request = group.request
         if request.has_branches:
-            assert self._branching is not None
+            branching = self._actors.branching
+            assert branching is not None
             run = partial(self._run_rollout, group)
             seed = derive_seed(derive_seed(*request.seed[:-1], "branching"), request.index, request.task.task_id)
-            await GroupTrees(self._branching, group_size=request.size, seed=seed, run=run).run()
+            await GroupTrees(branching, group_size=request.size, seed=seed, run=run).run()
             return
         runs = [asyncio.create_task(self._run_rollout(group, run_index)) for run_index in range(request.size)]
         try:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from tunesmith.cluster.links import Link
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.rollout.actors import Actors, serve_models
-from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.open_sessions import compute_session_stats
 from tunesmith.rollout.progress import RolloutProgress
@@ -61,7 +60,6 @@ class LocalWorker:
         self,
         actors: Actors,
         *,
-        branching: Branching | None = None,
         max_staleness: int = 0,
         keeps_cache: bool = False,
         open_windows: OpenWindows | None = None,
@@ -71,7 +69,6 @@ class LocalWorker:
         that have the other shards of the weights, which the engine gathers when it resumes with a new version."""
         self.actors = actors
         self.max_staleness = max_staleness
-        self._branching = branching
         self._shard_links = shard_links
         self._gathered_version: int | None = None
         self._keeps_cache = keeps_cache
@@ -176,8 +173,10 @@ class LocalWorker:
 
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
-        branching = None if self._branching is None else self._branching.stats.take()
-        return WorkerStatistics(counters=sum_counters(parts), branching=branching)
+        branching = self.actors.branching
+        return WorkerStatistics(
+            counters=sum_counters(parts), branching=None if branching is None else branching.stats.take()
+        )
 
     async def close(self) -> None:
         if self._windows is not None:
@@ -185,7 +184,7 @@ class LocalWorker:
         await self._stack.aclose()
 
     def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
-        return GroupRunner(self.actors, branching=self._branching, keeps_cache=self._keeps_cache, progress=progress)
+        return GroupRunner(self.actors, keeps_cache=self._keeps_cache, progress=progress)
 
     def _pause_engine(self) -> None:
         if self.actors.engine is not None:
