@@ -162,9 +162,8 @@ class LaunchPlan:
     environment: dict[str, str]
     configuration: dict[str, Any]
     folder: str | None
-    """A folder of the worker on the file system of the machine, removed with the worker."""
-    tmp_mb: int | None
-    """Size of the temporary folder where no file system of its own limits it."""
+    """A folder of the worker on the file system of the machine, removed with the worker. Nothing else limits its size;
+    without it, the worker has a file system of its own that does."""
 
 
 def list_isolations(settings: PythonToolSection) -> list[str]:
@@ -237,7 +236,6 @@ def _plan_bubblewrap(settings: PythonToolSection, files: InstalledFiles, *, has_
         environment=ENVIRONMENT | {"PYTHONPATH": IMPORT_FOLDER},
         configuration=configuration,
         folder=None,
-        tmp_mb=None,
     )
 
 
@@ -280,7 +278,6 @@ def _plan_plain(settings: PythonToolSection, files: InstalledFiles, *, is_isolat
         environment=ENVIRONMENT | {"PYTHONPATH": str(imports), "HOME": str(temporary), "TMPDIR": str(temporary)},
         configuration=configuration,
         folder=str(folder),
-        tmp_mb=settings.tmp_mb,
     )
 
 

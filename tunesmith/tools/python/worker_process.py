@@ -120,8 +120,9 @@ class WorkerProcess:
         self._control.send(len(data).to_bytes(4, "big") + data)
         _, (self._tmp_fd,) = self._control.read_report()
         # In a mount namespace the folder has no path outside; macOS has no paths of files, and no such namespace.
-        path = f"/proc/self/fd/{self._tmp_fd}" if plan.folder is None else plan.configuration["tmp"]
-        return SandboxFolder(path, max_mb=plan.tmp_mb)
+        if plan.folder is None:
+            return SandboxFolder(f"/proc/self/fd/{self._tmp_fd}", max_mb=None)
+        return SandboxFolder(plan.configuration["tmp"], max_mb=self._settings.tmp_mb)
 
     def _fork(self) -> Child | None:
         """Have the next child forked, in a folder as new; None if the folder cannot be made so."""
