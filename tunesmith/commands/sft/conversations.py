@@ -47,10 +47,11 @@ class ConversationReader:
         self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template = ChatTemplate(tokenizer, split_special_tokens=split_special_tokens)
-        if self._template.end_of_turn is None:
+        if (end_of_turn := self._template.end_of_turn) is None:
             raise DataError(
                 "the chat template writes no special token after a reply, so the model cannot learn to end it"
             )
+        self._end_of_turn: str = end_of_turn
 
     def read(
         self, rows: Sequence[Mapping[str, Any]], *, max_model_len: int, drops_long_rows: bool = False
@@ -87,11 +88,10 @@ class ConversationReader:
         """A text as one turn; every token is trained but the first, which has no prediction."""
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: text must be a non-empty string, got {text!r:.80}")
-        tokenizer, end_of_turn = self._tokenizer, self._template.end_of_turn
-        assert end_of_turn is not None
+        tokenizer = self._tokenizer
         has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         ids = tokenizer.encode(text, add_special_tokens=not has_start, split_special_tokens=False)
-        has_end = text.rstrip().endswith((tokenizer.eos_token, end_of_turn))
+        has_end = text.rstrip().endswith((tokenizer.eos_token, self._end_of_turn))
         if not has_end and ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
         return _build_turn(tuple(ids[:1]), tuple(ids[1:]), is_trained=True)
@@ -127,12 +127,10 @@ class ConversationReader:
 
     def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[MessagePart]) -> list[Turn]:
         """One turn per part; its prompt is everything before it. The end of turn belongs to the last part."""
-        end_of_turn = self._template.end_of_turn
-        assert end_of_turn is not None
         turns: list[Turn] = []
         for number, part in enumerate(parts, start=1):
             ids = self._renderer.encode_content(part.text)
-            ids += self._renderer.encode(end_of_turn) if number == len(parts) else ()
+            ids += self._renderer.encode(self._end_of_turn) if number == len(parts) else ()
             turns.append(_build_turn(prompt_ids, ids, is_trained=part.is_trained))
             prompt_ids += ids
         return turns
@@ -159,14 +157,12 @@ class ConversationReader:
         variables = self._variables
         before = self._template.render(messages[:-1], tools=tools, variables=variables)
         whole = self._template.render(messages, tools=tools, variables=variables, has_generation_prompt=False)
-        end_of_turn = self._template.end_of_turn
-        assert end_of_turn is not None
-        if not whole.startswith(before) or end_of_turn not in whole[len(before) :]:
+        if not whole.startswith(before) or self._end_of_turn not in whole[len(before) :]:
             raise DataError(
                 f"{where}: the chat template does not render a reply as a continuation of its generation prompt; "
                 "set model.chat_template to one that does"
             )
-        reply = whole[len(before) :].rpartition(end_of_turn)[0] + end_of_turn
+        reply = whole[len(before) :].rpartition(self._end_of_turn)[0] + self._end_of_turn
         return self._renderer.encode(reply)
 
 

@@ -35,7 +35,7 @@ from tunesmith.rollout.openai_server.fields import (
     rename,
     translate_fields,
 )
-from tunesmith.rollout.openai_server.response import Event
+from tunesmith.rollout.openai_server.response import Event, Events
 from tunesmith.rollout.recording.recorder import Session
 
 LOGPROBS = "message.output_text.logprobs"
@@ -186,7 +186,7 @@ def build_call(call: Mapping[str, Any], *, arguments: str | None = None, status:
     }
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     def __init__(
         self,
         pending: PendingChatCompletion,
@@ -196,14 +196,13 @@ class ResponseEvents:
         stored: dict[str, ChatMessages],
     ) -> None:
         """`fields`: the request's; `messages`: those of its chat request; `stored`: the session's conversations."""
+        super().__init__()
         self._pending = pending
         self._fields = fields
         self._messages = messages
         self._stored = stored
         self._response_id = f"resp_{pending.request_id}"
         self._created = int(time.time())
-        self._events: list[Event] = []
-        self._number = 0
         self._items: list[dict[str, Any]] = []
         """Output items by index; open ones without their content."""
         self._texts: dict[TextKind, str] = {"reasoning_text": "", "output_text": ""}
@@ -216,7 +215,7 @@ class ResponseEvents:
         self._usage: Mapping[str, Any] | None = None
 
     def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:
-        if self._number == 0:
+        if self._num_events == 0:
             for kind in ("response.created", "response.in_progress"):
                 self._add(kind, response=self.build_body())
         self._usage = chunk.get("usage") or self._usage
@@ -292,12 +291,7 @@ class ResponseEvents:
         }
 
     def _add(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-
-    def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+        super()._add(kind, sequence_number=self._num_events, **fields)
 
     def _open(self, item: dict[str, Any]) -> int:
         self._items.append(item)
