@@ -22,6 +22,7 @@ from tunesmith.config import EngineSection, ModelSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_tokenizer
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.openai_server.client import InProcessClient
@@ -77,10 +78,11 @@ def build_agents(
         sampling=Sampling(max_tokens=arguments.new_tokens),
         build_model=lambda endpoint: ChatModel(endpoint),
     )
-    agent, num_agents = Agent(workflow=ask, judge=judge, timeout_s=600.0), len(tasks) * GROUP_SIZE
+    agent = Agent(workflow=ask, judge=judge, timeout_s=600.0)
+    actors = Actors(engine=None, model=service, agent=agent, max_concurrency=len(tasks) * GROUP_SIZE)
 
     async def run_groups(step: int) -> list[Group]:
-        async with GroupRunner(agent=agent, model=service, max_concurrency=num_agents) as runner:
+        async with GroupRunner(actors) as runner:
             return await runner.run_all(build_requests(tasks, size=GROUP_SIZE, seed=0, step=step))
 
     return lambda step: run_lockstep(run_groups(step))

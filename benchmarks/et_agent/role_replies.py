@@ -65,7 +65,7 @@ async def ask_roles(task: Mapping[str, Any], model: Any, environment: Environmen
     if draft is not None:
         prefix = transcript.cut(steps[replaced.step - 1].start)
         try:
-            prefix = prefix.append(*write_step(draft, prefix, environment))
+            prefix = write_step(draft, prefix, environment)
         except ValueError:
             pass
         else:

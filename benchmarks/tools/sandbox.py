@@ -67,7 +67,7 @@ def build_process_way(command: Sequence[str], environment: dict[str, str]) -> Ca
 def build_cold_bubblewrap() -> Callable[[int, int], list[float]]:
     """The namespaces and mounts of the tool around `python -c`, started for each call."""
     settings = PythonToolSection()
-    plan = build_plan(list_isolations(settings)[0], settings, is_session=False)
+    plan = build_plan(list_isolations(settings)[0], settings)
     module = plan.command.index("-m")
     return build_process_way([*plan.command[:module], "-c", CODE], dict(plan.environment))
 

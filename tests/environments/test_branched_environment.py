@@ -18,6 +18,7 @@ from tunesmith.config import BranchingSection, EnvironmentSection
 from tunesmith.environments import Environment, TaskEnvironment, play, tool_agent
 from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.open_sessions import count_open_sessions
@@ -63,7 +64,8 @@ async def run_group(
     num_system = 0
     engine = FakeEngine(TOKENIZER, script)
     branching = Branching(section=BranchingSection(base_probability=0.8, initial_rollouts=2), vocab_size=400)
-    runner = GroupRunner(
+    actors = Actors(
+        engine=None,
         agent=Agent(
             workflow=workflow or partial(tool_agent, environment=environment),
             judge=None if workflow else judge,
@@ -73,7 +75,7 @@ async def run_group(
         max_concurrency=8,
         branching=branching,
     )
-    async with runner:
+    async with GroupRunner(actors) as runner:
         (request,) = build_requests([TASK], size=8, seed=3, step=1)
         (group,) = await runner.run_all([replace(request, has_branches=True)])
     return group, engine, branching.stats.compute()

@@ -150,6 +150,17 @@ async def test_a_second_call_over_the_limit_ends_the_rollout():
     assert split_by_mask(sample)[-1] == (True, SEARCH)
 
 
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+async def test_a_written_call_after_a_refused_one_has_an_id_of_its_own(protocol):
+    environment = Environment(EnvironmentSection(protocol=protocol, max_calls=1), tools=[build_search()])
+    transcript = environment.begin("q")
+    for query in "abc":
+        written = environment.write_call(transcript, tool="search", thought="I look.", text=query)
+        transcript = await environment.execute(written)
+    assert transcript.refused_calls == 2
+    assert len({each.call_id for each in transcript.segments if each.kind == "call"}) == 3
+
+
 async def test_a_tool_has_a_limit_of_its_own():
     agent = ScriptedModel(SEARCH, SEARCH, ANSWER)
     transcript = await Environment(tools=[build_search(max_calls=1)]).run("Where?", agent.model)

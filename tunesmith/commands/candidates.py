@@ -41,7 +41,7 @@ from tunesmith.rollout.service import BoundModel, ExternalModel, ModelProvider
 from tunesmith.rollout.statistics import describe_failures
 from tunesmith.runs.policy import BuildModel, LoadedModel, check_policy, load_auxiliary, load_policy
 from tunesmith.tasks.load import load_tasks
-from tunesmith.types import Engine, Group, Sampling, Task, Trajectory, Turn
+from tunesmith.types import Engine, Sampling, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +166,12 @@ def count_failures(trajectories: Sequence[Trajectory]) -> int:
 
 def list_run_causes(trajectories: Sequence[Trajectory]) -> list[str]:
     """The most frequent causes of failures, one line each."""
-    return list_causes(to_groups(trajectories))
+    return list_causes(each.failure for each in trajectories)
 
 
 def find_problem(trajectories: Sequence[Trajectory], limits: RunLimits) -> str | None:
     """What is wrong if more runs failed than the limits allow; None if not."""
-    return describe_failures(to_groups(trajectories), limits.max_failure_rate)
-
-
-def to_groups(trajectories: Sequence[Trajectory]) -> list[Group]:
-    return [Group(task=each.task, trajectories=(each,)) for each in trajectories]
+    return describe_failures([each.failure for each in trajectories], limits.max_failure_rate)
 
 
 FIELDS = (("input_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens"))

@@ -219,23 +219,18 @@ def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
 
 def translate_training_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
     """One set, or several by name, replacing those of the file; several sets must agree on the length of the run."""
-    if isinstance(datasets, DatasetConfig):
-        lengths = datasets.model_dump(include=datasets.model_fields_set & LENGTHS)
-        return {"train_dataset": translate_dataset(datasets), "train_datasets": {}, **resolve_lengths(lengths)}
-    lengths = {}
-    for key in sorted(LENGTHS):
-        values = {getattr(dataset, key) for dataset in datasets.values() if key in dataset.model_fields_set}
+    given = [datasets] if isinstance(datasets, DatasetConfig) else list(datasets.values())
+    lengths: dict[str, Any] = {}
+    for key in sorted(LENGTHS):  # epochs first: they reset the steps of the file
+        values = {getattr(each, key) for each in given if key in each.model_fields_set}
         if len(values) > 1:
             raise ConfigError(f"the training sets have different {key}: {sorted(map(str, values))}; set it once")
         if values:
-            lengths[key] = values.pop()
+            lengths |= {"total_steps": None, key: values.pop()}
+    if isinstance(datasets, DatasetConfig):
+        return {"train_dataset": translate_dataset(datasets), "train_datasets": {}} | lengths
     named = {name: translate_dataset(dataset) for name, dataset in datasets.items()}
-    return {"train_dataset": None, "train_datasets": named, **resolve_lengths(lengths)}
-
-
-def resolve_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
-    """If the caller sets `total_epochs`, `total_steps` of the file is reset."""
-    return {"total_steps": None, **given} if "total_epochs" in given else dict(given)
+    return {"train_dataset": None, "train_datasets": named} | lengths
 
 
 def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] | None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import openai
-from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
 from tunesmith.config.environment import EnvironmentSection
@@ -101,8 +100,8 @@ class Environment:
 
     def write_call(self, transcript: Transcript, *, tool: str, thought: str, text: str) -> Transcript:
         """The transcript with a call that an expert or a script makes, not run yet (`execute` runs it)."""
-        call = self.protocol.write_call(thought, self.tools[tool], text, number=len(transcript.calls))
-        return transcript.append(*call)
+        number = len(transcript.calls) + transcript.refused_calls
+        return transcript.append(*self.protocol.write_call(thought, self.tools[tool], text, number=number))
 
     def write_result(self, transcript: Transcript, text: str) -> Transcript:
         """The transcript with a given result of its open call; the call is not run."""
@@ -140,22 +139,6 @@ class Environment:
         remaining = None if max_tokens is None else max_tokens - transcript.reasoning_tokens
         if remaining is not None and remaining < 1:
             return replace(transcript, finish="length")
-        completion = await self._sample(transcript, model, stop, fields, remaining)
-        if completion is None:
-            return replace(transcript, finish="length")
-        reply = self.protocol.read(completion, transcript, stop=stop)
-        transcript = transcript.append(*reply.segments)
-        return replace(transcript, finish=None if transcript.open_calls else find_finish(reply))
-
-    async def _sample(
-        self,
-        transcript: Transcript,
-        model: Any,
-        stop: Sequence[str],
-        fields: Mapping[str, Any],
-        remaining: int | None,
-    ) -> ChatCompletion | None:
-        """The next completion; None if the prompt fills the context."""
         request = self.protocol.build_request(transcript, system=self.system_prompt, stop=stop)
         extra = {**fields.get("extra_body", {}), **request.pop("extra_body", {})}
         request = {**fields, **request} | ({"extra_body": extra} if extra else {})
@@ -165,11 +148,14 @@ class Environment:
         messages = request.pop("messages")
         tools = request.pop("tools", ())
         try:
-            return await create_chat_completion(model, messages, tools=tools, **request)
+            completion = await create_chat_completion(model, messages, tools=tools, **request)
         except openai.BadRequestError as error:
             if not is_context_full(error):
                 raise
-            return None
+            return replace(transcript, finish="length")
+        reply = self.protocol.read(completion, transcript, stop=stop)
+        transcript = transcript.append(*reply.segments)
+        return replace(transcript, finish=None if transcript.open_calls else find_finish(reply))
 
 
 def is_context_full(error: openai.BadRequestError) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.types import Engine
@@ -27,6 +28,8 @@ class Actors:
     agent: Agent
     max_concurrency: int
     """Rollouts that run at a time."""
+    branching: Branching | None = None
+    """How the groups whose requests say so branch."""
     http_port: int | None = None
     """Port of the policy's HTTP server while workflows run; auxiliary models use free ports. None: in process only."""
     max_body_bytes: int = 8 * 2**20

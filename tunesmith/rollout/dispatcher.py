@@ -45,7 +45,7 @@ from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.statistics import check_failures, compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.workers.local import LocalWorker
-from tunesmith.rollout.workers.worker import Worker, merge_statistics
+from tunesmith.rollout.workers.worker import Worker, sum_counters
 from tunesmith.tasks.selector import TaskFeed
 from tunesmith.types import Group, RunAdvantage, Sampling
 
@@ -218,12 +218,16 @@ class Dispatcher:
         last call."""
         counted = [await worker.take_statistics() for worker in self._workers]
         metrics = compute_rollout_metrics(groups)
-        metrics |= merge_statistics([each.engine for each in counted])
-        metrics |= merge_statistics([each.recorder for each in counted])
+        for name, total in sum_counters(counted).items():
+            metrics[name] = total / len(counted) if name.startswith("perf/") else total  # times as means
         if self._plan.baseline_sampling is not None:
             metrics |= compute_baseline_metrics(groups)
         if self._plan.branching is not None:
-            metrics |= self._plan.branching.stats.compute()
+            stats = self._plan.branching.stats
+            for each in counted:
+                if each.branching is not None:
+                    stats.add(each.branching)
+            metrics |= stats.compute()
         if self._send_weights is not None:
             weights_s, self._weights_s = self._weights_s, 0.0
             metrics |= {"cluster/num_sampling_ranks": float(len(self._workers)), "perf/weights_s": weights_s}

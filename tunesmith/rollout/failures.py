@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from tunesmith.errors import shorten
-from tunesmith.types import Failure, Group, JudgeOutput, Task, WorkflowOutput
+from tunesmith.types import Failure, JudgeOutput, Task, WorkflowOutput
 
 PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 NOT_AWAITED = "; a call that returns a coroutine was not awaited: write `await` before it"
@@ -64,15 +64,15 @@ def format_traceback(error: BaseException) -> str:
     return text if len(text) <= MAX_TRACEBACK_CHARS else f"...{text[-MAX_TRACEBACK_CHARS:]}"
 
 
-def list_causes(groups: Sequence[Group]) -> list[str]:
-    """One line per kind of failure, most frequent first: its count, and the message and line of the first one."""
+def list_causes(failures: Iterable[Failure | None]) -> list[str]:
+    """One line per kind of failure, most frequent first: its count, and the message and line of the first one. None is
+    a rollout without one."""
     kinds: dict[tuple[str, ...], list[Failure]] = {}
-    for group in groups:
-        for trajectory in group.trajectories:
-            if trajectory.failure is not None:
-                kinds.setdefault(_find_kind(trajectory.failure), []).append(trajectory.failure)
+    for failure in failures:
+        if failure is not None:
+            kinds.setdefault(_find_kind(failure), []).append(failure)
     ordered = sorted(kinds.values(), key=len, reverse=True)
-    lines = [f"{len(failures)} x {describe_failure(failures[0])}" for failures in ordered[:NUM_SHOWN_CAUSES]]
+    lines = [f"{len(alike)} x {describe_failure(alike[0])}" for alike in ordered[:NUM_SHOWN_CAUSES]]
     if len(ordered) > len(lines):
         lines.append(f"and {len(ordered) - len(lines)} more causes")
     return lines

@@ -160,12 +160,10 @@ class ModelService:
         return self.recorder.close_session(bound.session.key)
 
     @contextlib.asynccontextmanager
-    async def serve(
-        self, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int | None = None
-    ) -> AsyncIterator[str]:
+    async def serve(self, *, port: int = 0, max_body_bytes: int | None = None) -> AsyncIterator[str]:
         """Also serve the endpoint over HTTP; models opened meanwhile have its URL as `base_url`."""
         app = EndpointApp(self.endpoint, max_body_bytes=max_body_bytes)
-        async with serve_app(app, has_key=True, host=host, port=port) as url:
+        async with serve_app(app, has_key=True, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"
             self.is_served = True
             try:

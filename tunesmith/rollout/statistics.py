@@ -9,7 +9,7 @@ from typing import get_args
 
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import list_causes
-from tunesmith.types import TRUNCATED, FailureWhere, Group, StopReason, Trajectory
+from tunesmith.types import TRUNCATED, Failure, FailureWhere, Group, StopReason, Trajectory
 
 
 def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -23,19 +23,20 @@ def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
     """Raise a RolloutError with the most frequent causes if the failure rate exceeds `max_failure_rate`."""
-    if (problem := describe_failures(groups, max_failure_rate)) is not None:
+    failures = [trajectory.failure for group in groups for trajectory in group.trajectories]
+    if (problem := describe_failures(failures, max_failure_rate)) is not None:
         raise RolloutError(problem)
 
 
-def describe_failures(groups: Sequence[Group], max_failure_rate: float) -> str | None:
-    """What is wrong if the failure rate exceeds `max_failure_rate`, with the most frequent causes; None if not."""
-    failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
-    num_trajectories = sum(len(group.trajectories) for group in groups)
-    if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
+def describe_failures(failures: Sequence[Failure | None], max_failure_rate: float) -> str | None:
+    """What is wrong if the failure rate of rollouts exceeds `max_failure_rate`, with the most frequent causes; None if
+    not. `failures`: of each rollout, None for one that did not fail."""
+    num_failed = len(failures) - failures.count(None)
+    if not failures or num_failed / len(failures) <= max_failure_rate:
         return None
     return (
-        f"{len(failures)} of {num_trajectories} rollouts failed, more than max_failure_rate={max_failure_rate:g} "
-        f"allows:\n  " + "\n  ".join(list_causes(groups))
+        f"{num_failed} of {len(failures)} rollouts failed, more than max_failure_rate={max_failure_rate:g} allows:\n  "
+        + "\n  ".join(list_causes(failures))
     )
 
 

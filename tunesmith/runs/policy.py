@@ -293,16 +293,6 @@ def load_auxiliary(
     return LoadedModel(provider=ExternalModel(build_model(endpoint, options)))
 
 
-def load_auxiliaries(config: RunConfig, *, build_model: BuildModel) -> tuple[dict[str, ModelProvider], list[Engine]]:
-    """The auxiliary models of a run by name, and the engines of those in this process."""
-    loaded = {
-        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
-        for name, section in config.auxiliary_models.items()
-    }
-    engines = [each.engine for each in loaded.values() if each.engine is not None]
-    return {name: each.provider for name, each in loaded.items()}, engines
-
-
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
     return ModelSection(**section.model_dump(exclude={"base_url", "api_key_env"}))
 
@@ -347,7 +337,12 @@ def build_actors(
     has_auxiliaries: bool = True,
 ) -> Actors:
     """The actors of a run whose workflows call this model; its auxiliary models are loaded."""
-    sources, engines = load_auxiliaries(config, build_model=build_model) if has_auxiliaries else ({}, [])
+    auxiliaries = {
+        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
+        for name, section in config.auxiliary_models.items()
+        if has_auxiliaries
+    }
+    sources = {name: each.provider for name, each in auxiliaries.items()}
     model, service = loaded.provider, loaded.provider if isinstance(loaded.provider, ModelService) else None
     bound = workflow.keywords.get(ENVIRONMENT) if isinstance(workflow, partial) else None
     if getattr(bound, "num_players", 1) > 1:
@@ -357,7 +352,7 @@ def build_actors(
         model=model,
         service=service,
         auxiliary_models=sources,
-        auxiliary_engines=engines,
+        auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
         agent=Agent(
             workflow=workflow,
             judge=judge,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from tunesmith.types import Group, Task
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
+T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=1)]
 NUM_BINS = 10
 """Bins of the histograms of selections."""
@@ -264,7 +265,7 @@ class Mixture:
         seed: int,
     ) -> None:
         self._names = list(selectors)
-        self._selectors = dict(selectors)
+        self._selectors = list(selectors.values())
         self._sizes = np.asarray([sizes[name] for name in self._names])
         self._first = np.concatenate([[0], np.cumsum(self._sizes)]).tolist()
         self._shares = None
@@ -286,7 +287,7 @@ class Mixture:
         sets = [self._draw_set() for _ in range(batch_size)]
         self._last_sets = set(sets)
         drawn = {
-            number: iter(select_indices(self._selector(number), count, num_tasks=int(self._sizes[number])))
+            number: iter(select_indices(self._selectors[number], count, num_tasks=int(self._sizes[number])))
             for number, count in Counter(sets).items()
         }
         return [self._first[number] + next(drawn[number]) for number in sets]
@@ -309,27 +310,26 @@ class Mixture:
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
         """Pass each selector the feedback on its own tasks; its metrics get the set's name as a suffix."""
         metrics: dict[str, float] = {}
-        rated = list(zip(indices, pass_rates, strict=True))
-        for number, name in enumerate(self._names):
-            start, end = self._first[number], self._first[number + 1]
-            own = [(index - start, rate) for index, rate in rated if start <= index < end]
-            set_metrics = self._selector(number).feedback([index for index, _ in own], [rate for _, rate in own])
-            metrics |= {f"{key}/{name}": value for key, value in (set_metrics or {}).items()}
+        for number, selector in enumerate(self._selectors):
+            set_metrics = selector.feedback(*self._choose_own(number, indices, pass_rates))
+            metrics |= {f"{key}/{self._names[number]}": value for key, value in (set_metrics or {}).items()}
         return metrics
 
     def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
         """Pass the rollouts of each set's tasks to its selector, if it learns from rollouts."""
-        for number in range(len(self._names)):
-            selector = self._selector(number)
-            if not isinstance(selector, ObservingSelector):
-                continue
-            start, end = self._first[number], self._first[number + 1]
-            own = [(index - start, group) for index, group in zip(indices, groups, strict=True) if start <= index < end]
-            selector.observe([index for index, _ in own], [group for _, group in own])
+        for number, selector in enumerate(self._selectors):
+            if isinstance(selector, ObservingSelector):
+                selector.observe(*self._choose_own(number, indices, groups))
+
+    def _choose_own(self, number: int, indices: Sequence[int], values: Sequence[T]) -> tuple[list[int], list[T]]:
+        """The indices in a set, counted from its first task, and their values."""
+        start, end = self._first[number], self._first[number + 1]
+        own = [(index - start, value) for index, value in zip(indices, values, strict=True) if start <= index < end]
+        return [index for index, _ in own], [value for _, value in own]
 
     def explain(self) -> Selection:
         """The merged explanations of the selectors that took part in the last `select` and can explain it."""
-        selectors = [(number, self._selector(number)) for number in sorted(self._last_sets)]
+        selectors = [(number, self._selectors[number]) for number in sorted(self._last_sets)]
         parts = [(number, each.explain()) for number, each in selectors if isinstance(each, ExplainingSelector)]
         choices = [
             replace(choice, index=self._first[number] + choice.index)
@@ -345,13 +345,10 @@ class Mixture:
     def state_dict(self) -> dict[str, Any]:
         return {
             "num_drawn_of": self._num_drawn_of.tolist(),
-            "selectors": {name: selector.state_dict() for name, selector in self._selectors.items()},
+            "selectors": {name: each.state_dict() for name, each in zip(self._names, self._selectors, strict=True)},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._num_drawn_of[:] = state["num_drawn_of"]
-        for name, selector in self._selectors.items():
+        for name, selector in zip(self._names, self._selectors, strict=True):
             selector.load_state_dict(state["selectors"][name])
-
-    def _selector(self, number: int) -> Selector:
-        return self._selectors[self._names[number]]

@@ -8,6 +8,7 @@ from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import BranchingSection
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.runner import Agent
@@ -73,11 +74,8 @@ async def run_branched(
     """`part`: of the groups that are started together, those that run here."""
     requests = build_requests(tasks, size=group_size, seed=seed, step=1)
     requests = [replace(each, has_branches=branching is not None) for each in requests]
-    runner = GroupRunner(
-        agent=Agent(workflow=workflow, timeout_s=TIMEOUT_S),
-        model=service or build_service(),
-        max_concurrency=max_concurrency,
-        branching=branching,
-    )
-    async with runner:
+    agent = Agent(workflow=workflow, timeout_s=TIMEOUT_S)
+    model = service or build_service()
+    actors = Actors(engine=None, model=model, agent=agent, max_concurrency=max_concurrency, branching=branching)
+    async with GroupRunner(actors) as runner:
         return await runner.run_all(requests[part])

@@ -18,6 +18,7 @@ from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
 from tunesmith.rollout import watchdog
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.progress import RolloutProgress
@@ -47,7 +48,8 @@ async def work(task, model):
 async def collect(service, *, workflow=work, max_concurrency=100, progress=None, sampling=None):
     agent = Agent(workflow=workflow, timeout_s=60)
     requests = build_requests(TASKS, size=3, seed=7, step=1, sampling=sampling)
-    async with GroupRunner(agent=agent, model=service, max_concurrency=max_concurrency, progress=progress) as runner:
+    actors = Actors(engine=None, model=service, agent=agent, max_concurrency=max_concurrency)
+    async with GroupRunner(actors, progress=progress) as runner:
         return await runner.run_all(requests)
 
 
@@ -163,7 +165,7 @@ def test_causes_are_grouped_by_kind_with_the_first_message():
     line = "agent.py:3 in solve"
     failed = [make_trajectory(message=f"ValueError: no {i}\n more", line=line) for i in range(3)]
     failed += [make_trajectory(message="TypeError: x", line=line), make_trajectory(where="judge", message="boom")]
-    assert list_causes([Group(task=TASKS[0], trajectories=tuple(failed))]) == [
+    assert list_causes(run.failure for run in failed) == [
         "3 x workflow: ValueError: no 0 more (agent.py:3 in solve)",
         "1 x workflow: TypeError: x (agent.py:3 in solve)",
         "1 x judge: boom",
@@ -192,7 +194,8 @@ async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog, monk
     agent = Agent(workflow=workflow, timeout_s=0.2, cancel_grace_s=0.05)
     with pytest.raises(RolloutError, match=r"3 rollouts blocked the event loop past rollout.timeout_s=0.2.*block_here"):
         requests = build_requests(TASKS[:1], size=8, seed=7, step=1)
-        async with GroupRunner(agent=agent, model=build_service(), max_concurrency=8) as runner:
+        actors = Actors(engine=None, model=build_service(), agent=agent, max_concurrency=8)
+        async with GroupRunner(actors) as runner:
             await runner.run_all(requests)
     warnings = [record.getMessage().splitlines()[0] for record in caplog.records]
     assert any("test_group_runner.py" in each for each in warnings), warnings

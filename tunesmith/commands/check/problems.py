@@ -17,10 +17,9 @@ from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.doctor.record import CheckFinding, Evidence, name_findings
 from tunesmith.config import RolloutSection
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
+from tunesmith.rollout.openai_server.completion import PendingChatCompletion, PendingTextCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import ApiError
-from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recording.recorder import ObservedConversation, Recorder, Session, SessionCall
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.service import ModelProvider, ModelService, RecordedCalls
@@ -65,14 +64,10 @@ class BlockingLog(EventLoopWatchdog):
         self.steps: list[Blocked] = []
 
     def record_step(self, run: BlockedTime, seconds: float) -> None:
-        step = BlockedTime()
-        super().record_step(step, seconds)
-        if step.blocked_s:
-            run.blocked_s += seconds
-            run.ended_at = step.ended_at
-            if seconds > run.longest_s:
-                run.longest_s, run.line = seconds, step.line
-            self.steps.append(Blocked(seconds=seconds, line=step.line))
+        before, line = run.blocked_s, self._blocking_line
+        super().record_step(run, seconds)
+        if run.blocked_s > before:
+            self.steps.append(Blocked(seconds=seconds, line=line))
 
 
 async def observe_rollout(
@@ -106,13 +101,12 @@ async def observe_rollout(
     policy.engine.pause()
     session = sessions[-1]
     assert isinstance(session, Session)
-    is_late = [error.status == 401 for error in endpoint.refused]
     return Observation(
         trajectory=trajectory,
         calls=tuple(sorted(endpoint.calls, key=lambda call: call.index)),
         conversations=session.list_conversations(),
-        refused=tuple(error for error, late in zip(endpoint.refused, is_late, strict=True) if not late),
-        late=tuple(error for error, late in zip(endpoint.refused, is_late, strict=True) if late),
+        refused=tuple(error for error in endpoint.refused if error.status != 401),
+        late=tuple(error for error in endpoint.refused if error.status == 401),
         blocked=tuple(watchdog.steps),
     )
 

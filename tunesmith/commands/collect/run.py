@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tunesmith.rollout.actors import Actors
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import (
     BuildModel,
+    Policy,
     build_actors,
     check_auxiliary,
     check_policy,
@@ -89,7 +89,7 @@ def collect(
     inputs = {"settings": settings, "rows": compute_digest(describe_rows(rows))}
     with open_part(out, inputs) as journal:
         num_done = sum(len(batch["rows"]) for batch in journal.rows)
-        model, actors, close = load_models(config, workflow=workflow, judge=judge, build_model=build_model)
+        model, actors, policy = load_models(config, workflow=workflow, judge=judge, build_model=build_model)
 
         def record(start: int, groups: Sequence[Group]) -> None:
             dropped: Counter[str] = Counter()
@@ -97,13 +97,12 @@ def collect(
             journal.append({"rows": kept, "dropped": dropped})
 
         async def run() -> None:
-            async with AsyncExitStack() as serving:
-                await serving.enter_async_context(model.serve(config.rollout.http_port))
+            async with model.serve(config.rollout.http_port):
                 await run_batches(config, actors, tasks, config.num_runs, num_done, record)
 
         run_lockstep(run(), config.rollout)
-        if close is not None:
-            close()
+        if policy is not None:
+            policy.close()
         batches = load_json_lines(journal.path)
         by_task = [kept for batch in batches for kept in batch["rows"]]
         num_rows = write_rows(out, (row for kept in by_task for row in kept))
@@ -119,19 +118,18 @@ def collect(
 
 def load_models(
     config: CollectConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
-) -> tuple[RecordingModel, Actors, Callable[[], None] | None]:
-    """The model that workflows call, what runs them, and what frees the run's own model."""
+) -> tuple[RecordingModel, Actors, Policy | None]:
+    """The model that workflows call, what runs them, and the run's own model unless a teacher takes its place."""
     functions: dict[str, Any] = {"workflow": workflow, "judge": judge, "build_model": build_model}
-    close: Callable[[], None] | None = None
+    policy = None
     if config.teacher is None:
         policy, actors = load_actors(config, **functions, has_trainer=False)
-        close = policy.close
     else:
         set_num_threads(config.num_cpu_threads)
         teacher = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=build_model)
         actors = build_actors(config, teacher, **functions)
     model = RecordingModel(actors.model, build_model=build_model)
-    return model, replace(actors, model=model, service=None), close  # the recording model has a server of its own
+    return model, replace(actors, model=model, service=None), policy  # the recording model has a server of its own
 
 
 def keep_rollouts(

@@ -18,7 +18,7 @@ from tunesmith.commands.doctor.record import (
 )
 from tunesmith.rollout.failures import list_causes
 from tunesmith.runs.record import RunState
-from tunesmith.types import TRUNCATED, Failure, FailureWhere, Group, Task, Trajectory
+from tunesmith.types import TRUNCATED, Failure, FailureWhere
 
 MAX_FAILURE_SHARE = 0.05
 """Servers and tools time out now and then; one rollout of twenty is more than that."""
@@ -60,12 +60,12 @@ def find_failures(run: RlRun) -> Outcome:
     on_disk = run.rollouts.list_steps()
     stopped_at = int(run.error["step"]) if run.error is not None and run.error["error"] == "RolloutError" else None
     if stopped_at is not None and stopped_at in on_disk:  # this step has no metrics
-        causes = list_causes_by_boundary(run, [stopped_at])
+        causes = load_failures(run, [stopped_at])
         total: float | None = run.rollouts.read_table(stopped_at, ("run_index",)).num_rows
         counts = {where: float(len(causes.get(where, ()))) for where in get_args(FailureWhere)}
         steps: tuple[int, int] | None = (stopped_at, stopped_at)
     else:
-        causes = list_causes_by_boundary(run, on_disk[-NUM_READ_STEPS:])
+        causes = load_failures(run, on_disk[-NUM_READ_STEPS:])
         total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
         counts = {where: run.sum_recent(f"rollout/num_failed_{where}") or 0.0 for where in get_args(FailureWhere)}
         steps = None if recent is None else recent.span
@@ -96,18 +96,15 @@ def find_failures(run: RlRun) -> Outcome:
     )
 
 
-def list_causes_by_boundary(run: RlRun, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
-    """Failed rollouts of steps on disk, each as a group of its own."""
-    found: dict[FailureWhere, list[Group]] = {}
-    columns = ("task_id", "task_index", "run_index", "failure_where", "failure_message", "failure_line")
+def load_failures(run: RlRun, steps: Sequence[int]) -> dict[FailureWhere, list[Failure]]:
+    """Failures of rollouts of steps on disk, by boundary."""
+    found: dict[FailureWhere, list[Failure]] = {}
     for step in steps:
-        for row in run.rollouts.read_table(step, columns).to_pylist():
-            if row["failure_where"] is None:
-                continue
-            failure = Failure(where=row["failure_where"], message=row["failure_message"], line=row.get("failure_line"))
-            task = Task(task_id=row["task_id"], index=row["task_index"], row={})
-            run_of_task = Trajectory(task=task, run_index=row["run_index"], turns=(), reward=None, failure=failure)
-            found.setdefault(failure.where, []).append(Group(task=task, trajectories=(run_of_task,)))
+        table = run.rollouts.read_table(step, ("failure_where", "failure_message", "failure_line"))
+        for row in table.to_pylist():
+            if (where := row["failure_where"]) is not None:
+                failure = Failure(where=where, message=row["failure_message"], line=row.get("failure_line"))
+                found.setdefault(where, []).append(failure)
     return found
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.eval.comparison import (
     Comparison,
     EvalResult,
@@ -168,8 +167,10 @@ def evaluate_model(
             progress.show_done(number, f"{label} on {name}: already evaluated")
             continue
         progress.show_status(f"{label} on {name}: loading")
-        loaded = loaded or load(config)
-        found, seconds = scores[name] = evaluate_set(config, *loaded, name, tasks, progress)
+        policy, actors = loaded = loaded or load(config)
+        groups, seconds = evaluate_set(config, actors, name, tasks, progress)
+        found = score_groups(groups, policy.service.recorder.renderer)
+        scores[name] = found, seconds
         if partial_file is not None:
             save_json(partial_file, {"seconds": seconds, "tasks": scores_to_json(found)})
         progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(seconds)}")
@@ -179,9 +180,9 @@ def evaluate_model(
 
 
 def evaluate_set(
-    config: RunConfig, policy: Policy, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
-) -> tuple[list[TaskScores], float]:
-    """Run the agent on one task set and score the rollouts; also the seconds of the rollouts."""
+    config: RunConfig, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
+) -> tuple[list[Group], float]:
+    """Run the agent on one task set; also the seconds of the rollouts."""
     started = time.perf_counter()
 
     async def run() -> list[Group]:
@@ -192,12 +193,7 @@ def evaluate_set(
             )
 
     groups = run_lockstep(run(), config.rollout)
-    seconds = time.perf_counter() - started
-    section = config.model
-    renderer = Renderer(
-        policy.tokenizer, tool_call_parser=section.tool_call_parser, reasoning_parser=section.reasoning_parser
-    )
-    return score_groups(groups, renderer), seconds
+    return groups, time.perf_counter() - started
 
 
 def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:

@@ -37,6 +37,7 @@ from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
 from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
+from tunesmith.config.prepare import PassRateSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
@@ -93,15 +94,18 @@ def drop_long_rows(
 
 
 def add_pass_rates(
-    candidates: Sequence[RowCandidate], settings: PrepareSection, *, work: Path, dropped: DroppedRows
+    candidates: Sequence[RowCandidate],
+    section: PassRateSection,
+    settings: PrepareSection,
+    *,
+    work: Path,
+    dropped: DroppedRows,
 ) -> tuple[list[RowCandidate], dict[str, Any]]:
     """Add a pass-rate column per model; candidates without a scored rollout are dropped."""
-    section = settings.pass_rate
-    assert section is not None
     report: dict[str, Any] = {"num_samples": section.num_samples}
     kept = list(candidates)
     for name in section.models:
-        rates = measure_model(kept, name, settings, work=work)
+        rates = measure_model(kept, name, section, settings, work=work)
         for candidate, rate in zip(kept, rates, strict=True):
             if rate is None:
                 dropped.add("no_scored_run", candidate.index, f"no rollout of {name} was scored")
@@ -117,11 +121,9 @@ def add_pass_rates(
 
 
 def measure_model(
-    candidates: Sequence[RowCandidate], name: str, settings: PrepareSection, *, work: Path
+    candidates: Sequence[RowCandidate], name: str, section: PassRateSection, settings: PrepareSection, *, work: Path
 ) -> list[float | None]:
     """Pass rate of each candidate with the calculator agent; resumes a killed measurement from the work folder."""
-    section = settings.pass_rate
-    assert section is not None
     rows = [
         {"place": index, "question": candidate.question, "answer": candidate.solution.answer}
         for index, candidate in enumerate(candidates)
@@ -133,8 +135,17 @@ def measure_model(
     questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
     if not out.is_file():
         write_rows(questions, rows)
+        config = RunConfig(
+            seed=settings.seed,
+            num_cpu_threads=settings.num_cpu_threads,
+            model=model,
+            train_dataset=DatasetSection(path=str(questions)),
+            algorithm=AlgorithmSection(batch_size=section.batch_size),
+            engine=section.engine,
+            rollout=section.rollout,
+        )
         measure_pass_rates(
-            build_run_config(questions, name, settings),
+            config,
             workflow=calculator_agent,
             judge=numeric_judge,
             build_model=build_openai_chat_model,
@@ -144,21 +155,6 @@ def measure_model(
         )
     rates = {row["place"]: float(row[name + PASS_RATE_SUFFIX]) for row in load_json_lines(out)}
     return [rates.get(index) for index in range(len(candidates))]
-
-
-def build_run_config(questions: Path, name: str, settings: PrepareSection) -> RunConfig:
-    """Run configuration for measuring pass rates of the model `name`."""
-    section = settings.pass_rate
-    assert section is not None
-    return RunConfig(
-        seed=settings.seed,
-        num_cpu_threads=settings.num_cpu_threads,
-        model=section.models[name],
-        train_dataset=DatasetSection(path=str(questions)),
-        algorithm=AlgorithmSection(batch_size=section.batch_size),
-        engine=section.engine,
-        rollout=section.rollout,
-    )
 
 
 TRAIN, EVALUATION, REPORT, PARAPHRASES = "train.jsonl", "eval.jsonl", "report.json", "paraphrases.jsonl"
@@ -279,7 +275,9 @@ def prepare_folder(
     if reader is not None and settings.tokens is not None:
         candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, dropped)
     if settings.pass_rate is not None and candidates:
-        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, dropped=dropped)
+        candidates, report["pass_rate"] = add_pass_rates(
+            candidates, settings.pass_rate, settings, work=work, dropped=dropped
+        )
     if not candidates:
         raise DataError(f"no row of {settings.data.path!r} remains; dropped: {dropped.counts}")
     train = [candidate.build_row(settings.style) for candidate in candidates]

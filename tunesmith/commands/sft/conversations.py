@@ -34,6 +34,8 @@ from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
 class ConversationReader:
     """Converts rows of conversations to samples for one tokenizer."""
 
+    task_name = "demonstrations"
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -45,10 +47,11 @@ class ConversationReader:
         self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template = ChatTemplate(tokenizer, split_special_tokens=split_special_tokens)
-        if self._template.end_of_turn is None:
+        if (end_of_turn := self._template.end_of_turn) is None:
             raise DataError(
                 "the chat template writes no special token after a reply, so the model cannot learn to end it"
             )
+        self._end_of_turn: str = end_of_turn
 
     def read(
         self, rows: Sequence[Mapping[str, Any]], *, max_model_len: int, drops_long_rows: bool = False
@@ -57,38 +60,38 @@ class ConversationReader:
 
         Raises DataError for malformed rows, rows without a reply, and rows that are too long unless they are dropped.
         """
-        groups = []
+        groups, advantages = [], []
         for index, row in enumerate(rows):
             where = f"row {index}"
-            task = Task(task_id=f"demonstrations/{index}", index=index, row=row)
-            has_text = row.get("messages") is None and row.get("text") is not None
-            turns = (self.build_text(row["text"], where=where),) if has_text else self.build_turns(row, where=where)
-            runs = (Trajectory(task=task, run_index=0, turns=turns, reward=1.0),)
-            if self.fits_context(runs, where=where, max_model_len=max_model_len, drops_long_rows=drops_long_rows):
-                groups.append(Group(task=task, trajectories=runs))
-        samples, _ = build_samples(groups, [[1.0]] * len(groups))
-        return samples
-
-    @staticmethod
-    def fits_context(runs: Sequence[Trajectory], *, where: str, max_model_len: int, drops_long_rows: bool) -> bool:
-        """Whether a row's runs fit the context; raises if they do not, unless long rows are dropped."""
-        num_tokens = max(len(turn.prompt_ids) + len(turn.sampled_ids) for run in runs for turn in run.turns)
-        if num_tokens > max_model_len and not drops_long_rows:
-            raise DataError(
-                f"{where} has {num_tokens} tokens, more than model.max_model_len={max_model_len}: raise it, "
-                "or drop long rows with long_rows=drop"
+            task = Task(task_id=f"{self.task_name}/{index}", index=index, row=row)
+            runs = tuple(
+                Trajectory(task=task, run_index=run_index, turns=turns, reward=advantage)
+                for run_index, (turns, advantage) in enumerate(self.build_runs(row, where=where))
             )
-        return num_tokens <= max_model_len
+            num_tokens = max(len(turn.prompt_ids) + len(turn.sampled_ids) for run in runs for turn in run.turns)
+            if num_tokens > max_model_len and not drops_long_rows:
+                raise DataError(
+                    f"{where} has {num_tokens} tokens, more than model.max_model_len={max_model_len}: raise it, "
+                    "or drop long rows with long_rows=drop"
+                )
+            if num_tokens <= max_model_len:
+                groups.append(Group(task=task, trajectories=runs))
+                advantages.append([run.reward for run in runs])
+        return build_samples(groups, advantages)[0]
+
+    def build_runs(self, row: Mapping[str, Any], *, where: str) -> list[tuple[tuple[Turn, ...], float]]:
+        """The turns of each conversation of a row, with the advantage of its tokens."""
+        has_text = row.get("messages") is None and row.get("text") is not None
+        return [((self.build_text(row["text"], where=where),) if has_text else self.build_turns(row, where=where), 1.0)]
 
     def build_text(self, text: Any, *, where: str) -> Turn:
         """A text as one turn; every token is trained but the first, which has no prediction."""
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: text must be a non-empty string, got {text!r:.80}")
-        tokenizer, end_of_turn = self._tokenizer, self._template.end_of_turn
-        assert end_of_turn is not None
+        tokenizer = self._tokenizer
         has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         ids = tokenizer.encode(text, add_special_tokens=not has_start, split_special_tokens=False)
-        has_end = text.rstrip().endswith((tokenizer.eos_token, end_of_turn))
+        has_end = text.rstrip().endswith((tokenizer.eos_token, self._end_of_turn))
         if not has_end and ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
         return _build_turn(tuple(ids[:1]), tuple(ids[1:]), is_trained=True)
@@ -124,12 +127,10 @@ class ConversationReader:
 
     def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[MessagePart]) -> list[Turn]:
         """One turn per part; its prompt is everything before it. The end of turn belongs to the last part."""
-        end_of_turn = self._template.end_of_turn
-        assert end_of_turn is not None
         turns: list[Turn] = []
         for number, part in enumerate(parts, start=1):
             ids = self._renderer.encode_content(part.text)
-            ids += self._renderer.encode(end_of_turn) if number == len(parts) else ()
+            ids += self._renderer.encode(self._end_of_turn) if number == len(parts) else ()
             turns.append(_build_turn(prompt_ids, ids, is_trained=part.is_trained))
             prompt_ids += ids
         return turns
@@ -156,14 +157,12 @@ class ConversationReader:
         variables = self._variables
         before = self._template.render(messages[:-1], tools=tools, variables=variables)
         whole = self._template.render(messages, tools=tools, variables=variables, has_generation_prompt=False)
-        end_of_turn = self._template.end_of_turn
-        assert end_of_turn is not None
-        if not whole.startswith(before) or end_of_turn not in whole[len(before) :]:
+        if not whole.startswith(before) or self._end_of_turn not in whole[len(before) :]:
             raise DataError(
                 f"{where}: the chat template does not render a reply as a continuation of its generation prompt; "
                 "set model.chat_template to one that does"
             )
-        reply = whole[len(before) :].rpartition(end_of_turn)[0] + end_of_turn
+        reply = whole[len(before) :].rpartition(self._end_of_turn)[0] + self._end_of_turn
         return self._renderer.encode(reply)
 
 
@@ -218,47 +217,20 @@ LABELS: Mapping[Any, float] = {True: 1.0, False: -1.0}
 PROMPT_KEYS = ("prompt", "messages")
 
 
-class PreferenceReader:
+class PreferenceReader(ConversationReader):
     """Converts rows to groups of samples: a chosen and a rejected one, or one labeled completion."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        kind: Literal["pairs", "labels"],
-        enable_thinking: bool | None = None,
-        split_special_tokens: bool = True,
-    ) -> None:
-        self._reader = ConversationReader(
-            tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens
-        )
+    task_name = "preferences"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, kind: Literal["pairs", "labels"], **options: Any) -> None:
+        super().__init__(tokenizer, **options)
         self._kind = kind
 
-    def read(self, rows: Sequence[Row], *, max_model_len: int, drops_long_rows: bool = False) -> list[Sample]:
-        """Samples of all rows; `group_index` numbers the rows that are kept.
-
-        Raises DataError for malformed rows, and for rows that are too long unless they are dropped.
-        """
-        groups, advantages = [], []
-        for index, row in enumerate(rows):
-            where = f"row {index}"
-            conversations = read_pair(row, where) if self._kind == "pairs" else [read_labeled_completion(row, where)]
-            task = Task(task_id=f"preferences/{index}", index=index, row=row)
-            runs = tuple(
-                Trajectory(
-                    task=task,
-                    run_index=run_index,
-                    turns=self._reader.build_turns({**row, "messages": messages}, where=where),
-                    reward=label,
-                )
-                for run_index, (messages, label) in enumerate(conversations)
-            )
-            if self._reader.fits_context(
-                runs, where=where, max_model_len=max_model_len, drops_long_rows=drops_long_rows
-            ):
-                groups.append(Group(task=task, trajectories=runs))
-                advantages.append([run.reward for run in runs])
-        return build_samples(groups, advantages)[0]
+    def build_runs(self, row: Row, *, where: str) -> list[tuple[tuple[Turn, ...], float]]:
+        conversations = read_pair(row, where) if self._kind == "pairs" else [read_labeled_completion(row, where)]
+        return [
+            (self.build_turns({**row, "messages": messages}, where=where), label) for messages, label in conversations
+        ]
 
 
 def read_pair(row: Row, where: str) -> list[tuple[Messages, float]]:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,12 +23,6 @@ from tunesmith.runs.policy import check_trained_model
 from tunesmith.tasks.data_path import SINGLE_SPLIT
 from tunesmith.tasks.load import load_jsonl, load_rows
 from tunesmith.types import Sample
-
-
-class RowReader(Protocol):
-    """Converts rows to samples; `group_index` numbers the rows that are kept."""
-
-    def read(self, rows: Sequence[Row], *, max_model_len: int, drops_long_rows: bool) -> list[Sample]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +61,12 @@ class OfflinePlan:
         return num_steps
 
 
-def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = ConversationReader) -> OfflinePlan:
+def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationReader] | None = None) -> OfflinePlan:
     """Run every check that needs no weights, and read the rows."""
     check_trackers(config.monitor.trackers)
     check_trained_model(config.model, config.trainer)
     tokenizer = load_section_tokenizer(config.model)
-    reader = build_reader(
+    reader = (build_reader or ConversationReader)(
         tokenizer, enable_thinking=config.model.enable_thinking, split_special_tokens=config.model.split_special_tokens
     )
     samples, num_dropped = read_samples(reader, config.train_dataset, config)
@@ -92,7 +86,7 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = C
 
 
 def read_samples(
-    reader: RowReader, section: ConversationDataSection, config: OfflineConfig
+    reader: ConversationReader, section: ConversationDataSection, config: OfflineConfig
 ) -> tuple[list[Sample], int]:
     """Samples of a data set, and the number of rows dropped as too long."""
     rows = load_conversation_rows(section)

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.errors import StorageError, TunesmithError
@@ -54,26 +52,18 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
 
 
 def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[str, Any]:
-    """Restore model and trainer, on every rank; return the state of the run."""
-    if find_sharding(policy.model) is not None:
-        return restore_sharded(checkpoint, policy.model, trainer)
-    state = load_checkpoint(checkpoint, policy.model)
+    """Restore model and trainer, on every rank; return the state of the run.
+
+    Of a model that is sharded over ranks, the first one reads the weights, and each its parts of the optimizer's state.
+    """
+    model = policy.model
+    if (sharding := find_sharding(model)) is None:
+        state = load_checkpoint(checkpoint, model)
+    else:
+        load_state(model, load_model_state(checkpoint, model, dtype=sharding.dtype) if sharding.ranks.is_first else {})
+        state = load_states(checkpoint, is_mapped=True)
     trainer.load_state_dict(state.trainer_state)
     return state.run_state
-
-
-def restore_sharded(checkpoint: Path, model: PreTrainedModel, trainer: Trainer) -> dict[str, Any]:
-    """Restore a model that is sharded over all ranks, and its trainer; return the state of the run.
-
-    The first rank reads the weights. Each reads its parts of the optimizer's state from the file.
-    """
-    sharding = find_sharding(model)
-    assert sharding is not None
-    weights = load_model_state(checkpoint, model, dtype=sharding.dtype) if sharding.ranks.is_first else {}
-    load_state(model, weights)
-    restored = load_states(checkpoint, is_mapped=True)
-    trainer.load_state_dict(restored.trainer_state)
-    return restored.run_state
 
 
 def save_tokenizer(policy: Policy, paths: RunPaths) -> None:

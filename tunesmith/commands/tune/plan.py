@@ -9,6 +9,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
@@ -35,7 +37,7 @@ from tunesmith.runs.load_function import CustomComponents, load_component
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.contamination import count_shared_tasks
-from tunesmith.tasks.selector import Mixture, Selector, TaskFeed
+from tunesmith.tasks.selector import Mixture, Selector, TaskFeed, build_sequential
 from tunesmith.tasks.table import (
     apply_task_operators,
     build_own_selector,
@@ -83,7 +85,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
     )
     if config.is_online:
-        feed, counted = build_live_feed(batch_size=config.algorithm.batch_size, seed=config.seed), dict[str, float]()
+        feed, counted = build_live_feed(config.algorithm.batch_size), dict[str, float]()
     else:
         feed, counted = build_task_feed(
             config.training_sets,
@@ -250,12 +252,10 @@ def build_task_feed(
     return TaskFeed(tasks, selector), metrics
 
 
-def build_live_feed(*, batch_size: int, seed: int) -> TaskFeed:
+def build_live_feed(batch_size: int) -> TaskFeed:
     """Tasks without content, one for each group of a step: each rollout is a live conversation."""
     tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(batch_size)]
-    section = SelectorSection(selector_type="sequential")
-    selector = build_selector(section, tasks, seed=seed, load=partial(load_component, knob="task_selector"))
-    return TaskFeed(tasks, selector)
+    return TaskFeed(tasks, build_sequential(np.empty((batch_size, 0)), seed=0))
 
 
 def build_set_selector(

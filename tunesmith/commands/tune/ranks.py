@@ -60,11 +60,6 @@ class Server:
     """The console line, with `{url}` in place of the URL."""
 
 
-def bind_actors(actors: Actors, server: Server | None) -> Actors:
-    """The actors with the server's models, if there is a server."""
-    return actors if server is None or server.model is None else replace(actors, model=server.model)
-
-
 async def work_while_serving(
     work: Callable[[], Awaitable[T]],
     server: Server | None,
@@ -108,8 +103,6 @@ class Rank:
     links: Links
     thread: WorkThread | NoThread
     """Where updates and saves are done: beside the event loop if rollouts continue meanwhile."""
-    branching: Branching | None
-    """How rollouts of training steps branch."""
 
     def build_dispatcher(self, feed: TaskFeed, *, total_steps: int, has_baselines: bool = False) -> Dispatcher:
         """The dispatcher of a run, on the first rank; `has_baselines`: whether the algorithm needs them."""
@@ -121,7 +114,7 @@ class Rank:
             total_steps=total_steps,
             max_staleness=max_staleness,
             baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
-            branching=self.branching,
+            branching=self.actors.branching,
             is_balanced=config.rollout.assignment == "balanced",
             max_concurrency=config.rollout.max_concurrency,
         )
@@ -141,7 +134,7 @@ class Rank:
         if not has_shards:
             has_windows = has_phases and self.policy.model.device.type == "cpu"
             workers += [
-                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows, branching=plan.branching)
+                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows)
                 for rank, link in links.by_rank.items()
             ]
         return Dispatcher(workers, feed, plan, thread=self.thread)
@@ -154,7 +147,6 @@ class Rank:
         has_windows = self.policy.model.device.type == "cpu"
         return LocalWorker(
             actors,
-            branching=self.branching,
             max_staleness=rollout.max_staleness,
             keeps_cache=rollout.max_staleness > 0 and rollout.stale_cache == "keep",
             open_windows=partial(open_windows, engines=engines, has_windows=has_windows) if is_shared else None,
@@ -175,7 +167,6 @@ class Rank:
             self.build_worker(),
             self.links.first,
             sends_tokens=sends_tokens or self.roles.is_sampler,
-            branching=self.branching,
             take_weights=take_weights if self.roles.is_sampler else None,
             thread=self.thread,
         )
@@ -215,11 +206,12 @@ class Rank:
 
 def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
     """This rank of a run whose models are loaded."""
-    section, branching = config.rollout.branching, None
+    section = config.rollout.branching
     if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
         policy.engine.record_routes()
     if section is not None:
-        branching = Branching(section=section, vocab_size=policy.model.get_input_embeddings().num_embeddings)
+        vocab_size = policy.model.get_input_embeddings().num_embeddings
+        actors = replace(actors, branching=Branching(section=section, vocab_size=vocab_size))
     return Rank(
         config=config,
         roles=roles,
@@ -227,8 +219,18 @@ def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Acto
         actors=actors,
         thread=build_thread(policy.model.device, is_needed=config.rollout.max_staleness > 0),
         links=links,
-        branching=branching,
     )
+
+
+def join_ranks(
+    config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, server: Server | None
+) -> tuple[Rank, Links]:
+    """This rank, connected to the others, and the links of its server; all ranks call this."""
+    links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+    server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+    if server is not None and server.model is not None:
+        actors = replace(actors, model=server.model)
+    return build_rank(config, roles, policy, actors, links), server_links
 
 
 def connect_ranks(roles: RankRoles, *, timeout_s: float) -> Links:

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.cluster.links import NO_LINKS
 from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
@@ -38,10 +37,8 @@ from tunesmith.commands.tune.ranks import (
     Rank,
     RunEnd,
     Server,
-    bind_actors,
-    build_rank,
-    connect_ranks,
     follow,
+    join_ranks,
     lead,
     work_while_serving,
 )
@@ -205,9 +202,7 @@ def run_leader(
         kv_cache_tokens=config.engine.kv_cache_tokens,
     )
     config, memory = fit_run(config, plan.algorithm, policy.model)
-    links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
-    server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
-    rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
+    rank, server_links = join_ranks(config, roles, policy, actors, server)
     for line in describe_run(policy.model, config.model, folder.paths.root, memory):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
@@ -239,9 +234,7 @@ def run_follower(
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
     config, _ = fit_run(config, algorithm, policy.model)
-    links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
-    server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
-    rank = build_rank(config, roles, policy, bind_actors(actors, server), links)
+    rank, server_links = join_ranks(config, roles, policy, actors, server)
     trainer, worker, rank_trainer = None, None, None
     if not roles.is_sampler:
         trainer = rank.build_trainer(algorithm, functions, total_steps=start.total_steps)
@@ -421,7 +414,7 @@ class Training:
 
     def show_failures(self, groups: Sequence[Group]) -> None:
         """Print the first failure of each kind."""
-        for cause in list_causes(groups):
+        for cause in list_causes(run.failure for group in groups for run in group.trajectories):
             self.monitor.show_line(f"  failed: {cause}")
 
 

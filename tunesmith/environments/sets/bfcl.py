@@ -21,6 +21,7 @@ import importlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -384,9 +385,6 @@ class Conversation(Stateless):
             self._right.call(call.func.id, *map(ast.literal_eval, call.args), **named)
         if not self._right.results:
             return True
-        rest = list(self._services.results)
-        for result in self._right.results:
-            if result not in rest:
-                return False
-            rest.remove(result)
-        return len(self._services.results) > self._num_before and self._services.state == self._right.state
+        results = self._services.results
+        is_found = Counter(self._right.results) <= Counter(results)
+        return is_found and len(results) > self._num_before and self._services.state == self._right.state

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -142,10 +142,10 @@ async def replace_step(attempt: FlywheelAttempt, *, goal: Goal, nothing: str) ->
         raise TypeError(f"the author must return a StepDraft or None for replace_step, got {type(draft).__name__}")
     prefix = request.transcript.cut(request.steps[found.step - 1].start)
     try:
-        prefix = prefix.append(*write_step(draft, prefix, attempt.environment))
+        prefix = write_step(draft, prefix, attempt.environment)
     except ValueError as error:
         return Proposal(step=found.step, reason=str(error))
-    finished = replace(prefix, finish="answered") if not draft.tool else await attempt.resume(prefix)
+    finished = await attempt.resume(prefix) if prefix.finish is None else prefix
     return Proposal(transcript=finished, step=found.step, reason=found.reason)
 
 

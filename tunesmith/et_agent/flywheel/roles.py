@@ -213,16 +213,15 @@ async def find_step(role: Role, request: RoleRequest) -> Finding | None:
     return found
 
 
-def write_step(draft: StepDraft, prefix: Transcript, environment: Environment) -> tuple[Segment, ...]:
-    """The segments of a draft in the protocol of the environment; ValueError for an unknown tool or an empty text."""
+def write_step(draft: StepDraft, prefix: Transcript, environment: Environment) -> Transcript:
+    """The prefix with the step of a draft; ValueError for an unknown tool or an empty text."""
     if not draft.text.strip():
         raise ValueError("the proposed step has an empty call or answer")
     if not draft.tool:
-        return environment.protocol.write_answer(draft.thought, draft.text)
+        return environment.write_answer(prefix, thought=draft.thought, text=draft.text)
     if draft.tool not in environment.tools:
         raise ValueError(f"the proposed step calls {draft.tool!r}; the tools are {', '.join(environment.tools)}")
-    number = len(prefix.calls) + prefix.refused_calls
-    return environment.protocol.write_call(draft.thought, environment.tools[draft.tool], draft.text, number=number)
+    return environment.write_call(prefix, tool=draft.tool, thought=draft.thought, text=draft.text)
 
 
 MAX_CHARS = 24_000

@@ -58,20 +58,14 @@ class Record:
     step: int | None = None
     reason: str = ""
     correctness: float | None = None
-    transcript: Transcript | None = None
     tokens: int = 0
     """Tokens that the stage's model sampled, in all roles."""
+    transcript: Transcript | None = None
 
     def to_json(self) -> dict[str, Any]:
-        values = {
-            **asdict(self.plan),
-            "outcome": self.outcome,
-            "step": self.step,
-            "reason": self.reason,
-            "correctness": self.correctness,
-            "tokens": self.tokens,
-        }
-        return values | {"transcript": None if self.transcript is None else self.transcript.to_json()}
+        values = asdict(self)
+        plan: dict[str, Any] = values.pop("plan")
+        return plan | values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Record:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import DataError
 from tunesmith.storage import open_atomic, storage_errors
 
 Row = dict[str, Any]
@@ -77,15 +77,9 @@ RL_SCHEMA = pa.schema(
 """Schema of the parquet file of the original."""
 
 
-def find_format(name: str) -> Format:
-    if name not in FORMATS:
-        raise ConfigError(f"unknown format {name!r}: the formats of ET-Agent are {', '.join(FORMATS)}")
-    return FORMATS[name]
-
-
 def load_records(path: Path | str, name: str) -> list[Row]:
     """The rows of a file in the format of that name; DataError names the first malformed row."""
-    form, file = find_format(name), Path(path).expanduser()
+    form, file = FORMATS[name], Path(path).expanduser()
     with storage_errors(file, "read"):
         data = file.read_bytes()
     rows = _read_rows(data, form.container, file)
@@ -138,7 +132,7 @@ def _read_rows(data: bytes, container: str, file: Path) -> list[Any]:
 
 
 def save_records(path: Path | str, rows: Sequence[Row], name: str) -> None:
-    form, file = find_format(name), Path(path).expanduser()
+    form, file = FORMATS[name], Path(path).expanduser()
     check_rows(rows, form, file)
     with storage_errors(file, "write"):
         file.parent.mkdir(parents=True, exist_ok=True)

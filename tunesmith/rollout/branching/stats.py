@@ -17,7 +17,7 @@ COUNTED = (
 
 @dataclass(slots=True, kw_only=True)
 class BranchingStats:
-    """What happened since the last `take`; other ranks send theirs to the first one."""
+    """What happened since the last `take`; the workers give theirs to the dispatcher."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """By name, see `COUNTED`."""
@@ -44,7 +44,7 @@ class BranchingStats:
         return taken
 
     def add(self, taken: BranchingStats) -> None:
-        """Add what another rank has counted."""
+        """Add what a worker has counted."""
         self.counts.update(taken.counts)
         self.probabilities += taken.probabilities
         self.changes += taken.changes

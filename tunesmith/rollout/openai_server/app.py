@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from tunesmith.http_server import BodyTooLargeError, DisconnectWatch, read_body, read_key
-from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
+from tunesmith.rollout.openai_server.completion import PendingCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, ErrorTranslation
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.openai_server.messages_api import MessagesApi

@@ -14,11 +14,15 @@ from typing import Any, TypeVar
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
 from tunesmith.chat.renderer import Prompt, PromptTooLongError
 from tunesmith.errors import EngineError, ReplayError
-from tunesmith.rollout.openai_server.chat_completion import OpenEvents, PendingChatCompletion, create_completion
+from tunesmith.rollout.openai_server.completion import (
+    OpenEvents,
+    PendingChatCompletion,
+    PendingTextCompletion,
+    create_completion,
+)
 from tunesmith.rollout.openai_server.constraints import constrain_call, constrain_reply, constrain_text
 from tunesmith.rollout.openai_server.fields import ApiError, RequestError
 from tunesmith.rollout.openai_server.request import ChatRequest, RequestParser, TextRequest, parse_text_request
-from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recording.recorder import (
     Recorder,
     SamplingRefusedError,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
+from tunesmith.rollout.openai_server.completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import (
     OBJECT,
@@ -25,7 +25,7 @@ from tunesmith.rollout.openai_server.fields import (
     rename,
     translate_fields,
 )
-from tunesmith.rollout.openai_server.response import Event
+from tunesmith.rollout.openai_server.response import Event, Events
 from tunesmith.rollout.recording.recorder import Session
 
 THINKING_VARIABLE = "enable_thinking"
@@ -202,14 +202,13 @@ def build_error(message: str, kind: str = "api_error") -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-class MessageEvents:
+class MessageEvents(Events):
     """The events of one message, and the message so far."""
 
     def __init__(self, pending: PendingChatCompletion) -> None:
+        super().__init__()
         self._pending = pending
         self._content: list[dict[str, Any]] = []
-        self._events: list[Event] = []
-        self._is_started = False
         self._open: str | None = None
         """Type of the open block."""
         self._stop: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
@@ -221,8 +220,7 @@ class MessageEvents:
         return header | {"content": list(self._content), **self._stop, "usage": self._usage}
 
     def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:
-        if not self._is_started:
-            self._is_started = True
+        if self._num_events == 0:
             self._add("message_start", message=self.build_body())
         if chunk.get("usage"):
             self._usage = build_usage(chunk["usage"])
@@ -246,13 +244,6 @@ class MessageEvents:
 
     def fail(self, message: str) -> Event:
         return build_error(message)
-
-    def _add(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, **fields})
-
-    def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
 
     def _add_text(self, kind: str, text: str, **fields: Any) -> None:
         """Text or thinking; `kind` is both the type of the block and its field."""

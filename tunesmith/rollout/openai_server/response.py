@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pydantic_core
 
@@ -136,17 +137,34 @@ def encode_event(event: Event) -> bytes:
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
-class Events(Protocol):
+class Events(ABC):
     """Turns the chunks of one response into the events of another API, and into its complete body."""
 
+    def __init__(self) -> None:
+        self._new: list[Event] = []
+        self._num_events = 0
+
+    def _add(self, kind: str, **fields: Any) -> None:
+        self._new.append({"type": kind, **fields})
+        self._num_events += 1
+
+    def _take(self) -> list[Event]:
+        """The events added since the last call."""
+        events, self._new = self._new, []
+        return events
+
+    @abstractmethod
     def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:
         """Events of the next chunk."""
 
+    @abstractmethod
     def finish(self) -> Iterable[Event]:
         """Events after the last chunk."""
 
+    @abstractmethod
     def fail(self, message: str) -> Event:
         """The event of an engine error or an ended session after the first event."""
 
+    @abstractmethod
     def build_body(self) -> dict[str, Any]:
         """The body of a complete response, after `finish`."""

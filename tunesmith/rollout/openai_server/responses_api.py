@@ -16,9 +16,9 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
+from tunesmith.rollout.openai_server.completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import (
     FLAG,
@@ -35,7 +35,7 @@ from tunesmith.rollout.openai_server.fields import (
     rename,
     translate_fields,
 )
-from tunesmith.rollout.openai_server.response import Event
+from tunesmith.rollout.openai_server.response import Event, Events
 from tunesmith.rollout.recording.recorder import Session
 
 LOGPROBS = "message.output_text.logprobs"
@@ -158,20 +158,19 @@ ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id
 """Request fields that the response repeats."""
 
 
-def build_reasoning(response_id: str, text: str | None, *, status: str = "completed") -> dict[str, Any]:
-    """A reasoning item; without a text its content is still to come."""
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    return {"id": f"rs_{response_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+TextKind = Literal["reasoning_text", "output_text"]
+"""Parts of text: of the reasoning item, and of the message item."""
 
 
-def build_message(response_id: str, text: str | None, *, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """A message item; without a text its content is still to come."""
-    content = [] if text is None else [build_text(text, logprobs=logprobs)]
+def build_text(kind: TextKind, text: str, *, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": kind, "text": text} | ({"annotations": [], "logprobs": logprobs} if kind == "output_text" else {})
+
+
+def build_item(response_id: str, kind: TextKind, content: list[dict[str, Any]], *, status: str) -> dict[str, Any]:
+    """A reasoning or message item; without `content` it is still to come."""
+    if kind == "reasoning_text":
+        return {"id": f"rs_{response_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
     return {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def build_text(text: str, *, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def build_call(call: Mapping[str, Any], *, arguments: str | None = None, status: str = "completed") -> dict[str, Any]:
@@ -187,7 +186,7 @@ def build_call(call: Mapping[str, Any], *, arguments: str | None = None, status:
     }
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     def __init__(
         self,
         pending: PendingChatCompletion,
@@ -197,27 +196,26 @@ class ResponseEvents:
         stored: dict[str, ChatMessages],
     ) -> None:
         """`fields`: the request's; `messages`: those of its chat request; `stored`: the session's conversations."""
+        super().__init__()
         self._pending = pending
         self._fields = fields
         self._messages = messages
         self._stored = stored
         self._response_id = f"resp_{pending.request_id}"
         self._created = int(time.time())
-        self._events: list[Event] = []
-        self._number = 0
         self._items: list[dict[str, Any]] = []
         """Output items by index; open ones without their content."""
-        self._reasoning_index: int | None = None
+        self._texts: dict[TextKind, str] = {"reasoning_text": "", "output_text": ""}
+        self._indices: dict[TextKind, int] = {}
+        """Of the items of the texts."""
         self._is_reasoning_open = False
-        self._message_index: int | None = None
-        self._reasoning = self._content = ""
         self._logprobs: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
         self._status = "in_progress"
         self._usage: Mapping[str, Any] | None = None
 
     def translate(self, chunk: dict[str, Any]) -> Iterable[Event]:
-        if self._number == 0:
+        if self._num_events == 0:
             for kind in ("response.created", "response.in_progress"):
                 self._add(kind, response=self.build_body())
         self._usage = chunk.get("usage") or self._usage
@@ -227,22 +225,25 @@ class ResponseEvents:
                 self._status = "incomplete" if choice["finish_reason"] == "length" else "completed"
             logprobs = (choice.get("logprobs") or {}).get("content") or []
             if delta.get("reasoning_content"):
-                self._add_reasoning(delta["reasoning_content"])
+                self._is_reasoning_open |= "reasoning_text" not in self._indices
+                self._add_text("reasoning_text", delta["reasoning_content"])
             self._logprobs += logprobs
             if delta.get("content"):
-                self._add_content(delta["content"], logprobs)
+                self._end_reasoning()
+                self._add_text("output_text", delta["content"], logprobs=logprobs)
             for call in delta.get("tool_calls", ()):
                 self._add_call(call)
         return self._take()
 
     def finish(self) -> Iterable[Event]:
         self._end_reasoning()
-        if self._message_index is None and not self._calls:
-            self._open_message()
-        if self._message_index is not None:
-            self._end_message(self._message_index)
-        reply: dict[str, Any] = {"role": "assistant", "content": self._content}
-        reply |= {"reasoning_content": self._reasoning} if self._reasoning else {}
+        if "output_text" not in self._indices and not self._calls:
+            self._open_text("output_text")
+        if "output_text" in self._indices:
+            self._end_text("output_text", status=self._status, logprobs=self._logprobs)
+        reasoning = self._texts["reasoning_text"]
+        reply: dict[str, Any] = {"role": "assistant", "content": self._texts["output_text"]}
+        reply |= {"reasoning_content": reasoning} if reasoning else {}
         reply |= {"tool_calls": self._calls} if self._calls else {}
         if self._fields.get("store") is not False:
             self._stored[self._response_id] = [*self._messages, reply]
@@ -279,7 +280,8 @@ class ResponseEvents:
 
     def _build_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Token counts; those of the reasoning are the tokens of its text."""
-        num_reasoning = len(self._pending.renderer.encode(self._reasoning)) if self._reasoning else 0
+        reasoning = self._texts["reasoning_text"]
+        num_reasoning = len(self._pending.renderer.encode(reasoning)) if reasoning else 0
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": dict(usage["prompt_tokens_details"]),
@@ -289,12 +291,7 @@ class ResponseEvents:
         }
 
     def _add(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-
-    def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+        super()._add(kind, sequence_number=self._num_events, **fields)
 
     def _open(self, item: dict[str, Any]) -> int:
         self._items.append(item)
@@ -311,43 +308,29 @@ class ResponseEvents:
         place = {"item_id": self._items[index]["id"], "output_index": index}
         return place | ({"content_index": 0} if has_part else {})
 
-    def _add_reasoning(self, text: str) -> None:
-        if self._reasoning_index is None:
-            self._reasoning_index = self._open(build_reasoning(self._response_id, None, status="in_progress"))
-            self._is_reasoning_open = True
-            part = {"type": "reasoning_text", "text": ""}
-            self._add("response.content_part.added", **self._place(self._reasoning_index), part=part)
-        self._reasoning += text
-        self._add("response.reasoning_text.delta", **self._place(self._reasoning_index), delta=text)
+    def _open_text(self, kind: TextKind) -> None:
+        item = build_item(self._response_id, kind, [], status="in_progress")
+        self._indices[kind] = self._open(item)
+        part = build_text(kind, "", logprobs=[])
+        self._add("response.content_part.added", **self._place(self._indices[kind]), part=part)
+
+    def _add_text(self, kind: TextKind, text: str, **fields: Any) -> None:
+        if kind not in self._indices:
+            self._open_text(kind)
+        self._texts[kind] += text
+        self._add(f"response.{kind}.delta", **self._place(self._indices[kind]), delta=text, **fields)
+
+    def _end_text(self, kind: TextKind, *, status: str, **fields: Any) -> None:
+        index, text = self._indices[kind], self._texts[kind]
+        place, part = self._place(index), build_text(kind, text, logprobs=self._logprobs)
+        self._add(f"response.{kind}.done", **place, text=text, **fields)
+        self._add("response.content_part.done", **place, part=part)
+        self._end(index, build_item(self._response_id, kind, [part], status=status))
 
     def _end_reasoning(self) -> None:
-        if self._reasoning_index is None or not self._is_reasoning_open:
-            return
-        self._is_reasoning_open = False
-        place, part = self._place(self._reasoning_index), {"type": "reasoning_text", "text": self._reasoning}
-        self._add("response.reasoning_text.done", **place, text=self._reasoning)
-        self._add("response.content_part.done", **place, part=part)
-        self._end(self._reasoning_index, build_reasoning(self._response_id, self._reasoning))
-
-    def _open_message(self) -> int:
-        item = build_message(self._response_id, None, status="in_progress", logprobs=[])
-        self._message_index = self._open(item)
-        part = build_text("", logprobs=[])
-        self._add("response.content_part.added", **self._place(self._message_index), part=part)
-        return self._message_index
-
-    def _add_content(self, text: str, logprobs: list[dict[str, Any]]) -> None:
-        self._end_reasoning()
-        index = self._open_message() if self._message_index is None else self._message_index
-        self._content += text
-        self._add("response.output_text.delta", **self._place(index), delta=text, logprobs=logprobs)
-
-    def _end_message(self, index: int) -> None:
-        place, part = self._place(index), build_text(self._content, logprobs=self._logprobs)
-        self._add("response.output_text.done", **place, text=self._content, logprobs=self._logprobs)
-        self._add("response.content_part.done", **place, part=part)
-        item = build_message(self._response_id, self._content, status=self._status, logprobs=self._logprobs)
-        self._end(index, item)
+        if self._is_reasoning_open:
+            self._is_reasoning_open = False
+            self._end_text("reasoning_text", status="completed")
 
     def _add_call(self, call: dict[str, Any]) -> None:
         self._end_reasoning()

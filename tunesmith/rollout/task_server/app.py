@@ -127,7 +127,61 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *
 
     `has_tasks`: False on ranks other than the first.
     """
-    handlers = _Handlers(queue, limits)
+
+    async def health(request: Request) -> Response:
+        """State of the queue; needs no API key."""
+        return JSONResponse({"status": "ok", "num_waiting": queue.num_waiting, "num_open": queue.num_open})
+
+    async def next_task(request: Request) -> Response:
+        check_key(request.scope, limits.api_key)
+        asked = await read_fields(request, NextTask, max_bytes=limits.max_body_bytes)
+        attempt = await run_while_connected(request.receive, queue.take(asked.worker, asked.wait_s))
+        return Response(status_code=204) if attempt is None else JSONResponse(describe(attempt, request))
+
+    def describe(attempt: Attempt, request: Request) -> dict[str, Any]:
+        if limits.public_url is not None:
+            url = limits.public_url.replace("{rank}", str(attempt.rank))
+        elif attempt.url is None:
+            url = str(request.base_url)
+        else:
+            url = str(request.base_url.replace(port=URL(attempt.url).port))
+        url = url.rstrip("/")
+        return {
+            "attempt_id": attempt.attempt_id,
+            "task": attempt.task,
+            "base_url": f"{url}/attempts/{attempt.attempt_id}/v1",
+            "api_key": attempt.attempt_id,
+            "model": attempt.model_name,
+            "deadline_s": queue.timeout_s,
+        }
+
+    async def reward(request: Request) -> Response:
+        attempt_id = find_attempt(request)
+        report = await read_fields(request, RewardReport, max_bytes=limits.max_body_bytes)
+        if queue.has_judge and report.reward is not None:
+            raise ApiError(400, "reward: the judge of the run gives the reward; post the response only")
+        if not queue.has_judge and report.reward is None:
+            raise ApiError(400, "reward: missing, and the run has no judge; post a number, or a failure")
+        await queue.report(attempt_id, report.to_output())
+        return JSONResponse({"status": "accepted"})
+
+    async def failure(request: Request) -> Response:
+        attempt_id = find_attempt(request)
+        report = await read_fields(request, FailureReport, max_bytes=limits.max_body_bytes)
+        await queue.report(attempt_id, WorkerError(report.message))
+        return JSONResponse({"status": "accepted"})
+
+    async def heartbeat(request: Request) -> Response:
+        await queue.report(find_attempt(request), None)
+        return JSONResponse({"status": "ok"})
+
+    def find_attempt(request: Request) -> str:
+        """The id of an attempt; one of this rank that has ended is refused before the body is read."""
+        check_key(request.scope, limits.api_key)
+        attempt_id = str(request.path_params["attempt_id"])
+        if not queue.is_elsewhere(attempt_id):
+            queue.find_open(attempt_id, is_report=True)
+        return attempt_id
 
     async def call_model(scope: Scope, receive: Receive, send: Send) -> None:
         """Pass model calls of open attempts to the endpoint, and refuse those of others."""
@@ -139,11 +193,11 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits, *
 
     app = Starlette(
         routes=[
-            Route("/health", handlers.health, methods=["GET"]),
-            *([Route("/tasks/next", handlers.next_task, methods=["GET", "POST"])] if has_tasks else []),
-            Route("/trajectories/{attempt_id}/reward", handlers.reward, methods=["POST"]),
-            Route("/trajectories/{attempt_id}/failure", handlers.failure, methods=["POST"]),
-            Route("/trajectories/{attempt_id}/heartbeat", handlers.heartbeat, methods=["POST"]),
+            Route("/health", health, methods=["GET"]),
+            *([Route("/tasks/next", next_task, methods=["GET", "POST"])] if has_tasks else []),
+            Route("/trajectories/{attempt_id}/reward", reward, methods=["POST"]),
+            Route("/trajectories/{attempt_id}/failure", failure, methods=["POST"]),
+            Route("/trajectories/{attempt_id}/heartbeat", heartbeat, methods=["POST"]),
             Mount("/attempts", call_model),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
@@ -175,67 +229,6 @@ def answer_error(status: int, message: str) -> JSONResponse:
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = dict.fromkeys(
     (ApiError, HTTPException, ClientDisconnect, Exception), answer_exception
 )
-
-
-class _Handlers:
-    def __init__(self, queue: TaskQueue, limits: ServerLimits) -> None:
-        self._queue = queue
-        self._limits = limits
-
-    async def health(self, request: Request) -> Response:
-        """State of the queue; needs no API key."""
-        return JSONResponse({"status": "ok", "num_waiting": self._queue.num_waiting, "num_open": self._queue.num_open})
-
-    async def next_task(self, request: Request) -> Response:
-        check_key(request.scope, self._limits.api_key)
-        asked = await read_fields(request, NextTask, max_bytes=self._limits.max_body_bytes)
-        attempt = await run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
-        return Response(status_code=204) if attempt is None else JSONResponse(self._describe(attempt, request))
-
-    def _describe(self, attempt: Attempt, request: Request) -> dict[str, Any]:
-        if self._limits.public_url is not None:
-            url = self._limits.public_url.replace("{rank}", str(attempt.rank))
-        elif attempt.url is None:
-            url = str(request.base_url)
-        else:
-            url = str(request.base_url.replace(port=URL(attempt.url).port))
-        url = url.rstrip("/")
-        return {
-            "attempt_id": attempt.attempt_id,
-            "task": attempt.task,
-            "base_url": f"{url}/attempts/{attempt.attempt_id}/v1",
-            "api_key": attempt.attempt_id,
-            "model": attempt.model_name,
-            "deadline_s": self._queue.timeout_s,
-        }
-
-    async def reward(self, request: Request) -> Response:
-        attempt_id = self._find_attempt(request)
-        report = await read_fields(request, RewardReport, max_bytes=self._limits.max_body_bytes)
-        if self._queue.has_judge and report.reward is not None:
-            raise ApiError(400, "reward: the judge of the run gives the reward; post the response only")
-        if not self._queue.has_judge and report.reward is None:
-            raise ApiError(400, "reward: missing, and the run has no judge; post a number, or a failure")
-        await self._queue.report(attempt_id, report.to_output())
-        return JSONResponse({"status": "accepted"})
-
-    async def failure(self, request: Request) -> Response:
-        attempt_id = self._find_attempt(request)
-        report = await read_fields(request, FailureReport, max_bytes=self._limits.max_body_bytes)
-        await self._queue.report(attempt_id, WorkerError(report.message))
-        return JSONResponse({"status": "accepted"})
-
-    async def heartbeat(self, request: Request) -> Response:
-        await self._queue.report(self._find_attempt(request), None)
-        return JSONResponse({"status": "ok"})
-
-    def _find_attempt(self, request: Request) -> str:
-        """The id of an attempt; one of this rank that has ended is refused before the body is read."""
-        check_key(request.scope, self._limits.api_key)
-        attempt_id = str(request.path_params["attempt_id"])
-        if not self._queue.is_elsewhere(attempt_id):
-            self._queue.find_open(attempt_id, is_report=True)
-        return attempt_id
 
 
 def build_live_app(sessions: LiveSessions, model_app: ASGIApp, limits: ServerLimits) -> ASGIApp:

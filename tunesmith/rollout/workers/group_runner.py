@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
 from tunesmith.errors import RolloutError
 from tunesmith.experience.finished_group import drop_routes
-from tunesmith.rollout.branching.tree import Branching, GroupTrees
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.branching.tree import GroupTrees
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
-from tunesmith.rollout.runner import Agent, run_trajectory
+from tunesmith.rollout.runner import run_trajectory
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import ModelProvider, RecordedCalls
+from tunesmith.rollout.service import RecordedCalls
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog
 from tunesmith.types import Group, Trajectory
 
@@ -32,22 +33,15 @@ class GroupRunner:
 
     def __init__(
         self,
+        actors: Actors,
         *,
-        agent: Agent,
-        model: ModelProvider,
-        auxiliary_models: Mapping[str, ModelProvider] | None = None,
-        max_concurrency: int,
-        branching: Branching | None = None,
         keeps_cache: bool = False,
         progress: RolloutProgress | None = None,
     ) -> None:
-        """`branching`: how the groups whose requests say so branch; `keeps_cache`: as `rollout.stale_cache=keep`."""
-        self._agent = agent
-        self._model = model
-        self._auxiliary_models = auxiliary_models or {}
-        self._branching = branching
+        """`keeps_cache`: as `rollout.stale_cache=keep`."""
+        self._actors = actors
         self._keeps_cache = keeps_cache
-        self._permits = asyncio.Semaphore(max_concurrency)
+        self._permits = asyncio.Semaphore(actors.max_concurrency)
         self.progress = progress or RolloutProgress()
         self.running: dict[int, RunningGroup] = {}
         self.finished: dict[int, RunningGroup] = {}
@@ -69,8 +63,9 @@ class GroupRunner:
         return self._watchdog
 
     async def __aenter__(self) -> Self:
-        limit_s = min(BLOCKED_LIMIT_S, self._agent.timeout_s / 4)
-        watched = EventLoopWatchdog(asyncio.get_running_loop(), self._agent.logger, limit_s).watching()
+        agent = self._actors.agent
+        limit_s = min(BLOCKED_LIMIT_S, agent.timeout_s / 4)
+        watched = EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, limit_s).watching()
         self._watchdog = self._stack.enter_context(watched)
         return self
 
@@ -119,10 +114,11 @@ class GroupRunner:
     async def _run_group(self, group: RunningGroup) -> None:
         request = group.request
         if request.has_branches:
-            assert self._branching is not None
+            branching = self._actors.branching
+            assert branching is not None
             run = partial(self._run_rollout, group)
             seed = derive_seed(derive_seed(*request.seed[:-1], "branching"), request.index, request.task.task_id)
-            await GroupTrees(self._branching, group_size=request.size, seed=seed, run=run).run()
+            await GroupTrees(branching, group_size=request.size, seed=seed, run=run).run()
             return
         runs = [asyncio.create_task(self._run_rollout(group, run_index)) for run_index in range(request.size)]
         try:
@@ -146,9 +142,9 @@ class GroupRunner:
             trajectory = await run_trajectory(
                 request.task,
                 run_index,
-                agent=self._agent,
-                model=self._model,
-                auxiliary_models=self._auxiliary_models,
+                agent=self._actors.agent,
+                model=self._actors.model,
+                auxiliary_models=self._actors.auxiliary_models,
                 seed=derive_seed(*request.seed, request.task.task_id, run_index),
                 order=(request.index, run_index),
                 sampling=request.sampling,

@@ -7,19 +7,18 @@ does not count toward their time limit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tunesmith.cluster.links import Link
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.rollout.actors import Actors, serve_models
-from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.open_sessions import compute_session_stats
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.workers.group_runner import GroupRunner
-from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
+from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics, sum_counters
 from tunesmith.types import Group
 
 
@@ -61,7 +60,6 @@ class LocalWorker:
         self,
         actors: Actors,
         *,
-        branching: Branching | None = None,
         max_staleness: int = 0,
         keeps_cache: bool = False,
         open_windows: OpenWindows | None = None,
@@ -71,7 +69,6 @@ class LocalWorker:
         that have the other shards of the weights, which the engine gathers when it resumes with a new version."""
         self.actors = actors
         self.max_staleness = max_staleness
-        self._branching = branching
         self._shard_links = shard_links
         self._gathered_version: int | None = None
         self._keeps_cache = keeps_cache
@@ -176,9 +173,9 @@ class LocalWorker:
 
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
+        branching = self.actors.branching
         return WorkerStatistics(
-            engine=sum_by_name([part.engine for part in parts]),
-            recorder=sum_by_name([part.recorder for part in parts]),
+            counters=sum_counters(parts), branching=None if branching is None else branching.stats.take()
         )
 
     async def close(self) -> None:
@@ -187,15 +184,7 @@ class LocalWorker:
         await self._stack.aclose()
 
     def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
-        return GroupRunner(
-            agent=self.actors.agent,
-            model=self.actors.model,
-            auxiliary_models=self.actors.auxiliary_models,
-            max_concurrency=self.actors.max_concurrency,
-            branching=self._branching,
-            keeps_cache=self._keeps_cache,
-            progress=progress,
-        )
+        return GroupRunner(self.actors, keeps_cache=self._keeps_cache, progress=progress)
 
     def _pause_engine(self) -> None:
         if self.actors.engine is not None:
@@ -233,10 +222,10 @@ class LocalWorker:
 
     def _count(self) -> WorkerStatistics:
         engine, service = self.actors.engine, self.actors.service
-        return WorkerStatistics(
-            engine={} if engine is None else engine.compute_stats(),
-            recorder={} if service is None else service.recorder.compute_stats() | compute_session_stats(),
-        )
+        counters = {} if engine is None else dict(engine.compute_stats())
+        if service is not None:
+            counters |= service.recorder.compute_stats() | compute_session_stats()
+        return WorkerStatistics(counters=counters)
 
     def _end_window(self, is_idle: bool) -> None:
         self._window = "idle" if is_idle else "waiting"
@@ -246,8 +235,3 @@ class LocalWorker:
         if self._windows is not None and self._windows.has_windows:
             self._windows.check_again()
         self.on_change()
-
-
-def sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

@@ -28,14 +28,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tunesmith.cluster.links import Call, Link
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.finished_group import FinishedGroup, GroupReference, PathCost, build_reference, measure_group
 from tunesmith.experience.replay import find_oldest_version
-from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.workers.group_runner import is_stale
@@ -56,18 +54,16 @@ class RankWorker:
         has_windows: bool = False,
         num_weights: int | None = None,
         max_staleness: int = 0,
-        branching: Branching | None = None,
     ) -> None:
         """`has_phases`: whether it samples between `begin_window` and `end_sampling` only, `has_windows`: in windows;
         `num_weights`: number of values that it receives with each version, of a rank that only samples: its groups age
-        here once they have finished. `branching`: what counts branches on this rank."""
+        here once they have finished."""
         self.rank = rank
         self.progress = RolloutProgress()
         self.on_change: Callable[[], None] = lambda: None
         self._link = link
         self._num_weights = num_weights
         self._max_staleness = max_staleness
-        self._branching = branching
         self._has_phases = has_phases
         self._has_windows = has_windows
         self._window: WindowState = "idle"
@@ -155,10 +151,7 @@ class RankWorker:
 
     async def take_statistics(self) -> WorkerStatistics:
         counting, self._statistics = self._statistics or self._link.ask_for(ServedWorker.take_statistics), None
-        counted = await counting
-        if counted.branching is not None and self._branching is not None:
-            self._branching.stats.add(counted.branching)
-        return counted
+        return await counting
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -199,7 +192,6 @@ class ServedWorker:
         link: Link,
         *,
         sends_tokens: bool,
-        branching: Branching | None = None,
         take_weights: Callable[[int], None] | None = None,
         thread: WorkThread | NoThread,
     ) -> None:
@@ -211,7 +203,6 @@ class ServedWorker:
         self._worker = worker
         self._link = link
         self._sends_tokens = sends_tokens
-        self._branching = branching
         self._take_weights = take_weights
         self._thread = thread
         self._untrained: set[int] = set()
@@ -279,8 +270,7 @@ class ServedWorker:
         return [self.kept[number] for number in numbers]
 
     async def take_statistics(self) -> WorkerStatistics:
-        counted = await self._worker.take_statistics()
-        return counted if self._branching is None else replace(counted, branching=self._branching.stats.take())
+        return await self._worker.take_statistics()
 
     async def close(self) -> None:
         await self._worker.close()

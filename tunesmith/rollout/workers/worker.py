@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, Protocol
 
 from tunesmith.experience.finished_group import FinishedGroup
@@ -20,10 +21,10 @@ WindowState = Literal["sampling", "waiting", "idle"]
 class WorkerStatistics:
     """Counters of a worker since it was last asked."""
 
-    engine: Mapping[str, float]
-    recorder: Mapping[str, float]
+    counters: Mapping[str, float]
+    """Of its engine and of the sessions of its rollouts, by name."""
     branching: BranchingStats | None = None
-    """Of a worker on another rank whose rollouts branch."""
+    """Of a worker whose rollouts branch."""
 
 
 class Worker(Protocol):
@@ -86,10 +87,6 @@ class Worker(Protocol):
         """Cancel what runs."""
 
 
-def merge_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of counters; times (`perf/`) as means."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            merged[name] = merged.get(name, 0.0) + (value / len(parts) if name.startswith("perf/") else value)
-    return merged
+def sum_counters(parts: Sequence[WorkerStatistics]) -> dict[str, float]:
+    counters = [part.counters for part in parts]
+    return {name: sum(part.get(name, 0.0) for part in counters) for name in dict.fromkeys(chain(*counters))}

@@ -161,11 +161,9 @@ class LaunchPlan:
     command: tuple[str, ...]
     environment: dict[str, str]
     configuration: dict[str, Any]
-    is_session: bool
     folder: str | None
-    """A folder of the worker on the file system of the machine, removed with the worker."""
-    tmp_mb: int | None
-    """Size of the temporary folder where no file system of its own limits it."""
+    """A folder of the worker on the file system of the machine, removed with the worker. Nothing else limits its size;
+    without it, the worker has a file system of its own that does."""
 
 
 def list_isolations(settings: PythonToolSection) -> list[str]:
@@ -178,12 +176,12 @@ def list_isolations(settings: PythonToolSection) -> list[str]:
     return [*kinds, "none"] if settings.unsafe else kinds
 
 
-def build_plan(kind: str, settings: PythonToolSection, *, is_session: bool) -> LaunchPlan:
+def build_plan(kind: str, settings: PythonToolSection) -> LaunchPlan:
     """How to start a worker; `ConfigError` if this kind of isolation is not to be had on this machine."""
     files = find_installed_files(settings.packages)
     if kind.startswith("bubblewrap"):
-        return _plan_bubblewrap(settings, files, has_user_namespace=kind != "bubblewrap", is_session=is_session)
-    return _plan_plain(settings, files, is_isolated=kind == "seccomp", is_session=is_session)
+        return _plan_bubblewrap(settings, files, has_user_namespace=kind != "bubblewrap")
+    return _plan_plain(settings, files, is_isolated=kind == "seccomp")
 
 
 def _find_bubblewrap() -> str:
@@ -203,9 +201,7 @@ def _has_size_option(program: str) -> bool:
     return "--size" in listed.stdout + listed.stderr
 
 
-def _plan_bubblewrap(
-    settings: PythonToolSection, files: InstalledFiles, *, has_user_namespace: bool, is_session: bool
-) -> LaunchPlan:
+def _plan_bubblewrap(settings: PythonToolSection, files: InstalledFiles, *, has_user_namespace: bool) -> LaunchPlan:
     program = _find_bubblewrap()
     uid = None if has_user_namespace else _choose_user_id()
     mounts = dict.fromkeys(files.readable)
@@ -228,7 +224,7 @@ def _plan_bubblewrap(
     arguments += ["--symlink", "/tmp", "/dev/shm"]
     arguments += ["--perms", "1777", "--size", str(settings.tmp_mb << 20), "--tmpfs", "/tmp"]
     arguments += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
-    configuration = _configure(settings, files, is_session=is_session) | {
+    configuration = _configure(settings, files) | {
         "uid": uid,
         "tmp": "/tmp",
         "filter": _build_filter(settings),
@@ -239,15 +235,11 @@ def _plan_bubblewrap(
         command=(*START, program, *arguments, files.interpreter, *WORKER),
         environment=ENVIRONMENT | {"PYTHONPATH": IMPORT_FOLDER},
         configuration=configuration,
-        is_session=is_session,
         folder=None,
-        tmp_mb=None,
     )
 
 
-def _plan_plain(
-    settings: PythonToolSection, files: InstalledFiles, *, is_isolated: bool, is_session: bool
-) -> LaunchPlan:
+def _plan_plain(settings: PythonToolSection, files: InstalledFiles, *, is_isolated: bool) -> LaunchPlan:
     """A worker among the processes of the user, with seccomp and Landlock or without isolation."""
     if is_isolated and sys.platform != "linux":
         raise ConfigError(f"seccomp needs Linux, not {sys.platform}")
@@ -272,7 +264,7 @@ def _plan_plain(
     if uid is not None:
         folder.chmod(0o755)
         os.chown(temporary, uid, uid)
-    configuration = _configure(settings, files, is_session=is_session) | {
+    configuration = _configure(settings, files) | {
         "uid": uid,
         "tmp": str(temporary),
         "folder": str(folder),
@@ -285,9 +277,7 @@ def _plan_plain(
         command=(*START, files.interpreter, *WORKER),
         environment=ENVIRONMENT | {"PYTHONPATH": str(imports), "HOME": str(temporary), "TMPDIR": str(temporary)},
         configuration=configuration,
-        is_session=is_session,
         folder=str(folder),
-        tmp_mb=settings.tmp_mb,
     )
 
 
@@ -302,9 +292,9 @@ def _build_filter(
     return None if program is None else program.hex()
 
 
-def _configure(settings: PythonToolSection, files: InstalledFiles, *, is_session: bool) -> dict[str, Any]:
+def _configure(settings: PythonToolSection, files: InstalledFiles) -> dict[str, Any]:
     limits = settings.model_dump(include={"cpu_s", "memory_mb", "max_file_mb", "max_open_files"})
-    return limits | {"preload": files.preload, "is_session": is_session, "readable": None, "folder": None}
+    return limits | {"preload": files.preload, "readable": None, "folder": None}
 
 
 def _choose_user_id() -> int:

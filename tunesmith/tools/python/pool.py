@@ -48,34 +48,40 @@ class PendingCall:
         """`limit`: on the time until the call starts; the block within it waits for the call."""
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._limit = limit
         self._on_start = on_start
 
-    def attach(self, worker: WorkerProcess) -> None:
-        """Start in a worker, from the thread of the call."""
+    def run(self, worker: WorkerProcess, code: str) -> Answer:
+        """Run the code in a worker, from the thread of the call; a worker that is lost is closed."""
+        self._attach(worker)
+        try:
+            return worker.run(code)
+        except SandboxLostError as error:
+            worker.close()
+            if self.is_cancelled:
+                raise CancelledCallError from error
+            raise
+
+    def _attach(self, worker: WorkerProcess) -> None:
         with self._lock:
             self._worker = worker
-            if self._is_cancelled:
+            if self.is_cancelled:
                 worker.kill()
                 return
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._start)
 
     def _start(self) -> None:
-        if not self._is_cancelled:
+        if not self.is_cancelled:
             with contextlib.suppress(RuntimeError):  # the block has ended: nobody waits
                 self._limit.reschedule(None)
                 self._on_start()
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled
-
     def cancel(self) -> None:
         with self._lock:
-            self._is_cancelled = True
+            self.is_cancelled = True
             if self._worker is not None:
                 self._worker.kill()
 
@@ -127,13 +133,9 @@ class WorkerPool:
         for number in range(1, NUM_TRIES + 1):
             # Idle workers may have been lost together, so the last try is in a new one.
             worker = self._take() if number < NUM_TRIES else self.launcher.start()
-            call.attach(worker)
             try:
-                answer = worker.run(code)
+                answer = call.run(worker, code)
             except SandboxLostError as error:
-                worker.close()
-                if call.is_cancelled:
-                    raise CancelledCallError from error
                 logger.warning("a Python sandbox was lost in a call (try %d of %d): %s", number, NUM_TRIES, error)
                 reason = error
                 continue

@@ -102,13 +102,9 @@ class PythonSession:
         if self._is_closed:
             worker.close()
             raise CancelledCallError
-        call.attach(worker)
         try:
-            answer = worker.run(code)
+            answer = call.run(worker, code)
         except SandboxLostError as error:
-            worker.close()
-            if call.is_cancelled:
-                raise CancelledCallError from error
             raise SandboxError(f"the sandbox of a Python session was lost: {error}") from error
         if not answer.is_worker_kept:
             worker.close()

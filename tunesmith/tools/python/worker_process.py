@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 class WorkerProcess:
     """A running worker; at most one thread runs calls, any thread may kill it."""
 
-    def __init__(self, plan: LaunchPlan, settings: PythonToolSection) -> None:
+    def __init__(self, plan: LaunchPlan, settings: PythonToolSection, *, is_session: bool) -> None:
         self.isolation = plan.isolation
         self._settings = settings
-        self._is_session = plan.is_session
+        self._is_session = is_session
         self._folder = plan.folder
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -116,12 +116,13 @@ class WorkerProcess:
 
     def _start(self, plan: LaunchPlan) -> SandboxFolder:
         """Configure the worker; its temporary folder, where this process finds it."""
-        data = json.dumps(plan.configuration).encode()
+        data = json.dumps(plan.configuration | {"is_session": self._is_session}).encode()
         self._control.send(len(data).to_bytes(4, "big") + data)
         _, (self._tmp_fd,) = self._control.read_report()
         # In a mount namespace the folder has no path outside; macOS has no paths of files, and no such namespace.
-        path = f"/proc/self/fd/{self._tmp_fd}" if plan.folder is None else plan.configuration["tmp"]
-        return SandboxFolder(path, max_mb=plan.tmp_mb)
+        if plan.folder is None:
+            return SandboxFolder(f"/proc/self/fd/{self._tmp_fd}", max_mb=None)
+        return SandboxFolder(plan.configuration["tmp"], max_mb=self._settings.tmp_mb)
 
     def _fork(self) -> Child | None:
         """Have the next child forked, in a folder as new; None if the folder cannot be made so."""
@@ -173,7 +174,10 @@ class Launcher:
             kind = self._kind
             if kind is None:
                 return self._start_first(is_session=is_session)
-        return self._start_kind(kind, is_session=is_session)
+        try:
+            return self._launch(kind, is_session=is_session)
+        except (SandboxLostError, OSError, ConfigError) as error:
+            raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {_describe_error(error)}") from error
 
     def _start_first(self, *, is_session: bool) -> WorkerProcess:
         find_installed_files(self._settings.packages)
@@ -193,16 +197,10 @@ class Launcher:
         listed = "".join(f"\n  {reason}" for reason in reasons)
         raise SandboxError(f"model-written Python code cannot be isolated on this machine: {ADVICE}{listed}")
 
-    def _start_kind(self, kind: str, *, is_session: bool) -> WorkerProcess:
-        try:
-            return self._launch(kind, is_session=is_session)
-        except (SandboxLostError, OSError, ConfigError) as error:
-            raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {_describe_error(error)}") from error
-
     def _launch(self, kind: str, *, is_session: bool) -> WorkerProcess:
-        plan = build_plan(kind, self._settings, is_session=is_session)
+        plan = build_plan(kind, self._settings)
         try:
-            return WorkerProcess(plan, self._settings)
+            return WorkerProcess(plan, self._settings, is_session=is_session)
         except BaseException:
             if plan.folder is not None:
                 remove_folder(plan.folder)

@@ -34,6 +34,9 @@ from tunesmith.retrieval.index.search import SearchIndex, open_index
 from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection
 from tunesmith.tools.tool import Tool, ToolInputError
 
+logger = logging.getLogger(__name__)
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+MAX_SHOWN_CHARS = 200
 WEB_KEY_HEADERS = {"serper": "X-API-KEY", "bing": "Ocp-Apim-Subscription-Key"}
 
 
@@ -59,12 +62,12 @@ def open_source(settings: SearchToolSection) -> SearchSource:
         return IndexSource(open_index(settings.index))
     key = os.environ.get(settings.key_variable)
     if settings.source == "server":
-        return ServerSource(settings, key)
+        return ServerSource(settings, {"Authorization": f"Bearer {key}"} if key else {})
     if not key:
         raise ConfigError(
             f"source: {settings.source} needs an API key in the environment variable {settings.key_variable}"
         )
-    return WebSource(settings, key)
+    return WebSource(settings, {WEB_KEY_HEADERS[settings.source]: key})
 
 
 class IndexSource:
@@ -81,27 +84,63 @@ class IndexSource:
         return [Passage(hit.passage_id, hit.contents) for hit in hits]
 
 
-class ServerSource:
+class HttpSource:
+    """A source behind the URL of the settings, asked with these headers."""
+
+    def __init__(self, settings: SearchToolSection, headers: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._headers = headers
+        self._url = settings.found_url
+
+    async def _fetch(
+        self, client: httpx.AsyncClient, method: str, url: str, **content: Any
+    ) -> tuple[Any, httpx.Headers]:
+        """The JSON of a response, and its headers; `content`: `json` or `params` of the request.
+
+        Raises:
+            ToolUnavailableError: all attempts failed, the request was refused, or the response is not JSON.
+        """
+        settings, problem = self._settings, ""
+        for attempt in range(settings.num_retries + 1):
+            wait_s = min(settings.backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)
+            try:
+                async with asyncio.timeout(settings.timeout_s):
+                    response = await client.request(method, url, headers=self._headers, **content)
+            except TimeoutError:
+                problem = f"no answer within {settings.timeout_s:g} s"
+            except httpx.TransportError as error:
+                problem = str(error) or type(error).__name__
+            else:
+                if response.status_code not in RETRIED_STATUS:
+                    return _read_json(response, url), response.headers
+                problem = _describe(response)
+                wait_s = max(wait_s, _read_retry_after(response))
+            if attempt < settings.num_retries:
+                logger.debug("search at %s: %s; attempt %d", url, problem, attempt + 1)
+                await asyncio.sleep(wait_s)
+        raise ToolUnavailableError(
+            f"the search at {url} failed {settings.num_retries + 1} times, the last time with: {problem}. Start the "
+            "server, or set url; num_retries and timeout_s say how long to wait for it"
+        )
+
+
+class ServerSource(HttpSource):
     """`tunesmith search serve`, or a server with the same interface, such as FlashRAG's."""
 
-    def __init__(self, settings: SearchToolSection, key: str | None) -> None:
-        self._settings = settings
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._version: str | None = None
+    _version: str | None = None
 
     async def find_version(self, client: httpx.AsyncClient) -> str:
         """The hash of the server's index, from `/health` at first and from each response afterwards."""
         if self._version is None:
-            url = f"{self._settings.found_url}/health"
-            health, _ = await fetch_json(client, "GET", url, self._settings, headers=self._headers)
+            url = f"{self._url}/health"
+            health, _ = await self._fetch(client, "GET", url)
             index = health.get("index") if isinstance(health, dict) else None
             self._version = str(index["hash"]) if isinstance(index, dict) and "hash" in index else url
         return self._version
 
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
-        url = f"{self._settings.found_url}/search"
-        body = {"query": query, "top_n": top_n}
-        rows, headers = await fetch_json(client, "POST", url, self._settings, headers=self._headers, body=body)
+        url = f"{self._url}/search"
+        rows, headers = await self._fetch(client, "POST", url, json={"query": query, "top_n": top_n})
         self._version = headers.get("x-index-hash", self._version)
         try:
             return [Passage(str(row["id"]), str(row["contents"])) for row in rows]
@@ -109,25 +148,18 @@ class ServerSource:
             raise ToolUnavailableError(f'{url} did not answer with a list of {{"id", "contents"}}') from error
 
 
-class WebSource:
+class WebSource(HttpSource):
     """Google results in the JSON of serper.dev, or results in the JSON of Bing's web search."""
 
-    def __init__(self, settings: SearchToolSection, key: str) -> None:
-        self._settings = settings
-        self._headers = {WEB_KEY_HEADERS[settings.source]: key}
-
     async def find_version(self, client: httpx.AsyncClient) -> str:
-        return self._settings.found_url
+        return self._url
 
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
-        settings, url, headers = self._settings, self._settings.found_url, self._headers
-        if settings.source == "serper":
-            body = {"q": query, "num": top_n}
-            found, _ = await fetch_json(client, "POST", url, settings, headers=headers, body=body)
-            return read_serper(found, url)[:top_n]
-        parameters = {"q": query, "count": str(top_n)}
-        found, _ = await fetch_json(client, "GET", url, settings, headers=headers, parameters=parameters)
-        return read_bing(found, url)[:top_n]
+        if self._settings.source == "serper":
+            found, _ = await self._fetch(client, "POST", self._url, json={"q": query, "num": top_n})
+            return read_serper(found, self._url)[:top_n]
+        found, _ = await self._fetch(client, "GET", self._url, params={"q": query, "count": str(top_n)})
+        return read_bing(found, self._url)[:top_n]
 
 
 def read_serper(found: Any, url: str) -> list[Passage]:
@@ -153,50 +185,6 @@ def _read_page(row: dict[str, Any], address: str, fields: tuple[str, ...]) -> Pa
     texts = [row.get("title"), *(row.get(field) for field in fields)]
     contents = "\n".join(text.strip() for text in texts if isinstance(text, str) and text.strip())
     return Passage(str(row.get(address, "")), contents)  # the address is the id
-
-
-logger = logging.getLogger(__name__)
-RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
-MAX_SHOWN_CHARS = 200
-
-
-async def fetch_json(
-    client: httpx.AsyncClient,
-    method: str,
-    url: str,
-    settings: SearchToolSection,
-    *,
-    headers: Mapping[str, str],
-    body: Mapping[str, Any] | None = None,
-    parameters: Mapping[str, str] | None = None,
-) -> tuple[Any, httpx.Headers]:
-    """The JSON of a response, and its headers.
-
-    Raises:
-        ToolUnavailableError: all attempts failed, the request was refused, or the response is not JSON.
-    """
-    problem = ""
-    for attempt in range(settings.num_retries + 1):
-        wait_s = min(settings.backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)
-        try:
-            async with asyncio.timeout(settings.timeout_s):
-                response = await client.request(method, url, headers=headers, json=body, params=parameters)
-        except TimeoutError:
-            problem = f"no answer within {settings.timeout_s:g} s"
-        except httpx.TransportError as error:
-            problem = str(error) or type(error).__name__
-        else:
-            if response.status_code not in RETRIED_STATUS:
-                return _read_json(response, url), response.headers
-            problem = _describe(response)
-            wait_s = max(wait_s, _read_retry_after(response))
-        if attempt < settings.num_retries:
-            logger.debug("search at %s: %s; attempt %d", url, problem, attempt + 1)
-            await asyncio.sleep(wait_s)
-    raise ToolUnavailableError(
-        f"the search at {url} failed {settings.num_retries + 1} times, the last time with: {problem}. Start the "
-        "server, or set url; num_retries and timeout_s say how long to wait for it"
-    )
 
 
 def _read_json(response: httpx.Response, url: str) -> Any:

@@ -48,26 +48,18 @@ def write_gguf_files(plan: GgufPlan, model: PreTrainedModel, folder: Path) -> di
     """Write one file per type into the new folder; return the file names by type."""
     with storage_errors(folder, "write"):
         folder.mkdir()
-        for kind in plan.types:
-            if kind not in QUANTIZED_BY_LLAMA_CPP:
-                write_gguf(folder / plan.file_name(kind), model, plan, file_type=kind)
-        if plan.needs_llama_cpp:
-            f32_file = folder / plan.file_name("f32")
-            if "f32" not in plan.types:
-                write_gguf(f32_file, model, plan, file_type="f32")
-            quantize_files(plan, f32_file, folder)
-            if "f32" not in plan.types:
-                f32_file.unlink()
-    return {kind: plan.file_name(kind) for kind in plan.types}
+        quantized = [kind for kind in plan.types if kind in QUANTIZED_BY_LLAMA_CPP]
+        written = [kind for kind in plan.types if kind not in quantized]
+        for kind in dict.fromkeys([*written, *(["f32"] if quantized else [])]):
+            write_gguf(folder / plan.file_name(kind), model, plan, file_type=kind)
+        f32_file = folder / plan.file_name("f32")
+        for kind in quantized:
+            from tunesmith.commands.export.llama_cpp import quantize_file  # needs an optional package
 
-
-def quantize_files(plan: GgufPlan, f32_file: Path, folder: Path) -> None:
-    """Quantise an f32 file to the types that only llama.cpp can write."""
-    from tunesmith.commands.export.llama_cpp import quantize_file  # needs an optional package
-
-    for kind in plan.types:
-        if kind in QUANTIZED_BY_LLAMA_CPP:
             quantize_file(f32_file, folder / plan.file_name(kind), file_type=kind, num_threads=plan.num_threads)
+        if quantized and "f32" not in written:
+            f32_file.unlink()
+    return {kind: plan.file_name(kind) for kind in plan.types}
 
 
 def write_gguf(path: Path, model: PreTrainedModel, plan: GgufPlan, *, file_type: str) -> None:

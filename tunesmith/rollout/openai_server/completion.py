@@ -1,8 +1,8 @@
-"""Creates the response of one admitted chat request, complete or streamed.
+"""Creates the response of one admitted request, complete or streamed: of a chat, or of prompts as text.
 
 Both use the same reply parser, so the deltas of a stream concatenate to the message of a complete response. The choices
-of a request are sampled concurrently. The session records each as a turn, and stores the parsed reply, so that later
-requests can extend the turn.
+of a request are sampled concurrently. The session records each as a turn, and stores the parsed reply of a chat, so
+that later requests can extend the turn. Each prompt of a text request is a separate call of the session.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Send
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import Delta, IncrementalParser, join_deltas
+from tunesmith.chat.parsers import Delta, IncrementalParser, ReplyParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
 from tunesmith.rollout.cancellation import cancel_all
-from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest
+from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
     Event,
@@ -33,6 +33,7 @@ from tunesmith.rollout.openai_server.response import (
     build_finish_reason,
     build_logprobs,
     build_message,
+    build_text_logprobs,
     build_usage,
     encode_event,
     list_tokens,
@@ -240,6 +241,26 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         events.translate(body | {"choices": choices})
         events.finish()
         return events.build_body()
+
+
+class PendingTextCompletion(PendingCompletion[TextRequest]):
+    """An admitted completion request: rendered prompts, and text that is not parsed for reasoning or calls."""
+
+    id_prefix, body_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def build_parser(self) -> ReplyParser:
+        """A parser that only truncates the text at stop strings."""
+        return ReplyParser(new_call_id=str, has_reasoning=False, has_tool_calls=False, stop=self.request.sampling.stop)
+
+    def build_message(self, message: Message) -> dict[str, Any]:
+        return {"text": message.content}
+
+    def build_delta(self, delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
+        return {"text": delta.content}
+
+    def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        has_top = self.request.sampling.top_logprobs > 0
+        return build_text_logprobs(tokens, self.renderer.format_token, has_top=has_top)
 
 
 async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
