@@ -11,7 +11,7 @@ from torch import nn
 from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
 from tunesmith.config import LoraSection
-from tunesmith.engine.cpu.layers import MIN_WEIGHTS, OneDnnLinears
+from tunesmith.engine.cpu.layers import MIN_WEIGHTS, OneDnnLinears, replaced
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
@@ -89,6 +89,6 @@ def test_frozen_layers_are_packed_once_and_trained_layers_never():
         before = layer.base(inputs)
         layer.base.weight.zero_()
     linears.refresh()
-    with torch.no_grad(), linears.installed():
+    with torch.no_grad(), replaced(linears.list_forwards(None)):
         output = layer(inputs)
     torch.testing.assert_close(output, before + layer.factor(inputs).detach(), atol=1e-5, rtol=1e-5)
