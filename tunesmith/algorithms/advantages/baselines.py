@@ -82,10 +82,9 @@ def compute_opmd_advantages(
 
     def subtract(rewards: list[float]) -> list[float]:
         if baseline == "mean":
-            value = math.fsum(rewards) / len(rewards)
-        else:
-            top = max(rewards)
-            value = top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
+            return subtract_mean(rewards)
+        top = max(rewards)
+        value = top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
         return [reward - value for reward in rewards]
 
     return map_groups(groups, subtract)
