@@ -11,10 +11,11 @@ from torch import nn
 from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
 from tunesmith.config import LoraSection
-from tunesmith.engine.cpu.layers import MIN_WEIGHTS, OneDnnLinears, replaced
+from tunesmith.engine.cpu.layers import MIN_WEIGHTS, OneDnnLinears
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
+from tunesmith.model.torch_modes import replaced
 from tunesmith.types import Distribution, Sampling
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tunesmith.engine.cpu.layers import DirectCall, find_places, list_direct_calls, replaced
+from tunesmith.engine.cpu.layers import DirectCall, find_places, list_direct_calls
+from tunesmith.model.torch_modes import replaced
 
 
 class Block(nn.Module):

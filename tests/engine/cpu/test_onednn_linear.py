@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tunesmith.engine.cpu.layers import OneDnnLinears, replaced
+from tunesmith.engine.cpu.layers import OneDnnLinears
+from tunesmith.model.torch_modes import replaced
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 

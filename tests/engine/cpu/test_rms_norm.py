@@ -7,7 +7,8 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tunesmith.engine.cpu.layers import find_rms_norms, list_norm_forwards, replaced
+from tunesmith.engine.cpu.layers import find_rms_norms, list_norm_forwards
+from tunesmith.model.torch_modes import replaced
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from tunesmith.model.torch_modes import Attribute, replaced
 from tunesmith.model.towers import list_towers
 
 MIN_WEIGHTS = 1 << 16
@@ -34,8 +35,6 @@ MIN_PRODUCTS = 350_000
 """Multiplications in one call below which `F.linear` is faster: one or two rows of a small layer."""
 
 Forward = Callable[..., Any]
-Attribute = tuple[dict[str, Any], str, Any]
-"""The attributes of a module, the name of one, and its value."""
 
 
 class CpuLayers:
@@ -66,18 +65,6 @@ class CpuLayers:
                 self._chosen[limited] = [*forwards, *list_direct_calls(self._places)]
         with replaced(self._chosen[limited]):
             yield
-
-
-@contextmanager
-def replaced(attributes: Sequence[Attribute]) -> Iterator[None]:
-    """Within, these attributes of instances hide the methods and submodules of the same names."""
-    for place, name, value in attributes:
-        place[name] = value
-    try:
-        yield
-    finally:
-        for place, name, _ in attributes:
-            place.pop(name, None)
 
 
 class OneDnnLinears:
