@@ -133,7 +133,7 @@ def run_ours(
         rows,
     )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return totals["train/loss"].value.item(), take_gradient(model)
+    return totals["train/loss"][1].item(), take_gradient(model)
 
 
 def assert_same(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor], tolerance: float = 1e-10):

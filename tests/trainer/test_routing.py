@@ -118,7 +118,7 @@ def run_update(samples, *, coef=0.3, is_checkpointed=False, name="qwen3_moe", **
         setup, resolve_algorithm(SECTION), samples, setup.pack(samples), StepScores(),
         policy_version=0, is_first=False, step=0,
     )  # fmt: skip
-    return totals["routing/balance_loss"].value.item(), take_gradient(model)
+    return totals["routing/balance_loss"][1].item(), take_gradient(model)
 
 
 def run_balanced_naively(samples, *, coef: float) -> tuple[float, torch.Tensor]:

@@ -55,7 +55,7 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=S
         step=3,
     )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return (totals["train/loss"].value.item(), take_gradient(model)), prepared
+    return (totals["train/loss"][1].item(), take_gradient(model)), prepared
 
 
 def build_near_samples(model, seed: int = 6) -> list[Sample]:

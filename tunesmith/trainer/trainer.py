@@ -212,7 +212,7 @@ class Trainer:
             raise ValueError(f"none of the {len(samples)} samples has a trained token, so there is no loss to compute")
         prepared = prepare_update(self._setup, self._algorithm, samples, rows, step=self.num_steps)
         totals = run_loss(self._setup, self._algorithm, samples, rows, prepared.inputs)
-        return totals["train/loss"].value.item()
+        return totals["train/loss"][1].item()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs in addition to the parameters; tensors are not copied."""
@@ -308,8 +308,7 @@ class Trainer:
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
         if before is not None:
-            metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
-            metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
+            metrics |= {name: value.item() for name, value in self._optimizer.measure_change(before).items()}
         return metrics
 
     def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:

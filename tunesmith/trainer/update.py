@@ -236,7 +236,7 @@ def read_update(
     is_first: bool,
 ) -> dict[str, float]:
     """Metrics of the update over all ranks, read in the only wait for the device."""
-    tensors = [grad_norm, *(total.value for total in own_totals.values())]
+    tensors = [grad_norm, *(value for _, value in own_totals.values())]
     norm, *values = torch.stack([value.double() for value in tensors]).tolist()
     totals = read_totals(own_totals, values, setup.ranks)
     metrics = build_token_metrics(totals, prepared.counts, is_first=is_first)
@@ -280,20 +280,18 @@ def prepare_update(
         tokens = replace(tokens, metrics=scores.term_metrics)
     tokens = correct_tokens(tokens, algorithm, is_weighted=is_weighted)
     weights_E = compute_weights(tokens, algorithm, norm_length=setup.norm_length)
+    factor, counts = share or (1.0, count_tokens(tokens))
     caps_E = None
     if scores.is_weighted and not is_weighted:
         caps_E = np.where(tokens.find_sampled(), algorithm.correction.cap, 0.0)
     tokens = replace(
         tokens,
-        weights_E=weights_E if share is None else weights_E * share.weight_factor,
+        weights_E=weights_E * factor,
         importance_caps_E=caps_E,
         is_expert_E=None if tokens.find_sampled().all() else tokens.is_expert_E,
         reference_logprobs_E=tokens.reference_logprobs_E if algorithm.kl_coef > 0 else None,
     )
-    return PreparedUpdate(
-        inputs=tokens.convert(lambda values_E: events.scatter(values_E[own_E])),
-        counts=count_tokens(tokens) if share is None else share.counts,
-    )
+    return PreparedUpdate(inputs=tokens.convert(lambda values_E: events.scatter(values_E[own_E])), counts=counts)
 
 
 def build_inputs(

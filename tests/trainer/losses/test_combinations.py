@@ -99,7 +99,7 @@ def run_package(model, samples, section, *, proximal, reference=None, chunk_toke
         scores=proximal,
     )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return (totals["train/loss"].value.item(), take_gradient(model)), prepared.inputs.metrics
+    return (totals["train/loss"][1].item(), take_gradient(model)), prepared.inputs.metrics
 
 
 def choose_proximal(proximal: StepScores, correction: dict) -> StepScores:

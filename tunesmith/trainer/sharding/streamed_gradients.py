@@ -122,12 +122,9 @@ def find_streamed(
     if requested is None:
         device = torch.device(ranks.device)
         num_bytes = 4 * sum(parameter.numel() for parameter in parameters.values())
-        if (
-            device.type == "cpu"
-            or num_bytes <= STREAMED_FRACTION * torch.cuda.get_device_properties(device).total_memory
-        ):
-            return {}
-    elif not requested:
+        is_cuda = device.type != "cpu"
+        requested = is_cuda and num_bytes > STREAMED_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    if not requested:
         return {}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     late = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
