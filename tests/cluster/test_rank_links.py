@@ -71,24 +71,30 @@ def test_greeting_in_two_packets_is_that_of_a_rank():
     found[0].by_rank[1]._socket.close()
 
 
+class Sums:
+    async def add_ten(self, number: int) -> int:
+        return number + 10
+
+
 def test_questions_are_answered_in_order_and_fail_with_the_link():
     async def run() -> None:
         near, far = (Link(end, timeout_s=30) for end in socket.socketpair())
         await near.open()
         await far.open()
         reading = asyncio.create_task(near.receive())
-        questions = [near.ask(number) for number in range(3)]
-        assert [await far.receive() for _ in questions] == [0, 1, 2]
+        questions = [near.ask_for(Sums.add_ten, number) for number in range(3)]
+        calls = [await far.receive() for _ in questions]
+        assert [await call.work(Sums()) for call in calls] == [10, 11, 12]
         questions[1].cancel()
-        for number in range(2):
-            far.answer(number + 10)
+        for call in calls[:2]:
+            await far.carry_out(call, Sums())
         far.send("hello")
         assert await reading == "hello"
         assert questions[0].result() == 10
         await far.close()
         with pytest.raises(RankError, match="another rank has ended"):
             await near.receive()
-        for lost in (questions[2], near.ask(3)):
+        for lost in (questions[2], near.ask_for(Sums.add_ten, 3)):
             with pytest.raises(RankError, match="another rank has ended"):
                 await lost
         await near.close()

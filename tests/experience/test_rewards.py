@@ -28,17 +28,18 @@ def outcomes(correctness, calls, tokens, valid=None):
 
 def rewards_of(group, sigma_tool=0.1, sigma_length=0.1, **args):
     found = compute_efficiency_rewards(group, sigma_tool=sigma_tool, sigma_length=sigma_length, **args)
-    return [each.reward for each in found]
+    return [reward for reward, *_ in found]
 
 
 def test_the_reference_group_has_the_published_rewards():
     """Sigma 0.1 / 0.1, calls 1, 3, 2, tokens 100, 300, 200: the first rollout gets 1.0500 * 1.0612 = 1.1142."""
     group = outcomes([1, 1, 1], [1, 3, 2], [100, 300, 200])
     found = compute_efficiency_rewards(group, sigma_tool=0.1, sigma_length=0.1)
-    assert found[0].tool_factor == pytest.approx(1.0500, abs=5e-5)
-    assert found[0].length_factor == pytest.approx(1.0612, abs=5e-5)
-    assert found[0].reward == pytest.approx(1.1142, abs=1e-4)
-    assert found[2].reward == 1.0, "the average rollout keeps its correctness"
+    reward, tool_factor, length_factor = found[0]
+    assert tool_factor == pytest.approx(1.0500, abs=5e-5)
+    assert length_factor == pytest.approx(1.0612, abs=5e-5)
+    assert reward == pytest.approx(1.1142, abs=1e-4)
+    assert found[2][0] == 1.0, "the average rollout keeps its correctness"
 
 
 @given(

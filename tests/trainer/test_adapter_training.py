@@ -22,6 +22,7 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels, score_tokens
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.update import PassSetup, prepare_update
@@ -107,7 +108,7 @@ def test_loss_and_gradient_equal_peft_and_transformers():
         PassSetup(model=ours, norm_length=64, chunk_tokens=16), resolve_algorithm(SFT), samples, rows
     )
     totals = run_loss_pass(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
-    assert totals["train/loss"].value.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert totals["train/loss"][1].item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in get_adapter(ours).items()}
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
@@ -213,7 +214,9 @@ def test_reference_of_an_adapter_equals_its_base_bit_for_bit():
     algorithm = resolve_algorithm(KL)
     rows = pack_samples(samples, max_tokens_per_row=60, has_prefix_sharing=True, hidden_size=32)
     preparation = prepare_update(
-        PassSetup(model=model, norm_length=64, chunk_tokens=16, scoring_models=ScoringModels(reference=model)),
+        PassSetup(
+            model=model, norm_length=64, chunk_tokens=16, scoring_models=ScoringModels(reference=Reference(model))
+        ),
         algorithm,
         samples,
         rows,

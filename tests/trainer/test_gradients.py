@@ -21,6 +21,7 @@ from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
@@ -125,14 +126,14 @@ def run_ours(
             model=model,
             norm_length=NORM_LENGTH,
             chunk_tokens=chunk_tokens,
-            scoring_models=ScoringModels(reference=reference),
+            scoring_models=ScoringModels(reference=None if reference is None else Reference(reference)),
         ),
         algorithm,
         samples,
         rows,
     )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return totals["train/loss"].value.item(), take_gradient(model)
+    return totals["train/loss"][1].item(), take_gradient(model)
 
 
 def assert_same(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor], tolerance: float = 1e-10):

@@ -114,11 +114,11 @@ def run_update(samples, *, coef=0.3, is_checkpointed=False, name="qwen3_moe", **
     if is_checkpointed:
         enable_checkpointing(model)
     setup = PassSetup(model=model, settings=settings, chunk_tokens=packing.get("chunk_tokens", 1000))
-    gradient = compute_gradient(
+    totals, _ = compute_gradient(
         setup, resolve_algorithm(SECTION), samples, setup.pack(samples), StepScores(),
         policy_version=0, is_first=False, step=0,
     )  # fmt: skip
-    return gradient.totals["routing/balance_loss"].value.item(), take_gradient(model)
+    return totals["routing/balance_loss"][1].item(), take_gradient(model)
 
 
 def run_balanced_naively(samples, *, coef: float) -> tuple[float, torch.Tensor]:

@@ -17,6 +17,7 @@ from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.trainer.batch import index_events
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import (
     ScoringModels,
     run_scoring_passes,
@@ -42,7 +43,9 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=S
     """Loss and gradient of one update, and the prepared update."""
     algorithm = resolve_algorithm(section)
     rows = pack_samples(samples, hidden_size=32, **packing)
-    scoring_models = ScoringModels(reference=build_frozen(1), teacher=build_frozen(2), score_values=score_values)
+    scoring_models = ScoringModels(
+        reference=Reference(build_frozen(1)), teacher=build_frozen(2), score_values=score_values
+    )
     prepared = prepare_update(
         PassSetup(model=model, norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models),
         algorithm,
@@ -52,7 +55,7 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=S
         step=3,
     )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return (totals["train/loss"].value.item(), take_gradient(model)), prepared
+    return (totals["train/loss"][1].item(), take_gradient(model)), prepared
 
 
 def build_near_samples(model, seed: int = 6) -> list[Sample]:
@@ -231,7 +234,10 @@ def test_each_score_goes_to_its_own_column_in_the_order_of_the_events():
     rows = pack_samples(samples, hidden_size=32, **PACKINGS[0])
     events = index_events(samples, rows)
     models = {"reference": build_trainable(seed=1), "teacher": build_trainable(seed=2)}
-    setup = PassSetup(model=model, chunk_tokens=100, scoring_models=ScoringModels(**models, score_values=score_values))
+    scoring_models = ScoringModels(
+        reference=Reference(models["reference"]), teacher=models["teacher"], score_values=score_values
+    )
+    setup = PassSetup(model=model, chunk_tokens=100, scoring_models=scoring_models)
     logprobs_R, entropies_R = score_tokens(model, samples, rows, chunk_tokens=100)
     expected = {
         "logprobs": ("logprobs_E", logprobs_R),
@@ -277,7 +283,8 @@ def test_only_the_reference_is_scored_without_its_adapter():
     assert abs(adapted - base).max() > 1e-2
     scored = run_scoring_passes(
         model, samples, rows, {"logprobs", "reference", "teacher", "values"},
-        scoring_models=ScoringModels(reference=model, teacher=model, score_values=score_values), chunk_tokens=100,
+        scoring_models=ScoringModels(reference=Reference(model), teacher=model, score_values=score_values),
+        chunk_tokens=100,
     )  # fmt: skip
     expected = {"logprobs": adapted, "reference": base, "teacher": adapted, "values": score_values(rows)}
     assert scored.keys() == expected.keys()

@@ -21,7 +21,7 @@ from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
-from tunesmith.types import Group
+from tunesmith.types import Group, RunAdvantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,9 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
         )
 
 
-def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Advantages, dict[str, float]]:
+def compute_group_advantages(
+    algorithm: Algorithm, groups: Sequence[Group]
+) -> tuple[list[list[RunAdvantage]], dict[str, float]]:
     """Advantages of every trajectory, and the numbers of trained, dropped and unscored groups.
 
     Groups of zero advantage are trained with advantage 0 if `algorithm.trains_zero_advantages`, else dropped.
@@ -251,7 +253,7 @@ def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> t
     return advantages, metrics | zero_metrics
 
 
-def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Advantages:
+def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[list[RunAdvantage]]:
     if algorithm.compute_advantages is None:
         raise ConfigError(f"algorithm_type={algorithm.name!r} does not train on rewards: choose grpo or another")
     outcomes = [
@@ -268,7 +270,7 @@ def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Advant
         ]
         for group in groups
     ]
-    return algorithm.compute_advantages(outcomes)
+    return [list(row) for row in algorithm.compute_advantages(outcomes)]
 
 
 def has_advantage(algorithm: Algorithm, group: Group) -> bool:
@@ -277,15 +279,15 @@ def has_advantage(algorithm: Algorithm, group: Group) -> bool:
 
 
 def _keep_zero_advantages(
-    algorithm: Algorithm, groups: Sequence[Group], advantages: Advantages
-) -> tuple[Advantages, int]:
+    algorithm: Algorithm, groups: Sequence[Group], advantages: list[list[RunAdvantage]]
+) -> tuple[list[list[RunAdvantage]], int]:
     """Advantage 0 for the scored rollouts of groups without an advantage, and the number of these groups."""
-    kept: Advantages = []
+    kept: list[list[RunAdvantage]] = []
     for group, row in zip(groups, advantages, strict=True):
         has_baseline = group.baseline_reward is not None or "baselines" not in algorithm.needs
         is_zero = has_baseline and bool(group.scored) and all(value is None for value in row)
-        kept.append([None if run.reward is None else 0.0 for run in group.trajectories] if is_zero else list(row))
-    num_kept = sum(old != new for old, new in zip(map(list, advantages), kept, strict=True))
+        kept.append([None if run.reward is None else 0.0 for run in group.trajectories] if is_zero else row)
+    num_kept = sum(old != new for old, new in zip(advantages, kept, strict=True))
     return kept, num_kept
 
 

@@ -171,13 +171,11 @@ class Renderer:
         self._check_length(delta or "", max_tokens)
         delta_ids = () if delta is None else self._encode_delta(delta)
         if appended:
-            is_exact = delta_ids and self._extends_text(sampled_ids, appended)
-            start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
-            return prompt_ids + (sampled_ids + (delta_ids + start_ids)) if is_exact else None
-        if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
+            if not delta_ids or not self._extends_text(sampled_ids, appended):
+                return None
+        elif not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
-        is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
-        if is_end_sampled or (is_ended and self._template.end_of_turn is not None):
+        elif sampled_ids[-1:] == delta_ids[:1] or (is_ended and self._template.end_of_turn is not None):
             delta_ids = delta_ids[1:]
         start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
         return prompt_ids + (sampled_ids + (delta_ids + start_ids))

@@ -353,16 +353,14 @@ class ChatTemplate:
         """Tokens that end an assistant message: the last of a conversation, and one before another message."""
         ends = {self.end_of_turn}
         if self._is_harmony:
-            followed = [Message(role="assistant", content=SENTINEL), Message(role="user", content="u")]
-            text = self._render([Message(role="user", content="u"), *followed], (), {}, True)
-            found = self._turn_pattern.search(text, text.find(SENTINEL))
-            ends.add(None if found is None else found.group())
+            ends.add(self._probe_end_of_turn(Message(role="user", content="u")))
         return frozenset(ends)
 
-    def _probe_end_of_turn(self) -> str | None:
-        messages = [Message(role="user", content="u"), Message(role="assistant", content=SENTINEL)]
+    def _probe_end_of_turn(self, *following: Message) -> str | None:
+        """The token after an assistant message, at the end of a conversation or before a following message."""
+        messages = [Message(role="user", content="u"), Message(role="assistant", content=SENTINEL), *following]
         try:
-            text = self._render(messages, (), {}, False)
+            text = self._render(messages, (), {}, bool(following))
         except ValueError:
             return None
         found = self._turn_pattern.search(text, text.find(SENTINEL))

@@ -2,8 +2,8 @@
 
 Messages are frozen dataclasses. They are received by coroutines, so agents and engines of the receiving rank go on.
 Each end sends `Alive` at intervals while its event loop runs: a rank whose rollouts take hours is alive, one whose loop
-hangs is not. A question (`ask`) gets the other rank's next answer, so a rank answers in the order of the questions. A
-rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process group.
+hangs is not. A question (`ask_for`) gets the other rank's next answer, so a rank answers in the order of the questions.
+A rank accepts messages only from ranks that know a secret of the run; it is broadcast in the process group.
 """
 
 from __future__ import annotations
@@ -93,24 +93,16 @@ class Link:
     def ask_for(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
-        """Call a method on the other rank, for its result."""
-        return self.ask(Call(operator.methodcaller(method.__name__, *args, **kwargs), is_answered=True))
-
-    def ask(self, question: object) -> asyncio.Future[Any]:
-        """Send a message that the other rank answers, after others; the answer arrives while someone waits in
+        """Call a method on the other rank, for its result; it arrives, after others, while someone waits in
         `receive`."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be awaited by nobody
         if self._error is None:
-            self.send(question)
+            self.send(Call(operator.methodcaller(method.__name__, *args, **kwargs), is_answered=True))
             self._questions.append(answer)
         else:
             answer.set_exception(self._error)
         return answer
-
-    def answer(self, value: object) -> None:
-        """Answer the oldest question of the other rank."""
-        self.send(Answer(value))
 
     async def carry_out(self, call: Call, target: object) -> None:
         """Make a call of the other rank on the target, and send the result if it waits for it."""
@@ -118,7 +110,7 @@ class Link:
         if inspect.isawaitable(result):
             result = await result
         if call.is_answered:
-            self.answer(result)
+            self.send(Answer(result))
 
     def fail(self, error: Exception) -> None:
         """Nothing is received any more: questions raise the error, unless there was another before."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tunesmith.cluster.rank_info import RankInfo, watch_launcher
-from tunesmith.cluster.ranks import Ranks, rank_errors
+from tunesmith.cluster.ranks import Ranks, rank_errors, split_by_size
 from tunesmith.errors import ConfigError, first_line
 
 STORE_TIMEOUT_S = 20.0
@@ -119,9 +119,7 @@ class RankRoles:
 
     def send_weights(self, parameters: Sequence[Tensor]) -> None:
         """Overwrite parameters on the samplers with those of the first rank; these ranks call this together."""
-        # in buckets: a collective for each small parameter would cost more than its transfer, one for all of them a
-        # copy of the model
-        for bucket in split_weights(parameters):
+        for bucket in split_by_size(parameters, lambda each: (each.dtype, each.nbytes), limit=BUCKET_BYTES):
             flat = torch.cat([each.data.flatten() for each in bucket])
             with rank_errors():
                 dist.broadcast(flat, src=0, group=self.weights)
@@ -130,20 +128,6 @@ class RankRoles:
                     each.data.copy_(values.view_as(each))
         if parameters[0].is_cuda:
             torch.cuda.synchronize(parameters[0].device)
-
-
-def split_weights(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters in buckets of one dtype, in their order."""
-    buckets: list[list[Tensor]] = []
-    num_bytes = 0
-    for each in parameters:
-        size = each.numel() * each.element_size()
-        if not buckets or buckets[-1][0].dtype != each.dtype or num_bytes + size > BUCKET_BYTES:
-            buckets.append([])
-            num_bytes = 0
-        buckets[-1].append(each)
-        num_bytes += size
-    return buckets
 
 
 def split_ranks(world: Ranks, *, num_samplers: int, timeout_s: float) -> RankRoles:

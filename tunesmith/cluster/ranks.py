@@ -9,7 +9,7 @@ A collective that waits longer than the timeout of its process group, or whose p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -119,11 +119,30 @@ class Ranks:
         with rank_errors():
             return gather(gathered, shard, group=self.tensors, async_op=is_async)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor, *, is_async: bool = False) -> Any:
-        """Write this rank's part of the sum of `whole` [R * S] over ranks into `shard` [S]; async as `all_gather`."""
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Any:
+        """Write this rank's part of the sum of `whole` [R * S] over ranks into `shard` [S]; a handle to wait for."""
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with rank_errors():
-            return reduce(shard, whole, group=self.tensors, async_op=is_async)
+            return reduce(shard, whole, group=self.tensors, async_op=True)
+
+
+def split_by_size(items: Iterable[T], measure: Callable[[T], tuple[Any, int]], *, limit: int) -> Iterator[list[T]]:
+    """Consecutive items of one kind, at most of size `limit` together, or a single larger one.
+
+    `measure`: kind and size of an item. What is sent at once is split so: a transfer for each small item would cost
+    more than the data, one for all of them a second copy of everything.
+    """
+    part: list[T] = []
+    last_kind, total = None, 0
+    for item in items:
+        kind, size = measure(item)
+        if part and (kind != last_kind or total + size > limit):
+            yield part
+            part, total = [], 0
+        part.append(item)
+        last_kind, total = kind, total + size
+    if part:
+        yield part
 
 
 def count_ranks() -> int:
@@ -145,8 +164,7 @@ def rank_errors() -> Iterator[None]:
         ) from error
 
 
-def wait_for(works: Sequence[Any]) -> None:
-    """Wait for asynchronous collectives; on a GPU only the device waits."""
+def wait_for(work: Any) -> None:
+    """Wait for an asynchronous collective; on a GPU only the device waits."""
     with rank_errors():
-        for work in works:
-            work.wait()
+        work.wait()

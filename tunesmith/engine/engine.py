@@ -62,7 +62,6 @@ class LocalEngine(BaseEngine):
         self._undelivered: deque[StepOutput] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
-        self._queue_places = asyncio.Semaphore(settings.max_waiting)
         self._reported_wait_s = 0.0
         """The clock's `waited_s` at the last report."""
         self._num_cpu_threads = torch.get_num_threads()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tunesmith.experience.finished_group import drop_group_routes
+from tunesmith.experience.finished_group import drop_routes
 from tunesmith.metric import merge_metrics
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -40,7 +40,6 @@ class Batch:
     """Index in `collected` of each of `groups`."""
     has_advantage: list[bool] = field(default_factory=list)
     """Whether each of `groups` has a non-zero advantage."""
-    _num_with_advantage: int = 0
     _rounds: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
     """Number of groups and operator metrics of each round."""
 
@@ -53,7 +52,7 @@ class Batch:
         """Number of tasks to run in the next round; 0 when the batch is full or `max_tasks` have been run."""
         if not self._rounds:
             return self.size.num_groups
-        return max(min(self.size.num_groups - self._num_with_advantage, self.size.max_tasks - len(self.collected)), 0)
+        return max(min(self.size.num_groups - sum(self.has_advantage), self.size.max_tasks - len(self.collected)), 0)
 
     @property
     def recorded(self) -> list[Group]:
@@ -89,7 +88,6 @@ class Batch:
                 self.positions.append(position)
                 self.has_advantage.append(is_trainable)
         self.collected += groups
-        self._num_with_advantage += sum(has_advantage)
         self._rounds.append((len(groups), metrics))
 
     def complete(self, whole: Mapping[int, Group]) -> None:
@@ -100,7 +98,8 @@ class Batch:
 
     def drop_routes(self) -> None:
         """After training, which alone needs them: a resumed run reads the groups from files, which have none."""
-        self.collected, self.groups = (list(map(drop_group_routes, each)) for each in (self.collected, self.groups))
+        for groups in (self.collected, self.groups):
+            groups[:] = [group.map(drop_routes) for group in groups]
 
     def compute_metrics(self) -> dict[str, float]:
         """Operator metrics merged over rounds (plain floats averaged over groups), and counts of rounds, tasks and
@@ -109,7 +108,7 @@ class Batch:
         return merged | {
             "experience/num_rounds": float(len(self._rounds)),
             "experience/num_tasks_tried": float(len(self.collected)),
-            "experience/num_useful_groups": float(self._num_with_advantage),
+            "experience/num_useful_groups": float(sum(self.has_advantage)),
         }
 
     def spread(self, advantages: Sequence[Sequence[RunAdvantage]]) -> list[list[RunAdvantage]]:

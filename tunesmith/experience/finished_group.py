@@ -51,10 +51,6 @@ def drop_routes(run: Trajectory) -> Trajectory:
     return replace(run, turns=tuple(turn if turn.routes is None else replace(turn, routes=None) for turn in run.turns))
 
 
-def drop_group_routes(group: Group) -> Group:
-    return replace(group, trajectories=tuple(map(drop_routes, group.trajectories)))
-
-
 NO_TASK = Task(task_id="", index=0, row={})
 """In a reference: the first rank knows the task."""
 NO_TOKENS = Turn(

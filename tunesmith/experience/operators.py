@@ -195,7 +195,7 @@ def reward_shaping_mapper(
     metrics: dict[str, float] = {"num_skipped": Count(num_skipped)}
     if differences:
         metrics |= {
-            "reward_diff_mean": Mean(math.fsum(differences), over=len(differences)),
+            "reward_diff_mean": average(differences),
             "reward_diff_min": Min(min(differences)),
             "reward_diff_max": Max(max(differences)),
         }
@@ -295,15 +295,6 @@ class ToolOutcome:
     """Whether the format is right."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EfficiencyReward:
-    """The efficiency reward of one rollout, and its factors."""
-
-    reward: float
-    tool_factor: float
-    length_factor: float
-
-
 def efficiency_reward(
     groups: Sequence[Group],
     *,
@@ -331,14 +322,14 @@ def efficiency_reward(
             for run in group.scored
         ]
         computed = compute_efficiency_rewards(found, **sigmas, format_penalty=format_penalty)
-        changed.append(replace_rewards(group, [each.reward for each in computed]))
+        changed.append(replace_rewards(group, [reward for reward, *_ in computed]))
         outcomes += found
         rewards += computed
     metrics: dict[str, float] = dict(sigmas)
     if outcomes:
         metrics |= summarize_outcomes(outcomes)
-        metrics["tool_factor_mean"] = average([each.tool_factor for each in rewards])
-        metrics["length_factor_mean"] = average([each.length_factor for each in rewards])
+        metrics["tool_factor_mean"] = average([tool_factor for _, tool_factor, _ in rewards])
+        metrics["length_factor_mean"] = average([length_factor for *_, length_factor in rewards])
     return changed, metrics
 
 
@@ -437,8 +428,8 @@ def compute_factor(excess: float, *, sigma: float) -> float:
 
 def compute_efficiency_rewards(
     group: Sequence[ToolOutcome], *, sigma_tool: float, sigma_length: float, format_penalty: float = 1.0
-) -> list[EfficiencyReward]:
-    """`correctness * tool factor * length factor`, minus `format_penalty` if the format is wrong.
+) -> list[tuple[float, float, float]]:
+    """`correctness * tool factor * length factor`, minus `format_penalty` if the format is wrong; and both factors.
 
     Tool calls are compared with the group's mean; lengths are standardized in the group by mean and population standard
     deviation, which are 0 for equal lengths.
@@ -454,7 +445,7 @@ def compute_efficiency_rewards(
         z_score = (each.num_tokens - mean_length) / std_length if std_length else 0.0
         length_factor = compute_factor(z_score, sigma=sigma_length)
         reward = each.correctness * tool_factor * length_factor - (0.0 if each.is_valid else format_penalty)
-        rewards.append(EfficiencyReward(reward=reward, tool_factor=tool_factor, length_factor=length_factor))
+        rewards.append((reward, tool_factor, length_factor))
     return rewards
 
 

@@ -334,17 +334,19 @@ class RolloutFiles:
     ) -> Iterator[dict[str, Any]]:
         """Rows `first` and later of a step, at most `num_rows`; columns that the file lacks are None."""
         remaining, skipped = num_rows, first
-        for batch in self._iter_batches(step, columns):
-            if skipped >= len(batch):
-                skipped -= len(batch)
-                continue
-            part = batch.slice(skipped, remaining)
-            skipped = 0
-            yield from ({name: row.get(name) for name in row.keys() | columns} for row in part.to_pylist())
-            if remaining is not None:
-                remaining -= len(part)
-                if remaining <= 0:
-                    return
+        with self._open(step) as (parquet, row_groups):
+            stored = keep_stored(parquet, columns)
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=row_groups, columns=stored, use_threads=False):
+                if skipped >= len(batch):
+                    skipped -= len(batch)
+                    continue
+                part = batch.slice(skipped, remaining)
+                skipped = 0
+                yield from ({name: row.get(name) for name in row.keys() | columns} for row in part.to_pylist())
+                if remaining is not None:
+                    remaining -= len(part)
+                    if remaining <= 0:
+                        return
 
     def read_table(self, step: int, columns: Sequence[str]) -> pa.Table:
         """Columns of all rows of a step; those that the file lacks are left out."""
@@ -357,12 +359,6 @@ class RolloutFiles:
         with storage_errors(path, "read"):
             stat = path.stat()
         return stat.st_mtime_ns, stat.st_size
-
-    def _iter_batches(self, step: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        with self._open(step) as (parquet, row_groups):
-            yield from parquet.iter_batches(
-                BATCH_ROWS, row_groups=row_groups, columns=keep_stored(parquet, columns), use_threads=False
-            )
 
     @contextmanager
     def _open(self, step: int) -> Iterator[tuple[pq.ParquetFile, list[int]]]:

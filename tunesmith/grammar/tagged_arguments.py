@@ -122,9 +122,7 @@ class TaggedArguments:
             self._check_keywords(schema, frozenset({"anyOf", "oneOf", "type"}), name)
             for each in alternatives:
                 yield from self._iterate_branches(each if isinstance(each, Mapping) else {}, name)
-        elif "enum" in schema or "const" in schema:
-            yield schema
-        elif isinstance(schema.get("type"), Sequence) and not isinstance(schema["type"], str):
+        elif isinstance(schema.get("type"), list | tuple) and _find_values(schema) is None:
             yield from ({**schema, "type": kind} for kind in schema["type"])
         else:
             yield schema
@@ -133,8 +131,7 @@ class TaggedArguments:
         self, branch: Mapping[str, Any], schema: Mapping[str, Any], kinds: set[str], name: str
     ) -> Iterator[str]:
         """Parts of a terminal: the texts of one alternative."""
-        if "enum" in branch or "const" in branch:
-            values = branch["enum"] if "enum" in branch else [branch["const"]]
+        if (values := _find_values(branch)) is not None:
             yield from (quote(text) for text in map(_write_choice, values) if self._is_read(text, values, schema))
             return
         kind = branch.get("type", "any")
@@ -178,10 +175,14 @@ class TaggedArguments:
             )
 
 
+def _find_values(branch: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The only values that a branch allows; None if it allows all of a type."""
+    return branch["enum"] if "enum" in branch else [branch["const"]] if "const" in branch else None
+
+
 def _list_kinds(branch: Mapping[str, Any]) -> set[str]:
     """JSON types of a branch: `any` if it has none."""
-    if "enum" in branch or "const" in branch:
-        values = branch["enum"] if "enum" in branch else [branch["const"]]
+    if (values := _find_values(branch)) is not None:
         return {"string" if isinstance(value, str) else "other" for value in values}
     return {str(branch.get("type", "any"))}
 

@@ -31,6 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tunesmith.config import TrainerSection
 from tunesmith.errors import ModelError
 from tunesmith.model.arrays import copy_to_device
+from tunesmith.model.custom_op import define_op
 
 EXPERTS = "tunesmith"
 ADAPTERS = "expert_adapters"
@@ -213,32 +214,19 @@ def _multiply_groups(input_PC: Tensor, weight_ECO: Tensor, end_E: Tensor) -> Ten
     return multiply_groups(input_PC, weight_ECO, end_E)
 
 
-torch.library.define(
-    "tunesmith::multiply_groups",
-    "(Tensor inputs, Tensor weights, Tensor ends) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-@torch.library.impl("tunesmith::multiply_groups", "default")
 def _run_grouped_mm(input_PC: Tensor, weight_ECO: Tensor, end_E: Tensor) -> Tensor:
     return functional.grouped_mm(input_PC, weight_ECO, offs=end_E)
 
 
-@torch.library.register_fake("tunesmith::multiply_groups")
 def _build_products(input_PC: Tensor, weight_ECO: Tensor, _ends: Tensor) -> Tensor:
     return input_PC.new_empty((input_PC.shape[0], weight_ECO.shape[2]))
 
 
-multiply_groups = torch.ops.tunesmith.multiply_groups.default
+multiply_groups = define_op(
+    "multiply_groups(Tensor inputs, Tensor weights, Tensor ends) -> Tensor", run=_run_grouped_mm, build=_build_products
+)
 """(rows [P, C] by expert, weights [E, C, O], where the rows of each expert end [E]) -> products [P, O], without
 gradients. On a GPU it has a kernel for few rows (`model.kernels.expert_pairs`, which registers it)."""
-
-torch.library.define(
-    "tunesmith::sort_pairs",
-    "(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def sort_many_pairs(expert_P: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,16 +241,14 @@ def sort_many_pairs(expert_P: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
     return order_P, place_P, torch.cumsum(count_E, dim=0, dtype=torch.int32)
 
 
-torch.library.impl("tunesmith::sort_pairs", "default")(sort_many_pairs)
-
-
-@torch.library.register_fake("tunesmith::sort_pairs")
 def _build_sorted(expert_P: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     index_P = expert_P.new_empty(expert_P.shape, dtype=torch.int64)
     return index_P, torch.empty_like(index_P), expert_P.new_empty((num_experts,), dtype=torch.int32)
 
 
-sort_pairs = torch.ops.tunesmith.sort_pairs.default
+sort_pairs = define_op(
+    "sort_pairs(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", run=sort_many_pairs, build=_build_sorted
+)
 """(experts [P], number of experts) -> the pairs by expert [P], the place of each pair in this order [P], and where the
 pairs of each expert end [E], in int32. On a GPU it has a kernel (`model.kernels.expert_pairs`, which registers it)."""
 

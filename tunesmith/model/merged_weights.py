@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tunesmith.model.custom_op import define_op
+
 MERGED_LAYERS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"),
@@ -118,18 +120,13 @@ def concat_linear(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([functional.linear(inputs, weight) for weight in weights], dim=-1)
 
 
-torch.library.define(
-    "tunesmith::concat_linear", "(Tensor inputs, Tensor[] weights) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-torch.library.impl("tunesmith::concat_linear", "default")(concat_linear)
-
-
-@torch.library.register_fake("tunesmith::concat_linear")
 def _build_product(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return inputs.new_empty((*inputs.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
-concat_linear_op = torch.ops.tunesmith.concat_linear.default
+concat_linear_op = define_op(
+    "concat_linear(Tensor inputs, Tensor[] weights) -> Tensor", run=concat_linear, build=_build_product
+)
 """`concat_linear` as one operation for torch's compiler, which cannot see whether weights are merged. It has one
 output, since outputs of an operation may not share memory."""
 

@@ -3,14 +3,16 @@
 They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that changes a mode
 and does not restore it, would change them for the engine and the trainer: these run on the same thread in between.
 Engine and trainer run under `default_modes`; `UserModes` saves and restores a user coroutine's modes across awaits.
-One mode of our own belongs to the process: exact numerics.
+One mode of our own belongs to the process: exact numerics. Attributes of modules that are replaced for a while are
+modes too (`replaced`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +32,22 @@ def is_exact() -> bool:
 def set_exact() -> None:
     """For `use_exact_numerics`, which says what else the mode needs."""
     _numerics["is_exact"] = True
+
+
+Attribute = tuple[dict[str, Any], str, Any]
+"""The attributes of a module, the name of one, and its value."""
+
+
+@contextlib.contextmanager
+def replaced(attributes: Sequence[Attribute]) -> Iterator[None]:
+    """Within, these attributes of instances hide the methods and submodules of the same names."""
+    for place, name, value in attributes:
+        place[name] = value
+    try:
+        yield
+    finally:
+        for place, name, _ in attributes:
+            place.pop(name, None)
 
 
 @contextlib.contextmanager

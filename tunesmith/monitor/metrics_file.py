@@ -13,7 +13,8 @@ import os
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,15 +55,11 @@ class MetricsFile:
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, empty if there is no file."""
-    records: list[dict[str, Any]] = []
     if not path.exists():
-        return records
+        return []
     with storage_errors(path, "read"), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # the write was interrupted
-            records.append(parse_json_line(line, path=path, number=number))
-    return records
+        whole = takewhile(lambda line: line.endswith(b"\n"), file)  # an interrupted write leaves a part of a line
+        return [parse_json_line(line, path=path, number=number) for number, line in enumerate(whole, start=1)]
 
 
 def format_line(record: Mapping[str, Any]) -> str:
@@ -128,14 +125,6 @@ class Series:
         return finite.select(np.array(sorted(kept)))
 
 
-@dataclass(slots=True)
-class MetricColumn:
-    """Steps and values of one metric while they are read; 16 bytes for each value."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-
 class MetricsLog:
     """The metrics of a run by name, as far as they are written; `refresh` reads the lines that were added."""
 
@@ -148,7 +137,10 @@ class MetricsLog:
     def _clear(self) -> None:
         self.size = 0
         """Bytes read so far; it changes when the file does."""
-        self._columns: dict[Kind, defaultdict[str, MetricColumn]] = {kind: defaultdict(MetricColumn) for kind in KINDS}
+        self._columns: dict[Kind, defaultdict[str, tuple[array[int], array[float]]]] = {
+            kind: defaultdict(lambda: (array("q"), array("d"))) for kind in KINDS
+        }
+        """Steps and values of each metric; 16 bytes for each value."""
         self._steps: dict[Kind, array[int]] = {kind: array("q") for kind in KINDS}
         """The step of every record."""
 
@@ -173,8 +165,8 @@ class MetricsLog:
         found = [column for each in kinds if (column := self._columns[each].get(name)) is not None]
         if not found:
             return None
-        steps = np.concatenate([np.array(column.steps) for column in found])
-        series = Series(name=name, steps=steps, values=np.concatenate([np.array(column.values) for column in found]))
+        steps, values = (np.concatenate(list(map(np.array, column))) for column in zip(*found, strict=True))
+        series = Series(name=name, steps=steps, values=values)
         return series if len(found) == 1 else series.select(np.argsort(steps, kind="stable"))
 
     def list_series(self, kind: Kind) -> list[Series]:
@@ -188,7 +180,7 @@ class MetricsLog:
         rows: dict[int, dict[str, float | None]] = {step: {} for step in steps}
         for each in kinds:
             for name, column in self._columns[each].items():
-                for step, value in zip(column.steps, column.values, strict=True):
+                for step, value in zip(*column, strict=True):
                     rows[step][name] = value if math.isfinite(value) else None
         return MetricTable(rows)
 
@@ -219,6 +211,6 @@ class MetricsLog:
         self._steps[kind].append(step)
         for name, value in record.items():
             if not isinstance(value, str) and name not in ("step", "kind"):
-                column = self._columns[kind][name]
-                column.steps.append(step)
-                column.values.append(math.nan if value is None else value)
+                steps, values = self._columns[kind][name]
+                steps.append(step)
+                values.append(math.nan if value is None else value)

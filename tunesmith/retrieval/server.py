@@ -191,8 +191,8 @@ def build_app(index: SearchIndex, settings: ServerSettings | None = None) -> Sta
     return Starlette(
         routes=[
             Route("/health", handlers.health, methods=["GET"]),
-            Route("/search", handlers.search, methods=["POST"]),
-            Route("/batch_search", handlers.search_batch, methods=["POST"]),
+            Route("/search", functools.partial(handlers.search, is_batch=False), methods=["POST"]),
+            Route("/batch_search", functools.partial(handlers.search, is_batch=True), methods=["POST"]),
         ],
         lifespan=lifespan,
         exception_handlers=dict.fromkeys((RequestRefusedError, ClientDisconnect, Exception), answer_exception),
@@ -244,13 +244,7 @@ class _SearchHandlers:
             }
         )
 
-    async def search(self, request: Request) -> Response:
-        return await self._find(request, is_batch=False)
-
-    async def search_batch(self, request: Request) -> Response:
-        return await self._find(request, is_batch=True)
-
-    async def _find(self, request: Request, *, is_batch: bool) -> Response:
+    async def search(self, request: Request, *, is_batch: bool) -> Response:
         if not has_key(request.scope, self.settings.api_key):
             raise RequestRefusedError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
         try:

@@ -96,8 +96,7 @@ def run_loss_pass(
     if graphs is not None:
         graphs.end_update()
     routed_totals = routing.take_totals() if routing and torch.is_grad_enabled() else {}
-    found = {name: Total(reduction=reduction, value=value) for name, (reduction, value) in routed_totals.items()}
-    return add_parts(parts) | found if parts else {}
+    return add_parts(parts) | routed_totals if parts else {}
 
 
 def run_row(
@@ -171,7 +170,7 @@ def compute_chunk_loss(
     is_sampled = 1.0 if scores.is_expert_N is None else 1 - scores.is_expert_N
     per_token = {f"train/{name}": values_N for name, values_N in token_losses.metrics.items()}
     per_token |= {"train/entropy": entropy_S.detach()[site_N], **weights}
-    totals: dict[str, tuple[Reduction, Tensor]] = {
+    totals: dict[str, Total[Tensor]] = {
         name: ("sampled_mean", _sum_real(is_sampled * values_N, scores)) for name, values_N in per_token.items()
     }
     if not algorithm.is_supervised:
@@ -214,7 +213,7 @@ def _compute_importance_weights(
     return weights_N, metrics
 
 
-def _compute_mismatch(logprobs_N: Tensor, scores: ChunkScores) -> dict[str, tuple[Reduction, Tensor]]:
+def _compute_mismatch(logprobs_N: Tensor, scores: ChunkScores) -> dict[str, Total[Tensor]]:
     """Mismatch of sampler and trainer logprobs on the tokens that the newest policy sampled."""
     is_newest_N = scores.is_newest_N > 0
     mismatch_N = compute_kl(scores.sampler_logprobs_N, logprobs_N, estimator="k3")

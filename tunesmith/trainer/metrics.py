@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,8 @@ ranks; `sampled_mean`, a sum over the tokens that are not an expert's, divided b
 over the tokens that the newest policy sampled; `newest_max`, the maximum over these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Total(Generic[V]):
-    """A sum (or maximum) over the tokens of an update: on the device of one rank, or on the host over all ranks."""
-
-    reduction: Reduction
-    value: V
+Total = tuple[Reduction, V]
+"""A sum (or maximum) over the tokens of an update: on the device of one rank, or on the host over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +60,7 @@ def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total[Tensor]]:
     values_PK = torch.cat([part.values_PK for part in parts])
     columns = zip(parts[0].reductions, values_PK.sum(dim=0).unbind(), values_PK.amax(dim=0).unbind(), strict=True)
     return {
-        name: Total(reduction=reduction, value=maximum if reduction == "newest_max" else total)
+        name: (reduction, maximum if reduction == "newest_max" else total)
         for (name, reduction), total, maximum in columns
     }
 
@@ -91,17 +87,12 @@ def count_row_tokens(rows: Sequence[Trie], ranks: Ranks = Ranks()) -> dict[str, 
 
 def read_totals(totals: Mapping[str, Total[Tensor]], values: Sequence[float], ranks: Ranks) -> dict[str, Total[float]]:
     """The totals over all ranks from those of this rank and their values on the host."""
-    own = {
-        name: Total(reduction=total.reduction, value=value)
-        for (name, total), value in zip(totals.items(), values, strict=True)
-    }
+    own = {name: (reduction, value) for (name, (reduction, _)), value in zip(totals.items(), values, strict=True)}
     merged: dict[str, Total[float]] = {}
     for part in ranks.all_gather_objects(own):
-        for name, total in part.items():
-            if name in merged:
-                combine = max if total.reduction in ("max", "newest_max") else sum
-                total = replace(total, value=combine([merged[name].value, total.value]))
-            merged[name] = total
+        for name, (reduction, value) in part.items():
+            combine = max if reduction in ("max", "newest_max") else sum
+            merged[name] = (reduction, combine([merged[name][1], value]) if name in merged else value)
     return merged
 
 
@@ -113,17 +104,15 @@ def build_token_metrics(totals: Mapping[str, Total[float]], counts: TokenCounts,
     """
     num_newest = counts.num_newest if is_first else 0
     metrics: dict[str, float] = {}
-    for name, total in totals.items():
-        if total.reduction == "sum":
-            metrics[name] = total.value
-        elif total.reduction == "max":
-            metrics[name] = Max(total.value)
-        elif total.reduction == "sampled_mean" and counts.num_sampled:
-            metrics[name] = Mean(total.value, over=counts.num_sampled)
-        elif total.reduction == "newest_mean" and num_newest:
-            metrics[name] = Mean(total.value, over=num_newest)
-        elif total.reduction == "newest_max" and num_newest:
-            metrics[name] = Max(total.value)
+    for name, (reduction, value) in totals.items():
+        if reduction == "sum":
+            metrics[name] = value
+        elif reduction == "max" or (reduction == "newest_max" and num_newest):
+            metrics[name] = Max(value)
+        elif reduction == "sampled_mean" and counts.num_sampled:
+            metrics[name] = Mean(value, over=counts.num_sampled)
+        elif reduction == "newest_mean" and num_newest:
+            metrics[name] = Mean(value, over=num_newest)
     return metrics
 
 

@@ -76,16 +76,18 @@ class MasterAdamW:
         strided = [each.flatten()[:: -(-each.numel() // NUM_SAMPLED_ELEMENTS)] for each in chosen]
         return [each.to(torch.float64, copy=True) for each in strided]
 
-    def compute_changed_ratio(self, before: list[Tensor]) -> Tensor:
-        """Share of the elements of `sample_weights` that changed by more than `MIN_RELATIVE_CHANGE`."""
-        pairs = zip(before, self.sample_weights(), strict=True)
+    def measure_change(self, before: list[Tensor]) -> dict[str, Tensor]:
+        """Metrics of the elements of `sample_weights`: the share that changed by more than `MIN_RELATIVE_CHANGE`, and
+        the RMS of the change relative to the RMS of the values before."""
+        after = self.sample_weights()
+        pairs = zip(before, after, strict=True)
         changed = [(new - old).abs() > MIN_RELATIVE_CHANGE * old.square().mean().sqrt() for old, new in pairs]
-        return torch.cat(changed).double().mean()
-
-    def compute_relative_update(self, before: list[Tensor]) -> Tensor:
-        """RMS of the change of the elements of `sample_weights`, relative to the RMS of their values before."""
-        old, new = torch.cat(before), torch.cat(self.sample_weights())
-        return (new - old).square().mean().sqrt() / old.square().mean().sqrt().clamp_min(torch.finfo(old.dtype).tiny)
+        old, new = torch.cat(before), torch.cat(after)
+        size = old.square().mean().sqrt().clamp_min(torch.finfo(old.dtype).tiny)
+        return {
+            "train/changed_ratio": torch.cat(changed).double().mean(),
+            "train/relative_update": (new - old).square().mean().sqrt() / size,
+        }
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and separate masters as `<kind>:<parameter name>`; tensors are not copied."""

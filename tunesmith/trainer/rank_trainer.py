@@ -29,7 +29,7 @@ from tunesmith.cluster.links import Link
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.batch import Batch
-from tunesmith.experience.finished_group import FinishedGroup, drop_group_routes, measure_group
+from tunesmith.experience.finished_group import FinishedGroup, drop_routes, measure_group
 from tunesmith.experience.samples import build_samples
 from tunesmith.trainer.packing import combine_cost
 from tunesmith.trainer.sharding.sharded_model import find_sharding, iter_whole_weights
@@ -79,9 +79,8 @@ class SaveState:
 class TrainedGroup:
     """A group that a rank trains."""
 
-    number: int | None
-    """The rank keeps the group under this number, or receives it from a third rank; None: `group` is sent along."""
-    group: Group | None
+    group: Group | int
+    """The group, or the number under which the rank keeps it or receives it from a third rank."""
     indices: tuple[int, int]
     """Of the group, and of its first trajectory, in what the step trains."""
     advantages: Sequence[RunAdvantage]
@@ -204,16 +203,12 @@ class RankTrainer:
         loads, moved = [0.0] * num_ranks, []
         rows = zip(groups.groups, origins, list_indices(groups.groups), groups.advantages, costs, assigned, strict=True)
         for group, origin, indices, advantages, cost, rank in rows:
-            is_kept = origin is not None and (origin.rank == rank or not origin.has_tokens)
-            number = origin.number if origin is not None and is_kept else None
-            trained[rank].append(
-                TrainedGroup(
-                    number=number, group=group if number is None else None, indices=indices, advantages=advantages
-                )
-            )
+            named: Group | int = group
+            if origin is not None and (origin.rank == rank or not origin.has_tokens):
+                named = origin.number
+                moved += [origin.number] if origin.rank != rank else []
+            trained[rank].append(TrainedGroup(group=named, indices=indices, advantages=advantages))
             loads[rank] += cost
-            if number is not None and origin is not None and origin.rank != rank:
-                moved.append(number)
         parts = [
             TrainPart(
                 groups=own,
@@ -248,9 +243,8 @@ class RankTrainer:
     ) -> dict[str, float]:
         """Train this rank's part of a step, together with the other ranks; metrics over all of them."""
         found = {**own, **self._exchange(part.moved, own)}
-        groups = [found[each.number] if each.number is not None else each.group for each in part.groups]
         samples, metrics = build_samples(
-            [group for group in groups if group is not None],
+            [found[each.group] if isinstance(each.group, int) else each.group for each in part.groups],
             [each.advantages for each in part.groups],
             has_hard_credit=part.has_hard_credit,
             places=[each.indices for each in part.groups],
@@ -271,7 +265,7 @@ class RankTrainer:
     def _hand_over(self, part: TrainPart) -> None:
         """Hand the first rank the groups that it has references to; all ranks do, or receive."""
         groups = {number: self.kept[number] for number in part.referenced if number in self.kept}
-        self.ranks.gather_objects({number: drop_group_routes(group) for number, group in groups.items()})
+        self.ranks.gather_objects({number: group.map(drop_routes) for number, group in groups.items()})
 
     def _receive(self, groups: StepGroups) -> None:
         """Complete the batch with the groups of other ranks."""

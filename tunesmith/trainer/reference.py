@@ -30,10 +30,10 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel, *, refresh_steps: int | None = None) -> None:
         """`model` scores the reference: the policy itself with an adapter, else a model of its own."""
-        self._model = model
+        self.model = model
         self._refresh_steps = refresh_steps
         self._step = 0
-        self.adapter: dict[str, Tensor] | None = None
+        self._adapter: dict[str, Tensor] | None = None
         """Adapter of the reference; None before the first refresh, and without an adapter."""
 
     @torch.no_grad()
@@ -46,10 +46,10 @@ class Reference:
             return {}
         metrics = {"train/reference_step": float(self._step)}
         if num_steps % self._refresh_steps == 0:
-            if has_adapter(self._model):
-                self.adapter = {name: tensor.detach().clone() for name, tensor in _list_adapter(policy).items()}
+            if has_adapter(self.model):
+                self._adapter = {name: tensor.detach().clone() for name, tensor in _list_adapter(policy).items()}
             else:
-                _copy_weights(policy.state_dict(), self._model.state_dict())
+                _copy_weights(policy.state_dict(), self.model.state_dict())
             self._step = num_steps
         return metrics
 
@@ -57,7 +57,7 @@ class Reference:
         """Empty before the first refresh; tensors are not copied."""
         if self._step == 0:
             return {}
-        weights = self._model.state_dict() if self.adapter is None else self.adapter
+        weights = self.model.state_dict() if self._adapter is None else self._adapter
         return {"reference": {"step": self._step, "weights": dict(weights)}}
 
     @torch.no_grad()
@@ -66,28 +66,27 @@ class Reference:
         if "reference" not in state:
             return
         self._step = state["reference"]["step"]
-        if has_adapter(self._model):
-            self.adapter = {name: torch.empty_like(value) for name, value in _list_adapter(self._model).items()}
-        target = self._model.state_dict() if self.adapter is None else self.adapter
+        if has_adapter(self.model):
+            self._adapter = {name: torch.empty_like(value) for name, value in _list_adapter(self.model).items()}
+        target = self.model.state_dict() if self._adapter is None else self._adapter
         _copy_weights(state["reference"]["weights"], target)
 
-
-@contextmanager
-def reference_weights(model: PreTrainedModel, adapter: Weights | None) -> Iterator[None]:
-    """Within, the model computes the reference: with the given adapter, or with its adapter disabled."""
-    if adapter is None:
-        with disabled_adapter(model):
-            yield
-        return
-    parameters = _list_adapter(model)
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with torch.no_grad():
-        _copy_weights(adapter, parameters)
-    try:
-        yield
-    finally:
+    @contextmanager
+    def installed(self) -> Iterator[PreTrainedModel]:
+        """Within, the model computes the reference: with the reference's adapter, or with its own one disabled."""
+        if self._adapter is None:
+            with disabled_adapter(self.model):
+                yield self.model
+            return
+        parameters = _list_adapter(self.model)
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            _copy_weights(own, parameters)
+            _copy_weights(self._adapter, parameters)
+        try:
+            yield self.model
+        finally:
+            with torch.no_grad():
+                _copy_weights(own, parameters)
 
 
 def _list_adapter(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ Axes: R trained events in the order of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from tunesmith.experience.samples import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import build_row, index_distributions, routed
-from tunesmith.trainer.reference import Reference, reference_weights
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.sharding.matched_rows import match_rows
 from tunesmith.types import Sample
 
@@ -35,10 +34,7 @@ ScoreRows = Callable[[Sequence[Trie]], np.ndarray]
 class ScoringModels:
     """Extra models that score the policy's tokens; None if the algorithm does not need the model."""
 
-    reference: PreTrainedModel | None = None
-    """Scored with its adapter disabled: the policy itself can serve as the reference of its base model."""
-    reference_state: Reference | None = None
-    """Holds the adapter with which the reference is scored instead, once it was refreshed."""
+    reference: Reference | None = None
     teacher: PreTrainedModel | None = None
     score_values: ScoreRows | None = None
 
@@ -53,22 +49,18 @@ def run_scoring_passes(
     chunk_tokens: int,
 ) -> dict[Need, np.ndarray]:
     """The scores [R] of the rows' events that are needed, by name."""
-    models: dict[Need, PreTrainedModel | None] = {
-        "reference": scoring_models.reference,
-        "teacher": scoring_models.teacher,
-    }
     scores: dict[Need, np.ndarray] = {}
     if needs & POLICY_SCORES:
         logprobs_R, entropies_R = score_tokens(model, samples, rows, chunk_tokens=chunk_tokens)
         of_policy: dict[Need, np.ndarray] = {"logprobs": logprobs_R, "entropies": entropies_R}
         scores |= {need: values_R for need, values_R in of_policy.items() if need in needs}
-    for need, scorer in models.items():
-        if need in needs:
-            assert scorer is not None, need
-            state = scoring_models.reference_state
-            adapter = None if state is None else state.adapter
-            with reference_weights(scorer, adapter) if need == "reference" else nullcontext():
-                scores[need], _ = score_tokens(scorer, samples, rows, chunk_tokens=chunk_tokens)
+    if "reference" in needs:
+        assert scoring_models.reference is not None
+        with scoring_models.reference.installed() as reference:
+            scores["reference"], _ = score_tokens(reference, samples, rows, chunk_tokens=chunk_tokens)
+    if "teacher" in needs:
+        assert scoring_models.teacher is not None
+        scores["teacher"], _ = score_tokens(scoring_models.teacher, samples, rows, chunk_tokens=chunk_tokens)
     if "values" in needs:
         assert scoring_models.score_values is not None
         scores["values"] = scoring_models.score_values(rows)

@@ -135,8 +135,7 @@ class Trainer:
             norm_length=algorithm.norm_length or max_model_len,
             chunk_tokens=settings.logprob_chunk_tokens or choose_chunk_tokens(model),
             scoring_models=ScoringModels(
-                reference=reference_model,
-                reference_state=self._reference,
+                reference=self._reference,
                 teacher=None if teacher_model is None else teacher_model.eval(),
                 score_values=None if self._critic is None else self._critic.score,
             ),
@@ -214,7 +213,7 @@ class Trainer:
             raise ValueError(f"none of the {len(samples)} samples has a trained token, so there is no loss to compute")
         prepared = prepare_update(self._setup, self._algorithm, samples, rows, step=self.num_steps)
         totals = run_loss(self._setup, self._algorithm, samples, rows, prepared.inputs)
-        return totals["train/loss"].value.item()
+        return totals["train/loss"][1].item()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs in addition to the parameters; tensors are not copied."""
@@ -275,7 +274,7 @@ class Trainer:
         is_first = number == 0
         (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps, number)).generate_state(1).tolist()
         self._optimizer.clear_gradients()
-        gradient = compute_gradient(
+        totals, prepared = compute_gradient(
             self._setup,
             self._algorithm,
             samples,
@@ -289,13 +288,13 @@ class Trainer:
         )
         self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
-        metrics = read_update(self._setup, self._algorithm, gradient, rows, grad_norm, is_first=is_first)
+        metrics = read_update(self._setup, self._algorithm, totals, prepared, rows, grad_norm, is_first=is_first)
         try:
             check_finite(metrics)
             if is_first and not self._algorithm.is_supervised:
                 check_mismatch(metrics, self._settings, has_console=self._ranks.is_first)
             if self._critic is not None:
-                inputs = gradient.prepared.inputs
+                inputs = prepared.inputs
                 assert inputs.values_E is not None and inputs.returns_E is not None
                 metrics |= self._critic.update(rows, inputs.values_E, inputs.returns_E)
         except TrainingError:
@@ -310,8 +309,7 @@ class Trainer:
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
         if before is not None:
-            metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
-            metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
+            metrics |= {name: value.item() for name, value in self._optimizer.measure_change(before).items()}
         return metrics
 
     def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:

@@ -126,15 +126,6 @@ class PreparedUpdate:
     """Of the whole update, over all ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
-    """What an update has computed; the gradient itself is in the `grad` of the parameters, or in the stream."""
-
-    totals: Mapping[str, Total[Tensor]]
-    """Sums over this rank's tokens, on the device."""
-    prepared: PreparedUpdate
-
-
 def score_step(
     setup: PassSetup, algorithm: Algorithm, samples: Sequence[Sample], *, policy_version: int, step: int
 ) -> StepScores:
@@ -190,8 +181,9 @@ def compute_gradient(
     step: int,
     dropout: AbstractContextManager[None] = nullcontext(),
     after_row: Callable[[], None] = lambda: None,
-) -> Gradient:
-    """Accumulate the gradient of an update on the packed samples.
+) -> tuple[dict[str, Total[Tensor]], PreparedUpdate]:
+    """Accumulate the gradient of an update on the packed samples, in the parameters or in the stream; sums over this
+    rank's tokens, on the device.
 
     `scores` are those of its samples. `dropout` is active in the loss pass; `after_row` is called after each row.
     """
@@ -205,8 +197,7 @@ def compute_gradient(
             score_tokens(setup.model, samples, rows, chunk_tokens=setup.chunk_tokens)
             routing.set_balance(sum(setup.ranks.all_gather_objects(routing.sums_L2E.cpu())))
         with checkpoint(setup.model), dropout:
-            totals = run_loss(setup, algorithm, samples, rows, prepared.inputs, after_row=after_row)
-    return Gradient(totals=totals, prepared=prepared)
+            return run_loss(setup, algorithm, samples, rows, prepared.inputs, after_row=after_row), prepared
 
 
 def run_loss(
@@ -237,18 +228,19 @@ def run_loss(
 def read_update(
     setup: PassSetup,
     algorithm: Algorithm,
-    gradient: Gradient,
+    own_totals: Mapping[str, Total[Tensor]],
+    prepared: PreparedUpdate,
     rows: Sequence[Trie],
     grad_norm: Tensor,
     *,
     is_first: bool,
 ) -> dict[str, float]:
     """Metrics of the update over all ranks, read in the only wait for the device."""
-    tensors = [grad_norm, *(total.value for total in gradient.totals.values())]
+    tensors = [grad_norm, *(value for _, value in own_totals.values())]
     norm, *values = torch.stack([value.double() for value in tensors]).tolist()
-    totals = read_totals(gradient.totals, values, setup.ranks)
-    metrics = build_token_metrics(totals, gradient.prepared.counts, is_first=is_first)
-    metrics |= count_row_tokens(rows, setup.ranks) | dict(gradient.prepared.inputs.metrics)
+    totals = read_totals(own_totals, values, setup.ranks)
+    metrics = build_token_metrics(totals, prepared.counts, is_first=is_first)
+    metrics |= count_row_tokens(rows, setup.ranks) | dict(prepared.inputs.metrics)
     metrics["train/grad_norm"] = norm
     if "train/kl" in totals:  # of all ranks: this one may have no rows
         metrics["train/kl_coef"] = algorithm.kl_coef
@@ -288,20 +280,18 @@ def prepare_update(
         tokens = replace(tokens, metrics=scores.term_metrics)
     tokens = correct_tokens(tokens, algorithm, is_weighted=is_weighted)
     weights_E = compute_weights(tokens, algorithm, norm_length=setup.norm_length)
+    factor, counts = share or (1.0, count_tokens(tokens))
     caps_E = None
     if scores.is_weighted and not is_weighted:
         caps_E = np.where(tokens.find_sampled(), algorithm.correction.cap, 0.0)
     tokens = replace(
         tokens,
-        weights_E=weights_E if share is None else weights_E * share.weight_factor,
+        weights_E=weights_E * factor,
         importance_caps_E=caps_E,
         is_expert_E=None if tokens.find_sampled().all() else tokens.is_expert_E,
         reference_logprobs_E=tokens.reference_logprobs_E if algorithm.kl_coef > 0 else None,
     )
-    return PreparedUpdate(
-        inputs=tokens.convert(lambda values_E: events.scatter(values_E[own_E])),
-        counts=count_tokens(tokens) if share is None else share.counts,
-    )
+    return PreparedUpdate(inputs=tokens.convert(lambda values_E: events.scatter(values_E[own_E])), counts=counts)
 
 
 def build_inputs(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tunesmith.engine.cpu.layers import OneDnnLinears
+from tunesmith.model.torch_modes import replaced
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 
@@ -20,7 +21,7 @@ def test_packed_layers_agree_with_unpacked_ones(shape: tuple[int, ...], bias: bo
     inputs = torch.randn(shape)
     linears = OneDnnLinears(layer)
     linears.refresh()
-    with torch.inference_mode(), linears.installed():
+    with torch.inference_mode(), replaced(linears.list_forwards(None)):
         output = layer(inputs)
     torch.testing.assert_close(output, layer(inputs).detach(), atol=1e-5, rtol=1e-5)
 
@@ -32,12 +33,12 @@ def test_new_weights_are_used_after_a_refresh_and_the_layer_is_restored() -> Non
     with torch.no_grad():
         layer.weight.zero_()
     inputs = torch.ones(9, 256)
-    with torch.no_grad(), linears.installed():
+    with torch.no_grad(), replaced(linears.list_forwards(None)):
         assert not torch.equal(layer(inputs), layer.bias.expand(9, -1))
     assert "forward" not in layer.__dict__
     assert torch.equal(layer(inputs), layer.bias.expand(9, -1))
     linears.refresh()
-    with torch.no_grad(), linears.installed():
+    with torch.no_grad(), replaced(linears.list_forwards(None)):
         torch.testing.assert_close(layer(inputs), layer.bias.expand(9, -1))
 
 
@@ -45,7 +46,7 @@ def test_calls_with_few_rows_use_the_parameters() -> None:
     layer = nn.Linear(256, 300)
     linears = OneDnnLinears(layer)
     linears.refresh()
-    with torch.no_grad(), linears.installed():
+    with torch.no_grad(), replaced(linears.list_forwards(None)):
         layer.weight.zero_()
         assert torch.equal(layer(torch.ones(2, 256)), layer.bias.expand(2, -1))
 
@@ -56,9 +57,9 @@ def test_layers_too_small_for_the_number_of_rows_use_the_parameters() -> None:
     linears.refresh()
     with torch.no_grad():
         layer.weight.zero_()
-    with torch.no_grad(), linears.installed(num_rows=2):
+    with torch.no_grad(), replaced(linears.list_forwards(2)):
         assert torch.equal(layer(torch.ones(2, 256)), layer.bias.expand(2, -1))
-    with torch.no_grad(), linears.installed(num_rows=9):
+    with torch.no_grad(), replaced(linears.list_forwards(9)):
         assert not torch.equal(layer(torch.ones(9, 256)), layer.bias.expand(9, -1))
 
 
@@ -66,7 +67,7 @@ def test_small_and_reduced_precision_layers_are_not_packed() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 300, dtype=torch.bfloat16))
     linears = OneDnnLinears(model)
     linears.refresh()
-    with linears.installed():
+    with replaced(linears.list_forwards(None)):
         assert all("forward" not in layer.__dict__ for layer in model)
 
 
@@ -76,7 +77,7 @@ def test_many_different_numbers_of_rows_use_little_memory() -> None:
     layer = nn.Linear(256, 256)
     linears = OneDnnLinears(layer)
     linears.refresh()
-    with torch.inference_mode(), linears.installed():
+    with torch.inference_mode(), replaced(linears.list_forwards(None)):
         layer(torch.randn(5, 256))
         before = read_malloc_mib()
         for num_rows in range(6, 406):

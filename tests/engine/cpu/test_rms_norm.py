@@ -7,7 +7,8 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tunesmith.engine.cpu.layers import RmsNorms
+from tunesmith.engine.cpu.layers import find_rms_norms, list_norm_forwards
+from tunesmith.model.torch_modes import replaced
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):
@@ -17,11 +18,10 @@ class ShiftedRMSNorm(LlamaRMSNorm):
 
 def test_installed_norms_agree_with_the_modelling_code_and_are_restored() -> None:
     layer = LlamaRMSNorm(48, eps=1e-3)
-    norms = RmsNorms(layer)
+    norms = find_rms_norms(layer)
     layer.weight = nn.Parameter(torch.rand(48))
-    norms.refresh()
     inputs = torch.randn(3, 5, 48)
-    with torch.inference_mode(), norms.installed():
+    with torch.inference_mode(), replaced(list_norm_forwards(norms)):
         assert "forward" in layer.__dict__
         output = layer(inputs)
     assert "forward" not in layer.__dict__
@@ -30,7 +30,5 @@ def test_installed_norms_agree_with_the_modelling_code_and_are_restored() -> Non
 
 def test_other_norms_are_left_as_they_are() -> None:
     model = nn.Sequential(GemmaRMSNorm(16), ShiftedRMSNorm(16), LlamaRMSNorm(16).bfloat16(), nn.RMSNorm(16))
-    norms = RmsNorms(model)
-    norms.refresh()
-    with norms.installed():
+    with replaced(list_norm_forwards(find_rms_norms(model))):
         assert all("forward" not in layer.__dict__ for layer in model)

@@ -72,7 +72,7 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_padd
         sizes.append((row.input_ids_1T.shape[1], *(len(chunk.target_S) for chunk in row.chunks)))
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
-    totals = {name: total.value for name, total in add_parts(parts).items()}
+    totals = {name: value for name, (_, value) in add_parts(parts).items()}
     return gradient, totals, sizes
 
 

@@ -21,6 +21,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.update import PassSetup, prepare_update
 from tunesmith.types import Distribution, Sample
@@ -86,6 +87,7 @@ def assert_equal_to(
     section: AlgorithmSection,
     samples: list[Sample],
     compute: Callable[[list[torch.Tensor]], torch.Tensor],
+    reference: PreTrainedModel | None = None,
     **extra_models,
 ) -> None:
     """`compute` returns the loss from the logprobs of each trajectory."""
@@ -105,14 +107,16 @@ def assert_equal_to(
                 model=model,
                 norm_length=NORM_LENGTH,
                 chunk_tokens=chunk_tokens,
-                scoring_models=ScoringModels(**extra_models),
+                scoring_models=ScoringModels(
+                    reference=None if reference is None else Reference(reference), **extra_models
+                ),
             ),
             algorithm,
             samples,
             rows,
         )
         totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-        assert_same((totals["train/loss"].value.item(), take_gradient(model)), expected)
+        assert_same((totals["train/loss"][1].item(), take_gradient(model)), expected)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.update import PassSetup, StepScores, prepare_update
@@ -87,7 +88,10 @@ def run_package(model, samples, section, *, proximal, reference=None, chunk_toke
     algorithm, rows = resolve_algorithm(section), pack_samples(samples, hidden_size=32, **packing)
     prepared = prepare_update(
         PassSetup(
-            model=model, norm_length=1, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference)
+            model=model,
+            norm_length=1,
+            chunk_tokens=chunk_tokens,
+            scoring_models=ScoringModels(reference=None if reference is None else Reference(reference)),
         ),
         algorithm,
         samples,
@@ -95,7 +99,7 @@ def run_package(model, samples, section, *, proximal, reference=None, chunk_toke
         scores=proximal,
     )
     totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
-    return (totals["train/loss"].value.item(), take_gradient(model)), prepared.inputs.metrics
+    return (totals["train/loss"][1].item(), take_gradient(model)), prepared.inputs.metrics
 
 
 def choose_proximal(proximal: StepScores, correction: dict) -> StepScores:

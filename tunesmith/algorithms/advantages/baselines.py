@@ -56,7 +56,7 @@ def compute_opo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages
     This baseline minimizes the variance of the gradient of the summed logprobs if its squared norm is proportional to
     the length l, the number of sampled tokens over all turns. Rollouts without a token have no weight.
     """
-    advantages: Advantages = []
+    advantages: list[list[RunAdvantage]] = []
     for group in groups:
         lengths = [sum(map(len, run.turn_logprobs)) for run in group]
         scored = [(run.reward, n) for run, n in zip(group, lengths, strict=True) if run.reward is not None and n > 0]
@@ -82,10 +82,9 @@ def compute_opmd_advantages(
 
     def subtract(rewards: list[float]) -> list[float]:
         if baseline == "mean":
-            value = math.fsum(rewards) / len(rewards)
-        else:
-            top = max(rewards)
-            value = top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
+            return subtract_mean(rewards)
+        top = max(rewards)
+        value = top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
         return [reward - value for reward in rewards]
 
     return map_groups(groups, subtract)
@@ -97,7 +96,7 @@ def compute_asymre_advantages(groups: Sequence[Sequence[RunOutcome]], *, baselin
     A negative shift gives more weight to successes than to failures, which keeps REINFORCE stable on off-policy data.
     With equal rewards, or in a group of one, the advantage is -baseline_shift: such rollouts are imitated weakly.
     """
-    advantages: Advantages = []
+    advantages: list[list[RunAdvantage]] = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
         baseline = math.fsum(rewards) / max(len(rewards), 1) + baseline_shift
@@ -126,7 +125,7 @@ def compute_rec_advantages(
     def normalize(rewards: list[float]) -> list[float]:
         return standardize(rewards, epsilon=epsilon, ddof=0) if std_normalize else subtract_mean(rewards)
 
-    advantages: Advantages = []
+    advantages: list[list[RunAdvantage]] = []
     for group in groups:
         kept = _select_balanced(group) if drop == "balance" else [run.reward is not None for run in group]
         kept_groups = [[run for run, is_kept in zip(group, kept, strict=True) if is_kept]]
@@ -141,7 +140,7 @@ def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_rewar
     A rollout is selected if no rollout of its group has a higher reward and its own is above 0, or at least
     `min_reward` if set. In a group of one the rollout itself is the best one.
     """
-    advantages: Advantages = []
+    advantages: list[list[RunAdvantage]] = []
     for group in groups:
         best = max((run.reward for run in group if run.reward is not None), default=0.0)
         is_selected = best > 0 if min_reward is None else best >= min_reward

@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage, are_equal, is_above
 
-Advantages = list[list[RunAdvantage]]
+Advantages = Sequence[Sequence[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
 Share = Annotated[float, Field(ge=0, le=1)]
 V = TypeVar("V")
@@ -67,7 +67,7 @@ def compute_grpo_advantages(
     if rank_penalty:
         groups = [apply_rank_penalty(group, rank_penalty) for group in groups]
     weights = [[run.num_turns for run in group] for group in groups]
-    return [list(row) for row in _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)]
+    return _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
 
 
 def compute_multi_step_grpo_advantages(
@@ -86,7 +86,7 @@ def compute_multi_step_grpo_advantages(
     weights = [[1] * len(group) for group in groups]
     advantages = _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
     if not enable_step_norm:
-        return [list(row) for row in advantages]
+        return advantages
     return [
         [None if value is None else value / max(run.num_turns, 1) for run, value in zip(group, row, strict=True)]
         for group, row in zip(groups, advantages, strict=True)
@@ -134,7 +134,7 @@ def compute_batch_normalized_advantages(
     advantage is zero. The paper also subtracts the mean of R - mean over the batch, which is zero. Each rollout counts
     once (verl and OpenRLHF count each token, so long rollouts weigh more).
     """
-    return normalize_over_batch(map_scored(groups, subtract_mean), groups, epsilon=epsilon)
+    return normalize_over_batch(map_groups(groups, subtract_mean), groups, epsilon=epsilon)
 
 
 def normalize_over_batch(
@@ -161,15 +161,14 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
     and b are fitted to the mean and variance of p over the batch's groups (method of moments). Where no Beta
     distribution has these, f is 1, as in REINFORCE with a baseline. Rewards must be in [0, 1].
     """
-    means = [_compute_mean([run.reward for run in group if run.reward is not None]) for group in groups]
-    known = [mean for mean in means if mean is not None]
-    rewards = [run.reward for group in groups for run in group if run.reward is not None]
+    scored = [[run.reward for run in group if run.reward is not None] for group in groups]
+    rewards = [reward for row in scored for reward in row]
     if rewards and (is_above(0.0, min(rewards)) or is_above(max(rewards), 1.0)):
         raise ConfigError(
             f"algorithm_type='bnpo' needs rewards from 0 to 1, got {min(rewards):g} to {max(rewards):g}: scale them "
             "in the judge, or choose grpo"
         )
-    a, b = fit_beta(known)
+    a, b = fit_beta([math.fsum(row) / len(row) for row in scored if row])
 
     def normalize(rewards: list[float]) -> list[float]:
         density = compute_beta_density(math.fsum(rewards) / len(rewards), 1 + a / 3, 1 + b / 3)
@@ -206,15 +205,8 @@ def compute_pass_at_k_advantages(
 
 def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
-) -> Advantages:
-    """Apply `compute` to each group's scored rewards; None, or rewards that do not differ, drop the group."""
-    return [list(row) for row in map_scored(groups, compute)]
-
-
-def map_scored(
-    groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> list[list[float | None]]:
-    """As `map_groups`, with one number or None for each rollout."""
+    """Apply `compute` to each group's scored rewards; None, or rewards that do not differ, drop the group."""
     advantages: list[list[float | None]] = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
@@ -263,10 +255,6 @@ def compute_beta_density(x: float, alpha: float, beta: float) -> float:
     """The density of Beta(alpha, beta) at x, inside (0, 1)."""
     log_norm = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
     return math.exp((alpha - 1) * math.log(x) + (beta - 1) * math.log(1 - x) - log_norm)
-
-
-def _compute_mean(rewards: Sequence[float]) -> float | None:
-    return math.fsum(rewards) / len(rewards) if rewards else None
 
 
 def subtract_mean(values: Sequence[float]) -> list[float]:
@@ -337,7 +325,7 @@ def compute_gdpo_advantages(
     rows: list[list[float | None]] = [[0.0 if run.reward is not None else None for run in group] for group in groups]
     for name, weight in rewards.items():
         parts = [[_read_part(run, name) for run in group] for group in groups]
-        normalized = map_scored(parts, lambda values: standardize(values, epsilon=epsilon))
+        normalized = map_groups(parts, lambda values: standardize(values, epsilon=epsilon))
         for row, added in zip(rows, normalized, strict=True):
             row[:] = [
                 None if total is None else total + weight * (value or 0.0)
@@ -384,7 +372,7 @@ def compute_gigpo_advantages(
     `env_state_hash_key` two turns are in the same state if their prompts have the same token ids; with it, if their
     metrics `<env_state_hash_key>/<t>` are equal.
     """
-    advantages: Advantages = []
+    advantages: list[list[RunAdvantage]] = []
     for group in groups:
         runs = [run for run in group if run.reward is not None]
         rewards = [_list_rewards(run, step_reward_key) for run in runs]

@@ -144,6 +144,5 @@ def _get_teacher(tokens: TokenInputs) -> np.ndarray:
 
 
 def _build_terms(tokens: TokenInputs, advantages_E: np.ndarray) -> TokenInputs:
-    gap_E = tokens.old_logprobs_E - _get_teacher(tokens)
-    metrics = {"distillation/reverse_kl": float(gap_E.mean()) if len(gap_E) else 0.0}
+    metrics = {"distillation/reverse_kl": _compute_mean(tokens.old_logprobs_E - _get_teacher(tokens))}
     return replace(tokens, advantages_E=advantages_E, metrics=metrics)

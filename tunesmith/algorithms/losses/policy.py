@@ -452,7 +452,7 @@ def compute_mix_losses(
     clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
     """PPO's clipped loss for sampled tokens, cross entropy for expert tokens."""
-    return _mix_losses(scores, torch.ones_like(scores.logprobs_N), clip_range_low, clip_range_high, clip_ratio_c)
+    return _mix_losses(scores, compute_sft_losses(scores), clip_range_low, clip_range_high, clip_ratio_c)
 
 
 def compute_chord_losses(
@@ -462,18 +462,16 @@ def compute_chord_losses(
     clip_range_high: NonNegativeFloat = 0.2,
     clip_ratio_c: DualClip = 3.0,
 ) -> TokenLosses:
-    """As `compute_mix_losses` with each expert token's cross entropy times p (1 - p) (Zhang et al., 2025, CHORD-phi).
+    """As `compute_mix_losses` with the losses of `compute_sft_phi_losses` for expert tokens: CHORD-phi.
 
-    p is the policy's probability of the token, without gradient. Very probable and very improbable tokens get small
-    weights, so that imitation does not undo what the policy has learned.
+    Very probable and very improbable tokens get small weights, so that imitation does not undo what the policy has
+    learned.
     """
-    probabilities_N = scores.logprobs_N.detach().exp()
-    phi_N = probabilities_N * (1 - probabilities_N)
-    return _mix_losses(scores, phi_N, clip_range_low, clip_range_high, clip_ratio_c)
+    return _mix_losses(scores, compute_sft_phi_losses(scores), clip_range_low, clip_range_high, clip_ratio_c)
 
 
 def _mix_losses(
-    scores: TokenScores, imitation_weights_N: Tensor, clip_range_low: float, clip_range_high: float, clip_ratio_c: float
+    scores: TokenScores, imitation: TokenLosses, clip_range_low: float, clip_range_high: float, clip_ratio_c: float
 ) -> TokenLosses:
     """Metrics are 0 at expert tokens."""
     own = compute_ppo_clip_losses(
@@ -482,6 +480,6 @@ def _mix_losses(
     if scores.is_expert_N is None:
         return own
     is_expert_N = scores.is_expert_N.bool()
-    losses_N = torch.where(is_expert_N, -imitation_weights_N * scores.logprobs_N, own.losses_N)
+    losses_N = torch.where(is_expert_N, imitation.losses_N, own.losses_N)
     metrics = {name: values.masked_fill(is_expert_N, 0.0) for name, values in own.metrics.items()}
     return TokenLosses(losses_N=losses_N, metrics=metrics)

@@ -48,17 +48,22 @@ def compute_dpo_terms(
     a sum. A completion without its partner in the update is not trained.
     """
     _check_label_smoothing(loss_type, label_smoothing)
-    rewards_Q, labels_Q = compute_implicit_rewards(tokens), find_labels(tokens)
-    scale_Q = 1 / np.maximum(count_tokens(tokens), 1) if has_length_norm else np.ones(len(rewards_Q))
+    rewards_Q = compute_implicit_rewards(tokens)
+    scale_Q = 1 / count_tokens(tokens) if has_length_norm else np.ones(len(rewards_Q))
     rewards_Q = rewards_Q * scale_Q
-    chosen_P, rejected_P = find_pairs(tokens.find_groups(), labels_Q)
+    chosen_P, rejected_P = find_pairs(tokens)
     gaps_P = rewards_Q[chosen_P] - rewards_Q[rejected_P]
     losses_P, slopes_P = compute_pair_losses(gaps_P, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
     names = ("preference/chosen_reward", "preference/rejected_reward")
-    metrics = _describe_pairs(beta * rewards_Q, chosen_P, rejected_P, beta * gaps_P, names)
-    slopes_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=slopes_P, rejected=-slopes_P) * scale_Q
-    losses_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=losses_P)
-    return build_terms(tokens, slopes_Q, losses_Q, metrics)
+    return _build_pair_terms(
+        tokens,
+        chosen_P,
+        rejected_P,
+        losses_P=losses_P,
+        chosen_slopes_P=slopes_P * scale_Q[chosen_P],
+        rejected_slopes_P=-slopes_P * scale_Q[rejected_P],
+        metrics=_describe_pairs(beta * rewards_Q, chosen_P, rejected_P, beta * gaps_P, names),
+    )
 
 
 def compute_pair_losses(
@@ -140,10 +145,11 @@ def find_labels(tokens: TokenInputs) -> np.ndarray:
     return labels_Q
 
 
-def find_pairs(group_Q: np.ndarray, labels_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_pairs(tokens: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
     """Indices [P] of the chosen and the rejected sequences, of the groups that have one of each."""
-    chosen = {group: sequence for sequence, group in enumerate(group_Q.tolist()) if labels_Q[sequence] > 0}
-    rejected = {group: sequence for sequence, group in enumerate(group_Q.tolist()) if labels_Q[sequence] < 0}
+    group_Q, labels_Q = tokens.find_groups().tolist(), find_labels(tokens)
+    chosen = {group: sequence for sequence, group in enumerate(group_Q) if labels_Q[sequence] > 0}
+    rejected = {group: sequence for sequence, group in enumerate(group_Q) if labels_Q[sequence] < 0}
     groups = [group for group in chosen if group in rejected]
     return (
         np.asarray([chosen[group] for group in groups], dtype=np.int64),
@@ -152,24 +158,8 @@ def find_pairs(group_Q: np.ndarray, labels_Q: np.ndarray) -> tuple[np.ndarray, n
 
 
 def count_tokens(tokens: TokenInputs) -> np.ndarray:
-    """Trained tokens [Q] of each sequence."""
-    return np.bincount(tokens.sequence_E, minlength=tokens.num_sequences)
-
-
-def spread_pairs(
-    tokens: TokenInputs,
-    chosen_P: np.ndarray,
-    rejected_P: np.ndarray,
-    *,
-    chosen: np.ndarray,
-    rejected: np.ndarray | None = None,
-) -> np.ndarray:
-    """Values [Q] of sequences from values [P] of their pairs; 0 elsewhere."""
-    values_Q = np.zeros(tokens.num_sequences)
-    values_Q[chosen_P] = chosen
-    if rejected is not None:
-        values_Q[rejected_P] = rejected
-    return values_Q
+    """Trained tokens [Q] of each sequence, at least 1."""
+    return np.maximum(np.bincount(tokens.sequence_E, minlength=tokens.num_sequences), 1)
 
 
 def sigmoid(values: np.ndarray) -> np.ndarray:
@@ -184,7 +174,7 @@ def build_terms(
     return replace(
         tokens,
         advantages_E=slopes_Q[tokens.sequence_E],
-        constants_E=(losses_Q / np.maximum(count_tokens(tokens), 1))[tokens.sequence_E],
+        constants_E=(losses_Q / count_tokens(tokens))[tokens.sequence_E],
         metrics=metrics,
     )
 
@@ -201,7 +191,7 @@ def compute_simpo_terms(
     `gamma` is the margin by which the reward beta a of the chosen completion should exceed that of the rejected one.
     The defaults are from the ranges that the paper searched; TRL's `simpo_gamma` is the same gamma.
     """
-    means_Q, chosen_P, rejected_P = _compare_pairs(tokens)
+    means_Q, (chosen_P, rejected_P), counts_Q = _average_logprobs(tokens), find_pairs(tokens), count_tokens(tokens)
     margins_P = beta * (means_Q[chosen_P] - means_Q[rejected_P])
     num_pairs = max(len(margins_P), 1)
     losses_P = np.logaddexp(0.0, gamma - margins_P) / num_pairs
@@ -211,8 +201,8 @@ def compute_simpo_terms(
         chosen_P,
         rejected_P,
         losses_P=losses_P,
-        chosen_slopes_P=slopes_P,
-        rejected_slopes_P=-slopes_P,
+        chosen_slopes_P=slopes_P / counts_Q[chosen_P],
+        rejected_slopes_P=-slopes_P / counts_Q[rejected_P],
         metrics=_describe_pairs(means_Q, chosen_P, rejected_P, margins_P),
     )
 
@@ -224,7 +214,7 @@ def compute_orpo_terms(tokens: TokenInputs, *, odds_coef: NonNegativeFloat = 0.1
     (eq. 3, 4). The first term is cross entropy of the chosen completion, each pair with the same weight. TRL averages
     that term over all tokens of the batch, prompts included, and calls `odds_coef` beta.
     """
-    means_Q, chosen_P, rejected_P = _compare_pairs(tokens)
+    means_Q, (chosen_P, rejected_P), counts_Q = _average_logprobs(tokens), find_pairs(tokens), count_tokens(tokens)
     odds_Q, odds_slopes_Q = compute_log_odds(means_Q)
     gaps_P = odds_Q[chosen_P] - odds_Q[rejected_P]
     num_pairs = max(len(gaps_P), 1)
@@ -237,8 +227,8 @@ def compute_orpo_terms(tokens: TokenInputs, *, odds_coef: NonNegativeFloat = 0.1
         chosen_P,
         rejected_P,
         losses_P=(odds_coef * np.logaddexp(0.0, -gaps_P) - means_Q[chosen_P]) / num_pairs,
-        chosen_slopes_P=1 / num_pairs + slopes_P * odds_slopes_Q[chosen_P],
-        rejected_slopes_P=-slopes_P * odds_slopes_Q[rejected_P],
+        chosen_slopes_P=(1 / num_pairs + slopes_P * odds_slopes_Q[chosen_P]) / counts_Q[chosen_P],
+        rejected_slopes_P=-slopes_P * odds_slopes_Q[rejected_P] / counts_Q[rejected_P],
         metrics=metrics,
     )
 
@@ -250,11 +240,10 @@ def compute_log_odds(means_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return bounded_Q - np.log(complement_Q), 1 / complement_Q
 
 
-def _compare_pairs(tokens: TokenInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean logprob [Q] of the tokens of each sequence, and the indices [P] of the pairs."""
+def _average_logprobs(tokens: TokenInputs) -> np.ndarray:
+    """Mean logprob [Q] of the tokens of each sequence."""
     assert tokens.logprobs_E is not None
-    chosen_P, rejected_P = find_pairs(tokens.find_groups(), find_labels(tokens))
-    return sum_sequences(tokens.logprobs_E, tokens) / np.maximum(count_tokens(tokens), 1), chosen_P, rejected_P
+    return sum_sequences(tokens.logprobs_E, tokens) / count_tokens(tokens)
 
 
 def _describe_pairs(
@@ -282,7 +271,7 @@ def _build_pair_terms(
     rejected_slopes_P: np.ndarray,
     metrics: dict[str, float],
 ) -> TokenInputs:
-    """Terms from the loss of each pair and minus its derivatives by the mean logprobs."""
-    slopes_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=chosen_slopes_P, rejected=rejected_slopes_P)
-    losses_Q = spread_pairs(tokens, chosen_P, rejected_P, chosen=losses_P)
-    return build_terms(tokens, slopes_Q / np.maximum(count_tokens(tokens), 1), losses_Q, metrics)
+    """Terms from the loss of each pair, and minus its derivatives by the logprob of a token of each of the two."""
+    slopes_Q, losses_Q = np.zeros((2, tokens.num_sequences))
+    slopes_Q[chosen_P], slopes_Q[rejected_P], losses_Q[chosen_P] = chosen_slopes_P, rejected_slopes_P, losses_P
+    return build_terms(tokens, slopes_Q, losses_Q, metrics)

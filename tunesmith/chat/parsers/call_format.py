@@ -68,7 +68,7 @@ class CallFormat:
     """Tags that decoding must keep, although a tokenizer may have them as special tokens."""
     turn_ends: tuple[str, ...] = ()
     """Tags of `markup` that may end an assistant message; the others are inside of one."""
-    arguments_start: str
+    arguments_start: str = r'\{\s*"a"'
     """Pattern of the start of the arguments `{"a": 1}` in a rendered call."""
     argument_ends: tuple[str, ...] = ()
     """In formats with a tag for each argument, the tag that ends one, and others that no value can contain; empty if
@@ -92,6 +92,14 @@ def build_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall | Non
     except (TypeError, ValueError, RecursionError):
         return None
     return ReadCall(name=name, arguments=text, call_id=call_id if isinstance(call_id, str) else None)
+
+
+def parse_call(name: str, arguments: str) -> ReadCall | None:
+    """A call from its name and the JSON text of its arguments; None unless they are an object."""
+    try:
+        return build_call(name, load_json(arguments))
+    except ValueError:
+        return None
 
 
 def load_json(text: str) -> Any:

@@ -13,9 +13,8 @@ from tunesmith.chat.parsers.call_format import (
     CallFormat,
     ReadCall,
     Tools,
-    build_call,
     find_close,
-    load_json,
+    parse_call,
 )
 
 CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -43,18 +42,11 @@ def _read_calls(body: str) -> tuple[ReadCall, ...]:
     for part in parts:
         call_text, _, after = part.partition(CALL_END)
         found = _FENCED.fullmatch(call_text) or _BARE.fullmatch(call_text)
-        call = None if found is None or after.strip() else _build_call(found.group(1), found.group(2))
+        call = None if found is None or after.strip() else parse_call(found.group(1), found.group(2))
         if call is None:
             return ()
         calls.append(call)
     return () if before.strip() else tuple(calls)
-
-
-def _build_call(name: str, arguments: str) -> ReadCall | None:
-    try:
-        return build_call(name, load_json(arguments))
-    except ValueError:
-        return None
 
 
 DEEPSEEK = CallFormat(
@@ -63,6 +55,5 @@ DEEPSEEK = CallFormat(
     template_tags=(CALLS_BEGIN,),
     close=CALL_END,
     markup=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
-    arguments_start=r'\{\s*"a"',
     read_block=read_deepseek,
 )

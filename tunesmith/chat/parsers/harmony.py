@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tunesmith.chat.parsers.call_format import CallFormat, ReadCall, build_call, load_json
+from tunesmith.chat.parsers.call_format import CallFormat, ReadCall, parse_call
 from tunesmith.chat.parsers.incremental import IncrementalParser, count_overlap
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
@@ -126,12 +126,7 @@ class HarmonyParser(IncrementalParser):
     def _read_call(self, text: str) -> ReadCall | None:
         recipient = _RECIPIENT.search(self._header)
         name = "" if recipient is None else recipient.group(1)
-        if not name.startswith(FUNCTIONS):
-            return None
-        try:
-            return build_call(name.removeprefix(FUNCTIONS), load_json(text))
-        except ValueError:
-            return None
+        return parse_call(name.removeprefix(FUNCTIONS), text) if name.startswith(FUNCTIONS) else None
 
     def _end_message(self, has_ended: bool) -> bool:
         if has_ended:
@@ -146,6 +141,5 @@ HARMONY = CallFormat(
     close=None,
     markup=(CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS),
     turn_ends=ENDS,
-    arguments_start=r'\{\s*"a"',
     read_block=None,
 )

@@ -30,6 +30,5 @@ HERMES = CallFormat(
     openers=(CALL_OPEN,),
     template_tags=(CALL_OPEN,),
     close=CALL_CLOSE,
-    arguments_start=r'\{\s*"a"',
     read_block=read_hermes,
 )

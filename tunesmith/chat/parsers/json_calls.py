@@ -228,7 +228,6 @@ LLAMA3 = CallFormat(
     first_openers=("{",),
     template_tags=('"parameters":',),
     markup=(PYTHON_TAG,),
-    arguments_start=r'\{\s*"a"',
     read_block=read_llama,
 )
 MISTRAL = CallFormat(
@@ -236,13 +235,11 @@ MISTRAL = CallFormat(
     openers=(TOOL_CALLS,),
     template_tags=(TOOL_CALLS,),
     markup=(TOOL_CALLS, CALL_ID, ARGS),
-    arguments_start=r'\{\s*"a"',
     read_block=read_mistral,
 )
 JSON = CallFormat(
     name="json",
     openers=(FENCE, "{", CALL_OPEN),
     template_tags=(),
-    arguments_start=r'\{\s*"a"',
     read_block=read_json,
 )

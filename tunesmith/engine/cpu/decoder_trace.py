@@ -45,13 +45,8 @@ class ObservedCall:
     output_key: object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedCall:
-    """A call of a submodule; arguments are indices of inputs, constants and outputs of earlier calls, in that order."""
-
-    module: nn.Module
-    args: tuple[int, ...]
-    kwargs: tuple[tuple[str, int], ...]
+TracedCall = tuple[nn.Module, Sequence[int], Mapping[str, int]]
+"""A submodule and its arguments: indices of inputs, constants and outputs of earlier calls, in that order."""
 
 
 class DecoderTrace:
@@ -64,9 +59,9 @@ class DecoderTrace:
 
     def __call__(self, **inputs: Any) -> DecoderOutput:
         values = [*map(inputs.__getitem__, self._input_names), *self._constants]
-        for call in self._calls:
-            arguments = [values[index] for index in call.args]
-            values.append(call.module(*arguments, **{name: values[index] for name, index in call.kwargs}))
+        for module, args, kwargs in self._calls:
+            arguments = [values[index] for index in args]
+            values.append(module(*arguments, **{name: values[index] for name, index in kwargs.items()}))
         return DecoderOutput(values[-1])
 
 
@@ -124,13 +119,13 @@ def _build_trace(inputs: Mapping[str, Any], calls: Sequence[ObservedCall], hidde
     constants = {_get_key(value): value for value in arguments if isinstance(value, CONSTANT_TYPES)}
     index_of = {_get_key(value): index for index, value in enumerate(inputs.values())}
     index_of |= {key: len(inputs) + index for index, key in enumerate(constants)}
-    traced = []
+    traced: list[TracedCall] = []
     for number, call in enumerate(calls):
         if not all(key in index_of for key in call.keys):
             return None
         indices = [index_of[key] for key in call.keys]
         args, kwargs = indices[: len(call.args)], zip(call.kwargs, indices[len(call.args) :], strict=True)
-        traced.append(TracedCall(module=call.module, args=tuple(args), kwargs=tuple(kwargs)))
+        traced.append((call.module, args, dict(kwargs)))
         index_of[call.output_key] = len(inputs) + len(constants) + number
     has_same_output = bool(calls) and _get_key(hidden) == calls[-1].output_key
     return DecoderTrace(tuple(inputs), tuple(constants.values()), traced) if has_same_output else None

@@ -13,7 +13,7 @@ number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, TypeGuard
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from tunesmith.model.torch_modes import Attribute, replaced
 from tunesmith.model.towers import list_towers
 
 MIN_WEIGHTS = 1 << 16
@@ -34,15 +35,15 @@ MIN_PRODUCTS = 350_000
 """Multiplications in one call below which `F.linear` is faster: one or two rows of a small layer."""
 
 Forward = Callable[..., Any]
-Attribute = tuple[dict[str, Any], str, Any]
-"""The attributes of a module, the name of one, and its value while it is replaced."""
 
 
 class CpuLayers:
     """All replacements of one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._linears, self._norms, self._calls = OneDnnLinears(model), RmsNorms(model), DirectCalls(model)
+        self._linears, self._norms, self._places = OneDnnLinears(model), find_rms_norms(model), find_places(model)
+        self._chosen: dict[int | None, list[Attribute]] = {}
+        """What is replaced for a number of rows; None: any number."""
         self._is_stale = True
 
     def mark_weights_updated(self) -> None:
@@ -53,28 +54,17 @@ class CpuLayers:
     def installed(self, *, num_rows: int) -> Iterator[None]:
         """Run the model's layers faster, on `num_rows` rows at most."""
         if self._is_stale:
-            for each in (self._linears, self._norms, self._calls):
-                each.refresh()
+            self._linears.refresh()
+            self._chosen.clear()
             self._is_stale = False
-        # direct calls take the forwards that are installed when they are: after those of linear layers and norms
-        with (
-            self._linears.installed(num_rows=num_rows),
-            self._norms.installed(),
-            self._calls.installed(num_rows=num_rows),
-        ):
+        limited = None if num_rows > PIECE_ROWS[-1] else num_rows
+        if limited not in self._chosen:
+            forwards = [*self._linears.list_forwards(limited), *list_norm_forwards(self._norms)]
+            # direct calls take the forwards that are installed when they are listed
+            with replaced(forwards):
+                self._chosen[limited] = [*forwards, *list_direct_calls(self._places)]
+        with replaced(self._chosen[limited]):
             yield
-
-
-@contextmanager
-def replaced(attributes: Sequence[Attribute]) -> Iterator[None]:
-    """Within, these attributes of instances hide the methods and submodules of the same names."""
-    for place, name, value in attributes:
-        place[name] = value
-    try:
-        yield
-    finally:
-        for place, name, _ in attributes:
-            place.pop(name, None)
 
 
 class OneDnnLinears:
@@ -88,14 +78,11 @@ class OneDnnLinears:
         self._layers = [layer for layer in layers if not (self._is_frozen and layer.weight.requires_grad)]
         self._packed: list[Tensor] = []
         """The weight of each layer."""
-        self._chosen: dict[int | None, list[Attribute]] = {}
-        """The forward of each layer, by number of rows."""
 
     def refresh(self) -> None:
         """Pack the current weights; tied weights are packed once, frozen weights in the first call only."""
         if self._is_frozen and self._packed:
             return
-        self._chosen.clear()
         weight_of = {layer.weight.data_ptr(): layer.weight for layer in self._layers}
         with torch.no_grad():
             packed_of = {
@@ -104,23 +91,15 @@ class OneDnnLinears:
             }
         self._packed = [packed_of[layer.weight.data_ptr()] for layer in self._layers]
 
-    def installed(self, *, num_rows: int | None = None) -> AbstractContextManager[None]:
-        """Run the model's linear layers with the packed weights, on `num_rows` rows at most (None: any number).
+    def list_forwards(self, num_rows: int | None) -> list[Attribute]:
+        """The layers' forwards with the packed weights, on `num_rows` rows at most (None: any number).
 
         With a known number of rows, layers need not choose in every call how to multiply.
         """
-        num_rows = limit_num_rows(num_rows)
-        if num_rows not in self._chosen:
-            self._chosen[num_rows] = [
-                (vars(layer), "forward", _choose_forward(layer, packed, num_rows))
-                for layer, packed in zip(self._layers, self._packed, strict=True)
-            ]
-        return replaced(self._chosen[num_rows])
-
-
-def limit_num_rows(num_rows: int | None) -> int | None:
-    """The number of rows, or None where it is so large that it does not matter."""
-    return None if num_rows is None or num_rows > PIECE_ROWS[-1] else num_rows
+        return [
+            (vars(layer), "forward", _choose_forward(layer, packed, num_rows))
+            for layer, packed in zip(self._layers, self._packed, strict=True)
+        ]
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -163,20 +142,14 @@ def _split_rows(num_rows: int) -> list[int]:
     return [*sizes, num_rows] if num_rows else sizes
 
 
-class RmsNorms:
+def find_rms_norms(model: nn.Module) -> list[nn.Module]:
     """The float32 norms of a model on a CPU that compute what `F.rms_norm` does."""
+    return [module for module in model.modules() if _is_rms_norm(module)]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = [module for module in model.modules() if _is_rms_norm(module)]
-        self._forwards: list[Attribute] = []
 
-    def refresh(self) -> None:
-        """The weights may have been replaced."""
-        self._forwards = [(vars(layer), "forward", _build_norm(layer)) for layer in self._layers]
-
-    def installed(self) -> AbstractContextManager[None]:
-        """Run the model's norms with `F.rms_norm`, one call of PyTorch in place of the six of the modeling code."""
-        return replaced(self._forwards)
+def list_norm_forwards(norms: Sequence[nn.Module]) -> list[Attribute]:
+    """`F.rms_norm` with the current weights, one call of PyTorch in place of the six of the modeling code."""
+    return [(vars(norm), "forward", _build_norm(norm)) for norm in norms]
 
 
 def _build_norm(layer: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -208,7 +181,11 @@ CALLED_TYPES = ("RMSNorm", "Attention", "MLP")
 
 
 class DirectCall:
-    """Calls a forward; has the attributes of its module."""
+    """Calls a forward; has the attributes of its module.
+
+    In the place of a submodule of a decoder layer, such as `self.q_proj`, it saves `nn.Module.__call__` and the 3 us
+    that it takes.
+    """
 
     __slots__ = ("forward", "module")
 
@@ -223,39 +200,24 @@ class DirectCall:
         return getattr(self.module, name)
 
 
-class DirectCalls:
-    """Calls of the submodules of decoder layers without `nn.Module.__call__` and the 3 us that it takes.
+def find_places(model: nn.Module) -> list[Attribute]:
+    """Submodules that can be called directly, where a parent module holds them by attribute."""
+    return [
+        (vars(parent), name, child)
+        for parent in model.modules()
+        if not isinstance(parent, (PreTrainedModel, *CONTAINERS))
+        for name, child in parent.named_children()
+        if _can_call_directly(child)
+    ]
 
-    Inside `installed()` the attribute of the parent module, such as `self.q_proj`, is a `DirectCall` of the submodule's
-    forward or of the one that replaces it. Submodules with hooks are called as usual. Modules that hold a submodule in
-    another way, and everything outside `installed()`, use the submodule itself.
-    """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (vars(parent), name, child)
-            for parent in model.modules()
-            if not isinstance(parent, (PreTrainedModel, *CONTAINERS))
-            for name, child in parent.named_children()
-            if _can_call_directly(child)
-        ]
-        self._calls: dict[int | None, list[Attribute]] = {}
-        """The calls that are installed for a number of rows."""
-
-    def refresh(self) -> None:
-        """Weights may have been replaced, and hooks added or removed."""
-        self._calls.clear()
-
-    def installed(self, *, num_rows: int | None = None) -> AbstractContextManager[None]:
-        """Call the submodules directly, with the forwards installed now; these depend on the number of rows only."""
-        num_rows = limit_num_rows(num_rows)
-        if num_rows not in self._calls:
-            self._calls[num_rows] = [
-                (attributes, name, DirectCall(child, _find_forward(child)))
-                for attributes, name, child in self._places
-                if not (child._forward_hooks or child._forward_pre_hooks)
-            ]
-        return replaced(self._calls[num_rows])
+def list_direct_calls(places: Sequence[Attribute]) -> list[Attribute]:
+    """Direct calls of the forwards that are installed now; submodules with hooks are called as usual."""
+    return [
+        (attributes, name, DirectCall(child, _find_forward(child)))
+        for attributes, name, child in places
+        if not (child._forward_hooks or child._forward_pre_hooks)
+    ]
 
 
 def _can_call_directly(module: nn.Module) -> bool:

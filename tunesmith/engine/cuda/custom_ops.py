@@ -8,41 +8,35 @@ Axes: R requests, T tokens, I tiles, H query heads, K key-value heads, D head si
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from tunesmith.model.custom_op import define_op
 
 _KV_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values"
 _SCORE_ARGUMENTS = "float scaling, int sliding_window, float softcap, Tensor? sinks"
 
-torch.library.define(
-    "tunesmith::paged_decode",
-    f"({_KV_ARGUMENTS}, Tensor block_table, Tensor positions, Tensor items, Tensor parts, {_SCORE_ARGUMENTS})"
-    " -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.define(
-    "tunesmith::paged_prefill",
-    f"({_KV_ARGUMENTS}, Tensor slot_mapping, Tensor block_table, Tensor spans, Tensor tiles, {_SCORE_ARGUMENTS})"
-    " -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
-
-@torch.library.register_fake("tunesmith::paged_decode")
-@torch.library.register_fake("tunesmith::paged_prefill")
 def _build_output(query_1HTD: Tensor, *_rest: object) -> Tensor:
     _, num_heads, num_tokens, size = query_1HTD.shape
     return query_1HTD.new_empty((1, num_tokens, num_heads, size))
 
 
-paged_decode = torch.ops.tunesmith.paged_decode.default
+paged_decode = define_op(
+    f"paged_decode({_KV_ARGUMENTS}, Tensor block_table, Tensor positions, Tensor items, Tensor parts, "
+    f"{_SCORE_ARGUMENTS}) -> Tensor",
+    build=_build_output,
+)
 """Write each request's new key and value [1, K, R, D] at its position and attend up to it; returns [1, R, H, D].
 
 Takes query [1, H, R, D], the layer's KV-cache blocks [P, K, Z, D], the block table [R, columns] (int32), positions [R],
 and items and parts of a `DecodeWork`. The last axis of query, key and value has stride 1; `sliding_window` 0 and
 `softcap` 0 mean none; `sinks` are those of `AttentionOptions`.
 """
-paged_prefill = torch.ops.tunesmith.paged_prefill.default
+paged_prefill = define_op(
+    f"paged_prefill({_KV_ARGUMENTS}, Tensor slot_mapping, Tensor block_table, Tensor spans, Tensor tiles, "
+    f"{_SCORE_ARGUMENTS}) -> Tensor",
+    build=_build_output,
+)
 """Write the new keys and values [1, K, T, D] and attend over each token's own context; returns [1, T, H, D].
 
 `slot_mapping` [T] is the token's block times the block size plus its offset in the block. `spans` [3, R] (int32) holds

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import FIXED
 from tunesmith.model.forward.fx_passes import FusedOps, compile_layer
-from tunesmith.model.torch_modes import is_exact
+from tunesmith.model.torch_modes import Attribute, is_exact, replaced
 
 LOGGER = logging.getLogger(__name__)
 MAX_GRAPHS = 256
@@ -47,14 +47,14 @@ class FusedLayers:
         self._is_quantized = ops.quantized is not None
         # Sizes are dynamic: one graph serves every batch size. Only a layer traced without graph breaks can be fused.
         self._run: Callable[..., Any] = torch.compile(_run_layer, backend=backend, dynamic=True, fullgraph=True)
-        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = [
-            (layer, partial(self._run_planned, layer, index)) for index, layer in enumerate(layers)
+        self._forwards: list[Attribute] = [
+            (vars(layer), "forward", partial(self._run_planned, layer, index)) for index, layer in enumerate(layers)
         ]
         norm, rotary = getattr(decoder, "norm", None), getattr(decoder, "rotary_emb", None)
         if isinstance(norm, nn.Module):
-            self._forwards.append((norm, partial(self._run_traced, norm)))
+            self._forwards.append((vars(norm), "forward", partial(self._run_traced, norm)))
         if isinstance(rotary, nn.Module) and _has_static_angles(rotary):
-            self._forwards.append((rotary, RotaryTable(rotary, model, max_positions)))
+            self._forwards.append((vars(rotary), "forward", RotaryTable(rotary, model, max_positions)))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -64,15 +64,13 @@ class FusedLayers:
             "accumulated_recompile_limit": MAX_GRAPHS,
             "specialize_float": True,
         }
-        for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
-        try:
+        with (
+            replaced(self._forwards),
+            torch._dynamo.config.patch(settings),
             # sizes that are equal by chance, such as two rows and two heads, are not one size in the graph
-            with torch._dynamo.config.patch(settings), fx_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-                yield
-        finally:
-            for module, _ in self._forwards:
-                module.__dict__.pop("forward", None)
+            fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
+            yield
 
     def _run_planned(self, layer: nn.Module, index: int, *arguments: Any, **options: Any) -> Any:
         # one plan object a layer: the traced function then has the layer's cache as an input instead of a constant, and

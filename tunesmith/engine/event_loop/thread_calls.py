@@ -13,11 +13,10 @@ import contextlib
 import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 MAX_WAIT_FACTOR = 5.0
@@ -123,21 +122,15 @@ def _identify(function: Callable[..., Any]) -> Hashable:
     return type(getattr(function, "__self__", None)), getattr(function, "__module__", None), name
 
 
-@dataclass(slots=True)
-class _FunctionStats:
-    """Total wait of the engines for one function's calls."""
-
-    waited_s: float = 0.0
-    num_ended: int = 0
-
-
 class ThreadCallTracker:
     """Tracks the calls in threads of one event loop, and computes how long the engines wait for them."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._calls: dict[asyncio.Future[Any], Hashable] = {}
-        self._stats: dict[Hashable, _FunctionStats] = {}
+        self._waited_s: defaultdict[Hashable, float] = defaultdict(float)
+        """Total wait of the engines for the calls of each function."""
+        self._num_ended: Counter[Hashable] = Counter()
         self._slow: set[Hashable] = set()
         self._last_change = 0.0
         """Time at which a call last began or ended."""
@@ -169,7 +162,7 @@ class ThreadCallTracker:
         finally:
             seconds = time.monotonic() - started
             for function in awaited:
-                self._stats.setdefault(function, _FunctionStats()).waited_s += seconds
+                self._waited_s[function] += seconds
 
     def _find_awaited(self) -> set[Hashable]:
         return set(self._calls.values()) - self._slow
@@ -179,7 +172,7 @@ class ThreadCallTracker:
         if function in self._slow:
             return
         self._last_change = time.monotonic()
-        stats = self._stats.setdefault(function, _FunctionStats())
-        stats.num_ended += 1
-        if stats.num_ended >= MIN_ENDED_CALLS and stats.waited_s > self._patience_s * stats.num_ended:
+        self._num_ended[function] += 1
+        num_ended = self._num_ended[function]
+        if num_ended >= MIN_ENDED_CALLS and self._waited_s[function] > self._patience_s * num_ended:
             self._slow.add(function)

@@ -66,7 +66,6 @@ class VllmEngine(BaseEngine):
         self.policy_version = 0
         self._pushed_version: int | None = None
         self._is_paused = False
-        self._places = asyncio.Semaphore(settings.max_num_seqs + settings.max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._weight_push_s = 0.0
         self._process = start_process(model, settings, max_model_len, devices=self._devices)

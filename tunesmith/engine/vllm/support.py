@@ -9,6 +9,7 @@ penalties and temperature applied, truncated by top-k and top-p, renormalized. S
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Collection
@@ -24,20 +25,15 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 """Minor versions whose interface the engine knows."""
 TIMEOUT_S = 60.0
 QUESTION = """
-from importlib import metadata
-for name in {packages!r}:
-    try:
-        print(metadata.version(name))
-        break
-    except metadata.PackageNotFoundError:
-        pass
+from importlib.metadata import distributions
+print(*(each.version for name in {packages!r} for each in distributions(name=name)))
 """
 
 
 def check_installation(python: str | None) -> str:
     """vLLM's version in an interpreter, by default this one; ConfigError if it has none, or one out of range."""
     where = "engine.kind=vllm" if python is None else f"engine.vllm.python={python!r}"
-    version = find_version() if python is None else ask_version(python)
+    version = find_version(python)
     if version is None:
         raise ConfigError(
             f"{where} needs the package vllm: pip install 'tunesmith[vllm]', or install vLLM in an environment of its "
@@ -52,20 +48,13 @@ def check_installation(python: str | None) -> str:
     return version
 
 
-def find_version() -> str | None:
-    """vLLM's version in this interpreter."""
-    for name in PACKAGES:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def ask_version(python: str) -> str | None:
-    """vLLM's version in another interpreter."""
-    if python == sys.executable:
-        return find_version()
+def find_version(python: str | None = None) -> str | None:
+    """vLLM's version in an interpreter, by default this one; None without vLLM."""
+    if python in (None, sys.executable):
+        for name in PACKAGES:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                return metadata.version(name)
+        return None
     question = QUESTION.format(packages=PACKAGES)
     try:
         done = subprocess.run(
@@ -78,7 +67,7 @@ def ask_version(python: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"engine.vllm.python={python!r} cannot be run: {error}") from error
-    return done.stdout.strip() or None
+    return next(iter(done.stdout.split()), None)
 
 
 MIN_TEMPERATURE = 0.01

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tunesmith.cluster.ranks import split_by_size
 from tunesmith.engine.vllm.process import Connection
 
 SHARDED_PREFIX = "FSDP"
@@ -146,13 +147,4 @@ def push_handles(
 
 def split_chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Consecutive weights of at most `CHUNK_BYTES`, or a single larger one."""
-    chunk: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in weights:
-        if chunk and num_bytes + tensor.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk, num_bytes = [], 0
-        chunk.append((name, tensor))
-        num_bytes += tensor.nbytes
-    if chunk:
-        yield chunk
+    return split_by_size(weights, lambda named: (None, named[1].nbytes), limit=CHUNK_BYTES)

@@ -13,32 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SCHEMAS = {
-    "scan_chunks": (
-        "(Tensor initial, Tensor new, Tensor? old, Tensor growth, Tensor keys, Tensor turns, Tensor parents, "
-        "Tensor ends) -> (Tensor, Tensor, Tensor)"
-    ),
-    "scan_chunks_backward": (
-        "(Tensor grad_states, Tensor grad_deltas, Tensor? old, Tensor growth, Tensor keys, Tensor states, "
-        "Tensor deltas, Tensor turns, Tensor parents) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-    "invert_unit_lower": "(Tensor matrices) -> Tensor",
-    "read_states": "(Tensor states, Tensor slots) -> Tensor",
-    "write_states": "(Tensor(a!) states, Tensor slots, Tensor values) -> ()",
-    "step_conv": (
-        "(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor"
-    ),
-    "step_delta": (
-        "(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, float epsilon, Tensor(a!) states, "
-        "Tensor slots) -> Tensor"
-    ),
-    "step_states": "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"tunesmith::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+from tunesmith.model.custom_op import define_op
 
 
-@torch.library.impl("tunesmith::scan_chunks", "default")
 def _scan_chunks(
     initial_SHKV: Tensor, new_NHLV: Tensor, old_NHLK: Tensor | None, growth_NH11: Tensor, keys_NHKL: Tensor,
     turns_U2: Tensor, parents_N: Tensor, ends_E: Tensor,
@@ -69,7 +46,6 @@ def _scan_chunks(
     return states_NHKV, new.new_empty(0) if old is None else deltas.view(new_NHLV.shape), ended_EHKV
 
 
-@torch.library.register_fake("tunesmith::scan_chunks")
 def _build_scanned(
     initial_SHKV: Tensor, new_NHLV: Tensor, old_NHLK: Tensor | None, _growth: Tensor, _keys: Tensor, _turns: Tensor,
     _parents: Tensor, ends_E: Tensor,
@@ -82,7 +58,6 @@ def _build_scanned(
     )
 
 
-@torch.library.impl("tunesmith::scan_chunks_backward", "default")
 def _scan_chunks_backward(
     grad_states_NHKV: Tensor, grad_deltas_NHLV: Tensor, old_NHLK: Tensor | None, growth_NH11: Tensor,
     keys_NHKL: Tensor, states_NHKV: Tensor, deltas_NHLV: Tensor, turns_U2: Tensor, parents_N: Tensor,
@@ -117,7 +92,6 @@ def _scan_chunks_backward(
     return new.view(deltas_NHLV.shape), grad_old, grad_growth.view(growth_NH11.shape), grad_keys.view(keys_NHKL.shape)
 
 
-@torch.library.register_fake("tunesmith::scan_chunks_backward")
 def _build_gradients(
     _grad_states: Tensor, _grad_deltas: Tensor, old_NHLK: Tensor | None, growth_NH11: Tensor, keys_NHKL: Tensor,
     _states: Tensor, deltas_NHLV: Tensor, _turns: Tensor, _parents: Tensor,
@@ -141,16 +115,11 @@ def _differentiate_scan(ctx: Any, grad_states: Tensor, grad_deltas: Tensor, _: T
     return None, new, None if old is None else grad_old, growth, keys, None, None, None
 
 
-torch.library.register_autograd("tunesmith::scan_chunks", _differentiate_scan, setup_context=_save_scanned)
-
-
-@torch.library.impl("tunesmith::invert_unit_lower", "default")
 def _invert_unit_lower(matrices: Tensor) -> Tensor:
     identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     return torch.linalg.solve_triangular(matrices, identity.expand(matrices.shape), upper=False, unitriangular=True)
 
 
-@torch.library.register_fake("tunesmith::invert_unit_lower")
 def _build_inverse(matrices: Tensor) -> Tensor:
     return matrices.new_empty(matrices.shape)
 
@@ -164,38 +133,33 @@ def _differentiate_inverse(ctx: Any, grad: Tensor) -> Tensor:
     return (turned @ grad @ turned).neg().tril(-1)
 
 
-torch.library.register_autograd("tunesmith::invert_unit_lower", _differentiate_inverse, setup_context=_save_inverse)
-
-
-@torch.library.impl("tunesmith::read_states", "default")
-@torch.library.register_fake("tunesmith::read_states")
 def _read_states(states: Tensor, slots: Tensor) -> Tensor:
     return states[slots]
 
 
-@torch.library.impl("tunesmith::write_states", "default")
-@torch.library.register_fake("tunesmith::write_states")
 def _write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
     states.index_copy_(0, slots, values)
 
 
-@torch.library.register_fake("tunesmith::step_conv")
 def _build_convolved(inputs_TC: Tensor, *_rest: object) -> Tensor:
     return inputs_TC.new_empty(inputs_TC.shape)
 
 
-@torch.library.register_fake("tunesmith::step_delta")
 def _build_stepped(mixed_TC: Tensor, *rest: Any) -> Tensor:
     states = rest[-2]
     return mixed_TC.new_empty((mixed_TC.shape[0], states.shape[1], states.shape[3]))
 
 
-@torch.library.register_fake("tunesmith::step_states")
 def _build_read(_query: Tensor, _key: Tensor, value_THV: Tensor, *_rest: object) -> Tensor:
     return value_THV.new_empty(value_THV.shape)
 
 
-scan_chunks = torch.ops.tunesmith.scan_chunks.default
+scan_chunks = define_op(
+    "scan_chunks(Tensor initial, Tensor new, Tensor? old, Tensor growth, Tensor keys, Tensor turns, Tensor parents, "
+    "Tensor ends) -> (Tensor, Tensor, Tensor)",
+    run=_scan_chunks,
+    build=_build_scanned,
+)
 """Compute the states of chunks turn by turn: the state before each chunk [N, H, K, V], d of each chunk (empty without
 `old`), and the states after the chunks `ends` [E, H, K, V].
 
@@ -204,15 +168,37 @@ the order of their turns. `turns` [U, 2], on the CPU, has the numbers of chunks 
 is the place of a chunk's predecessor in the turn before, in the first turn a row of `initial`, which has no gradient;
 `ends` are places in their turn.
 """
-scan_chunks_backward = torch.ops.tunesmith.scan_chunks_backward.default
-invert_unit_lower = torch.ops.tunesmith.invert_unit_lower.default
+scan_chunks_backward = define_op(
+    "scan_chunks_backward(Tensor grad_states, Tensor grad_deltas, Tensor? old, Tensor growth, Tensor keys, "
+    "Tensor states, Tensor deltas, Tensor turns, Tensor parents) -> (Tensor, Tensor, Tensor, Tensor)",
+    run=_scan_chunks_backward,
+    build=_build_gradients,
+)
+torch.library.register_autograd("tunesmith::scan_chunks", _differentiate_scan, setup_context=_save_scanned)
+invert_unit_lower = define_op(
+    "invert_unit_lower(Tensor matrices) -> Tensor", run=_invert_unit_lower, build=_build_inverse
+)
 """(I + A)^-1 [N, H, L, L] for the parts A of the matrices below the diagonal. cuBLAS takes many times as long for the
 products of such small matrices with an inverse that it never forms."""
-read_states, write_states = torch.ops.tunesmith.read_states.default, torch.ops.tunesmith.write_states.default
+torch.library.register_autograd("tunesmith::invert_unit_lower", _differentiate_inverse, setup_context=_save_inverse)
+read_states = define_op("read_states(Tensor states, Tensor slots) -> Tensor", run=_read_states, build=_read_states)
+write_states = define_op(
+    "write_states(Tensor(a!) states, Tensor slots, Tensor values) -> ()", run=_write_states, build=_write_states
+)
 """states[slots], and states[slots] = values. torch's compiler would move a plain read behind the write that follows."""
-step_conv = torch.ops.tunesmith.step_conv.default
+step_conv = define_op(
+    "step_conv(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor",
+    build=_build_convolved,
+)
 """`SegmentTable.convolve` of one token for each slot, whose last inputs [W - 1, C] move on by one."""
-step_delta = torch.ops.tunesmith.step_delta.default
+step_delta = define_op(
+    "step_delta(Tensor mixed, Tensor rate, Tensor step, Tensor a_log, Tensor dt_bias, float epsilon, "
+    "Tensor(a!) states, Tensor slots) -> Tensor",
+    build=_build_stepped,
+)
 """`SegmentTable.apply_delta` of one token for each slot, whose matrices are updated."""
-step_states = torch.ops.tunesmith.step_states.default
+step_states = define_op(
+    "step_states(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor(a!) states, Tensor slots) -> Tensor",
+    build=_build_read,
+)
 """The same of `SegmentTable.apply_rule` without rates."""

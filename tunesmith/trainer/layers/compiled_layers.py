@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunesmith.model.forward.recurrence import list_recurrent
-from tunesmith.model.torch_modes import is_exact
+from tunesmith.model.torch_modes import is_exact, replaced
 from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import exact_attention
 
@@ -52,17 +52,12 @@ def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
     if not modules:
         yield
         return
-    for module in modules:
-        module.forward = _compile_forward(module)
-    try:
-        with (
-            torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, specialize_float=True),
-            fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        ):
-            yield
-    finally:
-        for module in modules:
-            del module.forward
+    with (
+        replaced([(vars(module), "forward", _compile_forward(module)) for module in modules]),
+        torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, specialize_float=True),
+        fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+    ):
+        yield
 
 
 def _compile_forward(module: Any) -> Callable[..., Any]:

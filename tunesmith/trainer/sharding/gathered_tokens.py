@@ -6,14 +6,14 @@ the same numbers, and keeps its own tokens' results. A trajectory is trained on 
 trajectory, as on a single rank, so random draws and sums are the same.
 
 Gathering takes the host of every rank time in proportion to the tokens of all ranks. Where the inputs of a token depend
-on that token alone, but for the counts that the loss is divided by, only these counts are gathered (`UpdateShare`).
+on that token alone, but for the counts that the loss is divided by, only these counts are gathered (`measure_share`).
 
 Axes: E trained tokens of the update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,18 +47,9 @@ def gather_tokens(
     return replace(tokens, sequence_E=sequence_E, **gathered), np.flatnonzero(rank_E[order_E] == ranks.rank)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateShare:
-    """What turns the inputs of a rank's own tokens into inputs of the whole update."""
-
-    weight_factor: float
-    """A weight over this rank's tokens times this is the weight over all ranks' tokens."""
-    counts: TokenCounts
-    """Of the whole update."""
-
-
-def measure_share(ranks: Ranks, algorithm: Algorithm, tokens: TokenInputs) -> UpdateShare | None:
-    """The share of this rank's tokens; None if their inputs depend on tokens of other ranks, or there are no others."""
+def measure_share(ranks: Ranks, algorithm: Algorithm, tokens: TokenInputs) -> tuple[float, TokenCounts] | None:
+    """What turns the inputs of a rank's own tokens into inputs of the whole update: a factor of their weights, and the
+    counts of the update. None if the inputs depend on tokens of other ranks, or there are no others."""
     if ranks.is_alone or not algorithm.has_own_inputs:
         return None
     assert tokens.is_newest_E is not None
@@ -72,4 +63,4 @@ def measure_share(ranks: Ranks, algorithm: Algorithm, tokens: TokenInputs) -> Up
         factor = own[0] / max(num_tokens, 1)
     elif algorithm.aggregation != "sum":
         factor = own[1] / max(num_sequences, 1)
-    return UpdateShare(weight_factor=factor, counts=TokenCounts(num_sampled=num_tokens, num_newest=num_newest))
+    return factor, TokenCounts(num_sampled=num_tokens, num_newest=num_newest)

@@ -23,7 +23,7 @@ Axes: R ranks, S elements of a rank's part.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,6 @@ from tunesmith.trainer.optimizer import (
 )
 from tunesmith.trainer.sharding.buckets import (
     Bucket,
-    Shard,
     build_buckets,
     finish_one_behind,
     pack_gradients,
@@ -190,18 +189,20 @@ class ShardedAdamW(MasterAdamW):
         """Set each master's gradient to its part of the sum over ranks; parameters that no rank used have none."""
         has_gradient = self._find_used()
 
-        def start() -> Iterator[tuple[Any, tuple[Sequence[Shard], Tensor, Tensor]]]:
+        def start() -> Iterator[tuple[Any, tuple[Bucket, Tensor, Tensor]]]:
             for bucket in self._buckets:
-                parts = [part for part in bucket.parts if part.name in has_gradient and part.name not in self._streamed]
-                if parts:
-                    whole_RS = pack_gradients(parts, self._parameters, self._ranks.world_size)
+                used = {
+                    name: size for name, size in bucket.items() if name in has_gradient and name not in self._streamed
+                }
+                if used:
+                    whole_RS = pack_gradients(used, self._parameters, self._ranks.world_size)
                     shard_S = torch.empty_like(whole_RS[0])
-                    work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
-                    yield work, (parts, shard_S, whole_RS)
+                    work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1))
+                    yield work, (used, shard_S, whole_RS)
 
-        for parts, shard_S, _ in finish_one_behind(start()):
-            for part, gradient in zip(parts, shard_S.split([part.size for part in parts]), strict=True):
-                self._masters[part.name].grad = gradient
+        for used, shard_S, _ in finish_one_behind(start()):
+            for name, gradient in zip(used, shard_S.split(list(used.values())), strict=True):
+                self._masters[name].grad = gradient
         if self.stream is not None:
             for name, gradient in self.stream.totals.items():
                 self._masters[name].grad = gradient if name in has_gradient else None
@@ -226,16 +227,15 @@ class ShardedAdamW(MasterAdamW):
 
         def start() -> Iterator[tuple[Any, tuple[Bucket, Tensor, Tensor]]]:
             for bucket in self._buckets:
-                dtype = self._parameters[bucket.parts[0].name].dtype  # rounded before it is sent: half the bytes
-                shard_S = torch.cat([self._masters[part.name].detach() for part in bucket.parts]).to(dtype)
-                whole = shard_S.new_empty(self._ranks.world_size * bucket.size)
+                dtype = self._parameters[next(iter(bucket))].dtype  # rounded before it is sent: half the bytes
+                shard_S = torch.cat([self._masters[name].detach() for name in bucket]).to(dtype)
+                whole = shard_S.new_empty(self._ranks.world_size * len(shard_S))
                 yield self._ranks.all_gather(whole, shard_S, is_async=True), (bucket, whole, shard_S)
 
         for bucket, whole, _ in finish_one_behind(start()):
-            whole_RS = whole.view(self._ranks.world_size, bucket.size)
-            for part in bucket.parts:
-                parameter = self._parameters[part.name]
-                values_RS = whole_RS[:, part.start : part.start + part.size]
+            whole_RS = whole.view(self._ranks.world_size, -1)
+            for name, values_RS in zip(bucket, whole_RS.split(list(bucket.values()), dim=1), strict=True):
+                parameter = self._parameters[name]
                 if parameter.numel() == values_RS.numel() and parameter.is_contiguous():
                     parameter.data.view_as(values_RS).copy_(values_RS)
                 else:  # padded, or laid out in another order

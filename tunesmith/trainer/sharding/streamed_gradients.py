@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.cluster.ranks import Ranks, wait_for
+from tunesmith.model.memory import STREAMED_FRACTION
 from tunesmith.trainer.sharding.buckets import Bucket, build_buckets, pack_gradients
-
-MEMORY_FRACTION = 0.1
-"""Share of the device's memory that float32 gradients of all weights may take before they are sharded."""
 
 
 class StreamedGradients:
@@ -83,7 +81,7 @@ class StreamedGradients:
         self._ready.add(name)
         self.used.add(name)
         while self._num_launched < len(self._buckets):
-            if any(part.name not in self._ready for part in self._buckets[self._num_launched].parts):
+            if not self._ready.issuperset(self._buckets[self._num_launched]):
                 return
             self._launch()
 
@@ -91,9 +89,9 @@ class StreamedGradients:
     def _launch(self) -> None:
         bucket = self._buckets[self._num_launched]
         self._num_launched += 1
-        whole_RS = pack_gradients(bucket.parts, self._parameters, self._ranks.world_size)
+        whole_RS = pack_gradients(bucket, self._parameters, self._ranks.world_size)
         shard_S = torch.empty_like(whole_RS[0])
-        work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
+        work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1))
         # only now wait for the bucket before: two at a time bound the memory, and one is always on its way
         self._add_reduced()
         self._pending = (work, bucket, shard_S, whole_RS)
@@ -103,12 +101,12 @@ class StreamedGradients:
         if self._pending is None:
             return
         work, bucket, shard_S, _ = self._pending
-        wait_for([work])
-        for part, gradient in zip(bucket.parts, shard_S.split([part.size for part in bucket.parts]), strict=True):
-            if part.name in self.totals:
-                self.totals[part.name] += gradient
+        wait_for(work)
+        for name, gradient in zip(bucket, shard_S.split(list(bucket.values())), strict=True):
+            if name in self.totals:
+                self.totals[name] += gradient
             else:
-                self.totals[part.name] = gradient.clone()
+                self.totals[name] = gradient.clone()
         self._pending = None
 
 
@@ -117,16 +115,16 @@ def find_streamed(
 ) -> dict[str, nn.Parameter]:
     """The parameters whose gradients are streamed: none, or all but those of embeddings and head.
 
-    `requested` None: those of a model whose float32 gradients would take more than `MEMORY_FRACTION` of the device.
+    `requested` None: those of a model whose float32 gradients would take more than `STREAMED_FRACTION` of the device.
     """
     if ranks.is_alone or not isinstance(model, PreTrainedModel):
         return {}
     if requested is None:
         device = torch.device(ranks.device)
         num_bytes = 4 * sum(parameter.numel() for parameter in parameters.values())
-        if device.type == "cpu" or num_bytes <= MEMORY_FRACTION * torch.cuda.get_device_properties(device).total_memory:
-            return {}
-    elif not requested:
+        is_cuda = device.type != "cpu"
+        requested = is_cuda and num_bytes > STREAMED_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    if not requested:
         return {}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     late = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}

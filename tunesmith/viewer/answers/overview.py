@@ -138,7 +138,7 @@ def list_failures(run: Run) -> dict[str, Any]:
         members = failed[failed["failure"] == code]
         cause, row = known[code], members[-1]
         steps, numbers = np.unique(members["step"], return_counts=True)
-        stored = next(run.rollouts.iter_rows(int(row["step"]), FAILURE, first=int(row["position"]), num_rows=1))
+        ((_, stored),) = run.iter_stored(members[-1:], FAILURE)
         causes.append(
             {
                 "where": cause.where,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.viewer.answers.conversation import list_tool_names
-from tunesmith.viewer.answers.steps import MAX_ANSWER_CHARS, find_title, load_row, to_number
+from tunesmith.viewer.answers.steps import describe_row, find_title, load_row
 from tunesmith.viewer.reading.rollout_index import NO_FAILURE, ROW, Rows
 from tunesmith.viewer.reading.run import Run
 
@@ -157,23 +157,26 @@ def iter_blocks(candidates: Rows, start: int) -> Iterator[tuple[int, int]]:
 
 def match_block(run: Run, block: Rows, filters: Filters) -> list[dict[str, Any]]:
     """The candidates of one step that match the filters on text and tools, in their order."""
-    step, text = int(block["step"][0]), run.text
+    text = run.text
     needs_replies = text is not None and bool(filters.text or filters.tool)
-    first, last = int(block["position"].min()), int(block["position"].max())
-    wanted = set(block["position"].tolist())
     columns = [*TEXT, "task_id", *(["turns.sampled_ids"] if needs_replies else [])]
     matched: dict[int, dict[str, Any]] = {}
-    rows = run.rollouts.iter_rows(step, columns, first=first, num_rows=last - first + 1)
-    for position, row in enumerate(rows, start=first):
-        if position not in wanted:
-            continue
+    for row, stored in run.iter_stored(block, columns):
         replies, tools = [], []
         if needs_replies and text is not None:
-            replies = text.decode_batch([turn["sampled_ids"] for turn in row["turns"] or ()])
+            replies = text.decode_batch([turn["sampled_ids"] for turn in stored["turns"] or ()])
             tools = list_tool_names(replies, text.reply_format)
-        if has_text(row, replies, filters.text) and has_tool(tools, filters.tool):
-            matched[position] = row | {"tools": tools, "snippet": find_snippet(row, replies, filters.text)}
-    return [describe_match(each, matched[each["position"]]) for each in block if each["position"] in matched]
+        if has_text(stored, replies, filters.text) and has_tool(tools, filters.tool):
+            matched[int(row["position"])] = describe_row(row, stored) | {
+                "step": int(row["step"]),
+                "group": int(row["group"]),
+                "num_turns": int(row["num_turns"]),
+                "task_id": stored["task_id"],
+                "title": find_title(load_row(stored["task_row"])),
+                "snippet": find_snippet(stored, replies, filters.text),
+                "tools": tools,
+            }
+    return [matched[position] for position in block["position"].tolist() if position in matched]
 
 
 def has_text(row: Mapping[str, Any], replies: list[str], text: str) -> bool:
@@ -195,21 +198,3 @@ def find_snippet(row: Mapping[str, Any], replies: list[str], text: str) -> str |
         if found >= 0:
             return part[max(found - 80, 0) : found + len(text) + 80]
     return None
-
-
-def describe_match(row: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "step": int(row["step"]),
-        "group": int(row["group"]),
-        "run": int(row["run"]),
-        "reward": to_number(row["reward"]),
-        "advantage": to_number(row["advantage"]),
-        "num_tokens": int(row["num_tokens"]),
-        "num_turns": int(row["num_turns"]),
-        "task_id": stored["task_id"],
-        "title": find_title(load_row(stored["task_row"])),
-        "response": (stored["response_text"] or "")[:MAX_ANSWER_CHARS],
-        "failure": stored["failure_message"] and stored["failure_message"][:MAX_ANSWER_CHARS],
-        "snippet": stored["snippet"],
-        "tools": stored["tools"],
-    }

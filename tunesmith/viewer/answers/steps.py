@@ -31,20 +31,17 @@ def to_number(value: float) -> float | None:
 def describe_step(run: Run, step: int) -> dict[str, Any]:
     """The groups of a step with the rewards, advantages and lengths of their rollouts."""
     rows = run.index.find_step(step)
-    titles: dict[int, tuple[str, str]] = {}
-    for row in run.rollouts.iter_rows(step, ["group_index", "task_id", "task_row"]):
-        if row["group_index"] not in titles:
-            titles[row["group_index"]] = (row["task_id"], find_title(load_row(row["task_row"])))
+    firsts = rows[np.unique(rows["group"], return_index=True)[1]]
     groups = []
-    for number, (task_id, title) in titles.items():
-        members = rows[rows["group"] == number]
+    for first, stored in run.iter_stored(firsts, ["task_id", "task_row"]):
+        members = rows[rows["group"] == first["group"]]
         rewards = [to_number(value) for value in members["reward"]]
         known = [reward for reward in rewards if reward is not None]
         groups.append(
             {
-                "group": number,
-                "task_id": task_id,
-                "title": title,
+                "group": int(first["group"]),
+                "task_id": stored["task_id"],
+                "title": find_title(load_row(stored["task_row"])),
                 "runs": members["run"].tolist(),
                 "rewards": rewards,
                 "advantages": [to_number(value) for value in members["advantage"]],
@@ -68,6 +65,18 @@ def find_title(row: Mapping[str, Any]) -> str:
     named = next((texts[name] for name in QUESTION_FIELDS if name in texts), None)
     title = named if named is not None else max(texts.values(), key=len, default=json.dumps(row, default=str))
     return " ".join(title.split())[:MAX_TITLE_CHARS]
+
+
+def describe_row(row: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What a list of rollouts shows of one, from the index and the columns `response_text` and `failure_message`."""
+    return {
+        "run": int(row["run"]),
+        "reward": to_number(row["reward"]),
+        "advantage": to_number(row["advantage"]),
+        "num_tokens": int(row["num_tokens"]),
+        "response": (stored["response_text"] or "")[:MAX_ANSWER_CHARS],
+        "failure": stored["failure_message"] and stored["failure_message"][:MAX_ANSWER_CHARS],
+    }
 
 
 def describe_group(run: Run, step: int, group: int) -> dict[str, Any]:

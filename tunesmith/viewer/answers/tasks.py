@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.viewer.answers.conversation import build_conversations, format_conversation
-from tunesmith.viewer.answers.steps import MAX_ANSWER_CHARS, find_title, load_row, to_number
+from tunesmith.viewer.answers.steps import describe_row, find_title, load_row, to_number
 from tunesmith.viewer.reading.rollout_index import Rows
 from tunesmith.viewer.reading.run import Run
 
@@ -28,30 +29,9 @@ def describe_task(run: Run, task_id: str) -> dict[str, Any]:
     groups, row_text = [], None
     for step, group in keys[-MAX_GROUPS:]:
         members = found[(found["step"] == step) & (found["group"] == group)]
-        first, last = int(members["position"].min()), int(members["position"].max())
-        stored = list(
-            run.rollouts.iter_rows(
-                step, ["task_row", "response_text", "failure_message"], first=first, num_rows=last - first + 1
-            )
-        )
-        row_text = stored[0]["task_row"]
-        groups.append(
-            {
-                "step": step,
-                "group": group,
-                "rollouts": [
-                    {
-                        "run": int(row["run"]),
-                        "reward": to_number(row["reward"]),
-                        "advantage": to_number(row["advantage"]),
-                        "num_tokens": int(row["num_tokens"]),
-                        "response": (each["response_text"] or "")[:MAX_ANSWER_CHARS],
-                        "failure": each["failure_message"] and each["failure_message"][:MAX_ANSWER_CHARS],
-                    }
-                    for row, each in zip(members, stored, strict=True)
-                ],
-            }
-        )
+        found_rows = list(run.iter_stored(members, ["task_row", "response_text", "failure_message"]))
+        row_text = found_rows[0][1]["task_row"]
+        groups.append({"step": step, "group": group, "rollouts": list(starmap(describe_row, found_rows))})
     row = {} if row_text is None else load_row(row_text)
     return {"task_id": task_id, "title": find_title(row), "row": dict(row), "groups": groups, "num_groups": len(keys)}
 
@@ -62,37 +42,36 @@ def list_repeated_tasks(run: Run) -> dict[str, Any]:
     parts = [average_groups(rows) for rows in run.index.iter_rows() if len(rows)]
     if not parts:
         return {"tasks": [], "num_tasks": 0}
-    task_G, step_G, position_G, mean_G = (np.concatenate(column) for column in zip(*parts[::-1], strict=True))
-    counts = np.bincount(task_G)
+    firsts, mean_G = (np.concatenate(column) for column in zip(*parts[::-1], strict=True))
+    counts = np.bincount(firsts["task"])
     chosen = np.argsort(-counts, kind="stable")[:MAX_TASKS]
     tasks, task_ids = [], run.index.task_ids
     for code in chosen[counts[chosen] > 0]:
-        members = np.flatnonzero(task_G == code)
+        members = np.flatnonzero(firsts["task"] == code)
         task_id = task_ids[code]
         if task_id not in run.titles:
-            step, position = int(step_G[members[-1]]), int(position_G[members[-1]])
-            (stored,) = run.rollouts.iter_rows(step, ["task_row"], first=position, num_rows=1)
+            ((_, stored),) = run.iter_stored(firsts[members[-1:]], ["task_row"])
             run.titles[task_id] = find_title(load_row(stored["task_row"]))
         tasks.append(
             {
                 "task_id": task_id,
                 "title": run.titles[task_id],
-                "steps": step_G[members].tolist(),
+                "steps": firsts["step"][members].tolist(),
                 "means": [to_number(value) for value in mean_G[members]],
             }
         )
     return {"tasks": tasks, "num_tasks": int(np.count_nonzero(counts))}
 
 
-def average_groups(rows: Rows) -> tuple[NDArray[Any], ...]:
-    """Task, step, first row in the step, and mean reward of each group of a file; a group's rollouts are adjacent."""
+def average_groups(rows: Rows) -> tuple[Rows, NDArray[Any]]:
+    """The first row and the mean reward of each group of a file; a group's rollouts are adjacent."""
     differs = (rows["step"][1:] != rows["step"][:-1]) | (rows["group"][1:] != rows["group"][:-1])
     starts = np.concatenate([[0], np.flatnonzero(differs) + 1])
     is_known = ~np.isnan(rows["reward"])
     sums = np.add.reduceat(np.where(is_known, rows["reward"], 0.0), starts)
     numbers = np.add.reduceat(is_known.astype(np.int64), starts)
     means = np.divide(sums, numbers, out=np.full(len(starts), np.nan), where=numbers > 0)
-    return rows["task"][starts], rows["step"][starts], rows["position"][starts], means
+    return rows[starts], means
 
 
 def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any]:

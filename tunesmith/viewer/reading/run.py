@@ -65,6 +65,17 @@ class Run(RunRecord):
             self._text = TokenText(path, find_reply_format(path.parent, self.settings))
         return self._text
 
+    def iter_stored(self, rows: Rows, columns: Sequence[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Rows of the index, all of one step, in the order of the file, each with the columns that are stored of it."""
+        if not len(rows):
+            return
+        row_at = {int(row["position"]): row for row in rows}
+        first, last = min(row_at), max(row_at)
+        stored = self.rollouts.iter_rows(int(rows["step"][0]), columns, first=first, num_rows=last - first + 1)
+        for position, values in enumerate(stored, start=first):
+            if position in row_at:
+                yield row_at[position], values
+
     def load_rollout(self, step: int, group: int, run: int) -> StoredRollout:
         """One trajectory with its tokens."""
         found = [each for each in self.load_group(step, group) if each.trajectory.run_index == run]
@@ -78,16 +89,13 @@ class Run(RunRecord):
 
     def _read_group(self, step: int, group: int, stamp: tuple[int, int]) -> list[StoredRollout]:
         rows: Rows = self.index.find_step(step)
-        positions = rows["position"][rows["group"] == group]
-        if not len(positions):
+        members = rows[rows["group"] == group]
+        if not len(members):
             raise StorageError(f"step {step} has no group {group}")
-        first, last = int(positions.min()), int(positions.max())
-        found = self.rollouts.iter_rows(step, ROLLOUT, first=first, num_rows=last - first + 1)
         names = ("advantage", "turn_advantages", "baseline_reward")
         return [
             StoredRollout(trajectory=parse_row(row), **{name: row[name] for name in names})
-            for row in found
-            if row["group_index"] == group
+            for _, row in self.iter_stored(members, ROLLOUT)
         ]
 
 
