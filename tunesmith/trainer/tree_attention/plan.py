@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.experience.samples import Trie
 from tunesmith.model.arrays import copy_to_device
+from tunesmith.model.custom_op import define_op
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.recurrence import SegmentTable
 from tunesmith.model.memory import find_head_size, list_layer_configs
@@ -36,20 +37,18 @@ from tunesmith.trainer.tree_attention.tile_schedule import (
     pad_trie,
 )
 
-torch.library.define(
-    "tunesmith::exact_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, Tensor table, int tiling, "
-    "int window, float scaling, float softcap) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-exact_attention = torch.ops.tunesmith.exact_attention.default
-"""Stands for `attend_exactly` in traced layers, which fusion replaces."""
 
-
-@torch.library.register_fake("tunesmith::exact_attention")
 def _build_output(query_1HTD: Tensor, *_rest: object) -> Tensor:
     _, num_heads, num_tokens, size = query_1HTD.shape
     return query_1HTD.new_empty((1, num_tokens, num_heads, size))
+
+
+exact_attention = define_op(
+    "exact_attention(Tensor query, Tensor key, Tensor value, Tensor paths, Tensor spans, Tensor tiles, Tensor table, "
+    "int tiling, int window, float scaling, float softcap) -> Tensor",
+    build=_build_output,
+)
+"""Stands for `attend_exactly` in traced layers, which fusion replaces."""
 
 
 class TreePlan:
