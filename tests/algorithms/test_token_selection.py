@@ -70,6 +70,26 @@ def test_the_draw_of_clip_cov_is_a_function_of_seed_and_step():
     assert draw(3, 0) != draw(4, 0) != draw(4, 1)
 
 
+def test_one_more_candidate_of_clip_cov_changes_at_most_one_masked_token():
+    """Rounding moves tokens across a bound; the draw among the others must not change with them."""
+    rng = np.random.default_rng(0)
+    advantages, logprobs = rng.standard_normal((2, 1, 500)).tolist()
+    scores = build_scores(advantages, logprobs=logprobs)
+    covariances = np.sort(compute_token_covariances(scores))
+    low = float(covariances[np.searchsorted(covariances, 0.1)])
+
+    def draw(bound: float) -> set[int]:
+        terms = compute_clip_cov_terms(scores, fraction=0.1, covariance_low=bound, covariance_high=2.0)
+        return set(np.flatnonzero(terms.correction_E == 0).tolist())
+
+    fewer, most_changed = np.nextafter(low, 1.0), 0
+    for bound in (low, fewer, *covariances[np.searchsorted(covariances, 0.1) :][:20]):
+        changed = len(draw(low) - draw(float(bound)))
+        most_changed = max(most_changed, changed)
+        assert changed <= int(np.sum((covariances >= low) & (covariances < bound)))
+    assert most_changed > 0
+
+
 def test_clip_cov_refuses_bounds_in_the_wrong_order():
     with pytest.raises(ConfigError, match="covariance_low=3 in terms_args is above covariance_high=1"):
         compute_clip_cov_terms(build_scores([[1.0]], logprobs=[[-1.0]]), covariance_low=3.0, covariance_high=1.0)

@@ -232,9 +232,11 @@ def compute_clip_cov_terms(
     covariance_E = compute_token_covariances(tokens)
     candidates = np.flatnonzero((covariance_E >= covariance_low) & (covariance_E <= covariance_high))
     num_selected = min(_count(fraction, len(covariance_E)), len(candidates))
-    rng = np.random.default_rng((seed, tokens.step))
+    # Every token draws a number, whether it is a candidate or not: where rounding moves a token across a bound, the
+    # others are masked as before.
+    draws_E = np.random.default_rng((seed, tokens.step)).random(len(covariance_E))
     correction_E = np.ones(len(covariance_E))
-    correction_E[rng.choice(candidates, size=num_selected, replace=False)] = 0.0
+    correction_E[candidates[np.argsort(draws_E[candidates], kind="stable")[:num_selected]]] = 0.0
     metrics = {"train/clip_cov_frac": num_selected / max(len(covariance_E), 1)} | _measure(covariance_E)
     return replace(tokens, correction_E=correction_E, metrics=metrics)
 
