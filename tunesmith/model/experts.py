@@ -274,7 +274,7 @@ class RouteRecorder:
         """`max_tokens` of a forward."""
         routers, unknown_1LK, _ = build_route(model)
         self._route_SLK, self._row_TLK = (unknown_1LK.repeat(size, 1, 1) for size in (num_slots, max_tokens))
-        self._stream = torch.cuda.Stream() if unknown_1LK.is_cuda else None
+        self._stream = torch.cuda.Stream(unknown_1LK.device) if unknown_1LK.is_cuda else None
         for layer, router in enumerate(routers):
             router.recorded = self._row_TLK[:, layer]
 
