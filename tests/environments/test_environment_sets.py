@@ -112,6 +112,65 @@ def test_answers_of_reasoning_gym_are_paid_and_silence_is_not(name):
 
 
 @reasoning_gym
+@pytest.mark.parametrize("name", ["countdown", "n_queens", "puzzle24", "simple_integration", "string_insertion"])
+def test_answers_of_reasoning_gym_run_no_code(name, tmp_path):
+    """The package's scorers call eval, or SymPy's parser, which calls it."""
+    environment = load_set(f"reasoning_gym:{name}", {})
+    place = tmp_path / "written"
+    for answer in (
+        f"__import__('pathlib').Path({str(place)!r}).write_text('')",
+        f"[open({str(place)!r}, 'w')]",
+        f"print(open({str(place)!r}, 'w'))!",
+        "9**9**9**9",
+        "(" * 5000,
+        "1+" * 3000 + "1",
+    ):
+        _, reward = play(environment, 3, [f"<answer>{answer}</answer>"])
+        assert reward < 0.1 and not place.exists(), answer
+
+
+@reasoning_gym
+@pytest.mark.parametrize("name", ["binary_matrix", "countdown", "n_queens", "polynomial_multiplication", "puzzle24",
+                                  "simple_integration", "spiral_matrix", "string_insertion"])  # fmt: skip
+def test_right_answers_that_reasoning_gym_evaluates_are_still_paid(name):
+    from reasoning_gym.factory import DATASETS
+
+    from tunesmith.environments.sets.reasoning_gym import find_checks
+
+    assert find_checks(DATASETS[name][0])
+    environment = load_set(f"reasoning_gym:{name}", {})
+    for seed in range(20):
+        answer = environment.describe(seed)["answer"]
+        assert play(environment, seed, [f"<answer>{answer}</answer>"])[1] == 1.0, answer
+
+
+@reasoning_gym
+def test_formulas_are_of_moderate_size_and_name_no_attribute():
+    from tunesmith.environments.sets.reasoning_gym import is_formula, is_literal
+
+    for text in ("3*(8 + 8) - 24/1", "x**2*exp(3*x)/2 + C", "-x**-2", "sqrt(x)**(1/2)", "E**(2*x)", "2.5*y**12"):
+        assert is_formula(text), text
+    for text in (
+        "9**9**9",
+        "(9**99)**99",
+        "2**x",
+        "x.real",
+        "f(x)",
+        "xy",
+        "x if x else x",
+        "5!",
+        "Integral(x, x)",
+        "",
+        "1=",
+    ):
+        assert not is_formula(text), text
+    for text in ("['A', 'B']", "[[0, 1], [-1, 0]]", "ABCDE", "_ Q\nQ _", "0 1 0", ""):
+        assert is_literal(text), text
+    for text in ("f()", "[x for x in y]", "x.y", "1 + 1", "[*a]", "lambda: 0", "(a := 1)", "f'{a}'"):
+        assert not is_literal(text), text
+
+
+@reasoning_gym
 def test_rows_of_reasoning_gym_are_those_of_its_own_data_sets():
     from reasoning_gym import create_dataset
 

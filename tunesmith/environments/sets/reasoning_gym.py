@@ -3,14 +3,20 @@
 The task with seed k is row 0 of the generator's data set with seed k, which is row k of seed 0. The reply is scored by
 what it has between the last answer tags; a reply without them is scored as no answer, and an answer on which the scorer
 raises as 0.
+
+Some scorers evaluate the answer as Python, or as a formula of SymPy, whose parser does that too. A model could then run
+code in this process, replace the scorer, or stop the process with a power tower. Their answers are parsed here first:
+what is no list of literals, or no formula of moderate size, reaches the scorer as an answer that it cannot read.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,6 +42,18 @@ SYSTEM_PROMPT = (
     "</answer>."
 )
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+UNREADABLE = "("
+"""An answer that is neither Python nor a formula."""
+EVALUATES_PYTHON = re.compile(r"\b(eval|exec)\(")
+EVALUATES_FORMULAS = re.compile(r"\b(parse_expr|sympify)\(")
+FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
+"""Not `Integral`: the integral of the question, written so, would be the answer to it."""
+LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.UnaryOp, ast.USub, ast.UAdd, ast.Load)
+"""A name alone has no effect: it is what an answer of letters looks like."""
+MAX_ANSWER = 4000
+MAX_EXPONENT = 100
+MAX_SIZE = 2000
+"""Digits, or the degree, of a formula's value."""
 CACHE_SIZE = 4096
 """Rows that are kept: all rollouts of a group ask for the same one."""
 
@@ -114,9 +132,72 @@ class Question(Stateless):
     def step(self, action: str) -> tuple[str, float, bool]:
         answers = ANSWER.findall(action)
         answer = answers[-1].strip() if answers else None
+        if answer is not None and not all(
+            is_harmless(answer) for is_harmless in find_checks(type(self._dataset).score_answer)
+        ):
+            answer = UNREADABLE
         try:
             with OwnRandomState(self._seed).installed():
                 score = float(self._dataset.score_answer(answer, self._row))
         except Exception:  # noqa: BLE001 - scorers raise on answers that they cannot read
             score = 0.0
         return "", score, True
+
+
+@lru_cache(None)
+def find_checks(scorer: Callable[..., Any]) -> list[Callable[[str], bool]]:
+    """What an answer must pass before a scorer evaluates it."""
+    source = inspect.getsource(scorer)
+    checks = {EVALUATES_PYTHON: is_literal, EVALUATES_FORMULAS: is_formula}
+    return [check for pattern, check in checks.items() if pattern.search(source)]
+
+
+def is_literal(answer: str) -> bool:
+    """Whether evaluating the answer as Python yields numbers, strings and lists of them, a name, or a syntax error."""
+    try:
+        tree = ast.parse(answer, mode="eval")
+    except (SyntaxError, ValueError):
+        return True
+    except (RecursionError, MemoryError):
+        return False
+    return all(isinstance(node, LITERAL_NODES) for node in ast.walk(tree))
+
+
+def is_formula(answer: str) -> bool:
+    """Whether the answer is a formula of moderate size, of numbers, letters and the functions of calculus."""
+    try:
+        return len(answer) <= MAX_ANSWER and _bound_size(ast.parse(answer, mode="eval").body) <= MAX_SIZE
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _bound_size(node: ast.expr) -> float:
+    """Upper bound of digits and degree of a formula's value; ValueError if it is none."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return len(str(number))
+        case ast.Name(id=name) if len(name) == 1 or name == "pi":
+            return 1
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return _bound_size(operand)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return 1 + _bound_size(argument)
+        case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
+            if isinstance(base, ast.Name) and base.id == "E":
+                return 1 + _bound_size(exponent)
+            return _bound_size(base) * _read_exponent(exponent)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+            return _bound_size(left) + _bound_size(right)
+    raise ValueError(f"{type(node).__name__} is not part of a formula")
+
+
+def _read_exponent(node: ast.expr) -> float:
+    """The size of a number or a fraction that is no more than `MAX_EXPONENT`."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if 0 <= number <= MAX_EXPONENT:
+            return max(1.0, number)
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return _read_exponent(operand)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return max(_read_exponent(left), _read_exponent(right))
+    raise ValueError("not an exponent")
