@@ -137,7 +137,7 @@ def test_right_answers_that_reasoning_gym_evaluates_are_still_paid(name):
 
     from tunesmith.environments.sets.reasoning_gym import find_checks
 
-    assert find_checks(DATASETS[name][0])
+    assert find_checks(DATASETS[name][0].score_answer)
     environment = load_set(f"reasoning_gym:{name}", {})
     for seed in range(20):
         answer = environment.describe(seed)["answer"]
