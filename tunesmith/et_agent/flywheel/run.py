@@ -18,6 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -112,8 +113,8 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
                     progress.count(len(batch), is_made=saved is None)
                     records.extend(find_fresh_records(made, states))
 
-        run_lockstep(run(), config.rollout)
-        policy.close()
+        with closing(policy):
+            run_lockstep(run(), config.rollout)
         operators = count_outcomes(records, config)
         num_trajectories = write_rows(out_dir / TRAJECTORIES_FILE, iter_rows(states))
         save_json(out_dir / REPORT_FILE, operators)
