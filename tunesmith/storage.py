@@ -321,10 +321,20 @@ def remove_leftovers(folder: Path, *, name: str | None = None) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+def append_whole(descriptor: int, data: bytes, *, path: Path) -> None:
+    """Append to the file `path`, open under this descriptor, and sync it; a full disk leaves no part of the data."""
+    written = os.write(descriptor, data)
+    if written < len(data):
+        os.truncate(path, path.stat().st_size - written)
+        raise StorageError(f"cannot write {path}: no space is left on the disk")
+    os.fsync(descriptor)
+
+
 class Journal:
     """Rows of JSON in a file, one a line: finished parts of work that a kill may interrupt.
 
-    Opening it removes an incomplete last line. Of rows that are appended together, a kill may leave the first ones.
+    Opening it and appending to it remove an incomplete last line. Of rows that are appended together, a kill may leave
+    the first ones, a full disk leaves none. Several processes may append to one file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -332,20 +342,22 @@ class Journal:
         self.rows: list[Any] = []
         """The rows that were in the file when it was opened."""
         if path.exists():
-            lines = enumerate(self._read_lines(), start=1)
-            complete = [(number, line) for number, line in lines if line.endswith(b"\n")]
-            self.rows = [parse_json_line(line, path=path, number=number) for number, line in complete]
-            self.keep(len(self.rows))
+            lines = self._read_lines()
+            complete = [line for line in lines if line.endswith(b"\n")]
+            self.rows = [parse_json_line(line, path=path, number=number) for number, line in enumerate(complete, 1)]
+            if len(complete) < len(lines):
+                self.append()
 
     def append(self, *rows: Any) -> None:
         """Append rows in one write; they are on disk when it returns."""
         lines = (json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for row in rows)
         with storage_errors(self.path, "write"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write(b"".join(lines))
-                file.flush()
-                os.fsync(file.fileno())
+            with self.path.open("a+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # what looks incomplete may be a line that another process is writing
+                if os.pread(file.fileno(), 1, max(os.fstat(file.fileno()).st_size - 1, 0)) not in (b"", b"\n"):
+                    os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+                append_whole(file.fileno(), b"".join(lines), path=self.path)
 
     def keep(self, num_rows: int) -> None:
         """Remove all but the first rows."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tunesmith.config import ReplaySection
+from tunesmith.algorithms.algorithm import compute_group_advantages, resolve_algorithm
+from tunesmith.config import AlgorithmSection, ReplaySection
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
@@ -103,6 +104,37 @@ def test_a_restored_buffer_draws_the_same_groups_with_operator_changes():
     restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())), groups_of)
     for version in (3, 4, 5, 6):
         assert restored.sample(policy_version=version) == buffer.sample(policy_version=version)
+
+
+def test_a_restored_buffer_has_the_metrics_that_operators_set():
+    """The step rewards of `gigpo`, which an operator added to what the rollouts on disk hold."""
+    algorithm = resolve_algorithm(
+        AlgorithmSection(algorithm_type="gigpo", advantage_args={"step_reward_key": "step_reward"})
+    )
+    group = groups_of(1, num_groups=1)[0]
+    scored = [
+        replace(run, metrics={"step_reward/0": 1.0 - run.run_index, "step_reward/1": 0.5}) for run in group.scored
+    ]
+    buffer = build(num_groups=1)
+    buffer.add([replace(group, trajectories=tuple(scored))], [0], step=1, policy_version=0)
+    restored = build(num_groups=1)
+    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())), groups_of)
+    live, read = buffer.sample(policy_version=0), restored.sample(policy_version=0)
+    assert read == live
+    advantages, _ = compute_group_advantages(algorithm, read)
+    assert advantages == compute_group_advantages(algorithm, live)[0] and None not in advantages[0]
+
+
+def test_a_buffer_without_metrics_has_those_of_the_rollouts():
+    group = groups_of(1, num_groups=1)[0]
+    whole = replace(group, trajectories=tuple(replace(run, metrics={"acc": 1.0}) for run in group.trajectories))
+    buffer = build(num_groups=1)
+    buffer.add([whole], [0], step=1, policy_version=0)
+    state = buffer.state_dict()
+    for run in state["entries"][0]["runs"]:
+        run.pop("metrics", None)
+    buffer.load_state_dict(state, lambda step: [whole])
+    assert buffer.sample(policy_version=0) == [whole]
 
 
 def test_each_draw_is_one_use_and_newer_steps_win_ties():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import threading
 import time
 from datetime import date, datetime
 
 import pytest
 
+from fakes import full_disk
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.runs.workspace import Workspace, compute_digest, name_aside
 from tunesmith.storage import Journal, load_json, new_folder, save_json, save_text
@@ -145,6 +148,41 @@ def test_a_journal_keeps_complete_rows_of_any_text(tmp_path):
     save_text(tmp_path / "rows", "1\n{\n3\n")
     with pytest.raises(StorageError, match="line 2 is not JSON"):
         Journal(tmp_path / "rows")
+
+
+def test_a_journal_on_a_full_disk_keeps_whole_rows(tmp_path):
+    path = tmp_path / "rows"
+    journal = Journal(path)
+    journal.append("first")
+    with full_disk(path.stat().st_size + 12), pytest.raises(StorageError, match=r"^cannot write .*rows: no space"):
+        journal.append("second", "x" * 100)
+    assert path.read_text() == '"first"\n'
+    journal.append("third")
+    assert Journal(path).rows == ["first", "third"]
+
+
+def test_a_journal_waits_for_the_row_that_another_process_appends(tmp_path):
+    path = tmp_path / "rows"
+    path.write_text("1\n")
+    opened = []
+    with path.open("ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b'"ha')
+        waiting = threading.Thread(target=lambda: opened.append(Journal(path)))
+        waiting.start()
+        waiting.join(timeout=0.5)
+        file.write(b'lf"\n')
+    waiting.join()
+    opened[0].append("next")
+    assert Journal(path).rows == [1, "half", "next"]
+
+
+def test_an_append_removes_the_row_that_another_process_left_incomplete(tmp_path):
+    path = tmp_path / "rows"
+    journal = Journal(path)
+    path.write_text('1\n"ha')
+    journal.append("next")
+    assert Journal(path).rows == [1, "next"]
 
 
 def test_what_is_set_aside_gets_an_unused_name(tmp_path):

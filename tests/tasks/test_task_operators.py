@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
@@ -138,7 +139,8 @@ def test_a_server_that_is_not_openai_compatible_is_named(foreign_server, tmp_pat
 def rewriter():
     """An OpenAI-compatible server that rewrites questions and counts requests.
 
-    It answers questions with "wait" two at a time, and fails on those with "fail".
+    It answers questions with "wait" two at a time, each in other words if they have "apart", and
+    fails on those with "fail".
     """
     asked, in_flight, most_in_flight, together = [], [], [], threading.Barrier(2)
 
@@ -151,8 +153,9 @@ def rewriter():
                 in_flight.append(text)
                 together.wait(timeout=60)
                 most_in_flight.append(len(in_flight))
-                together.wait(timeout=60)
+                place = together.wait(timeout=60)
                 in_flight.remove(text)
+                text += " please" * place if "apart" in text else ""
             if "fail" in text:
                 self.send_error(400)
                 return
@@ -192,6 +195,18 @@ def test_paraphrases_are_requested_once_and_cached(rewriter, tmp_path):
         file.write('["cut sho')
     again, metrics = paraphrase(tasks, **args)
     assert again == made and metrics["num_asked"] == 0 and len(asked) == 2
+
+
+def test_runs_that_share_a_cache_use_the_first_reply(rewriter, tmp_path):
+    """Both runs ask before either has a reply; the server answers each in other words."""
+    url, asked, _ = rewriter
+    args = {"field": "q", "model": "m", "base_url": url, "cache_path": str(tmp_path / "cache.jsonl")}
+    tasks = tasks_of({"q": "wait apart"})
+    with ThreadPoolExecutor() as runs:
+        one, other = (each[0] for each in runs.map(lambda _: paraphrase(tasks, **args), range(2)))
+    assert len(asked) == 2 and len((tmp_path / "cache.jsonl").read_text().splitlines()) == 2
+    resumed, metrics = paraphrase(tasks, **args)
+    assert metrics["num_asked"] == 0 and resumed == one == other
 
 
 def test_requests_are_concurrent_and_results_in_order(rewriter, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def measure_pass_rates(
             # one line for a batch: for each task its index, its pass rate, and the numbers of its rollouts
             journal.append([[start + offset, *each] for offset, each in enumerate(records)])
 
-        run_lockstep(run_batches(config, actors, tasks, num_runs, num_done, record), config.rollout)
-        policy.close()
+        with closing(policy):
+            run_lockstep(run_batches(config, actors, tasks, num_runs, num_done, record), config.rollout)
         return write_result(journal.path, tasks, field=field, out=out)
 
 

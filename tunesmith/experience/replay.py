@@ -145,6 +145,7 @@ def describe_entry(entry: Entry) -> dict[str, Any]:
             {
                 "run_index": run.run_index,
                 "reward": run.reward,
+                "metrics": {name: float(value) for name, value in run.metrics.items()},
                 "untrained_turns": [index for index, turn in enumerate(run.turns) if not turn.is_trained],
             }
             for run in entry.group.trajectories
@@ -161,7 +162,8 @@ def restore_entry(state: Mapping[str, Any], collected: Sequence[Group]) -> Entry
         run = run_of[described["run_index"]]
         untrained = set(described["untrained_turns"])
         turns = tuple(replace(turn, is_trained=index not in untrained) for index, turn in enumerate(run.turns))
-        runs.append(replace(run, reward=described["reward"], turns=turns))
+        metrics = described.get("metrics", run.metrics)  # earlier versions saved none
+        runs.append(replace(run, reward=described["reward"], metrics=metrics, turns=turns))
     return Entry(
         step=state["step"],
         position=state["position"],

@@ -22,7 +22,7 @@ import numpy as np
 
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metric_table import MetricTable
-from tunesmith.storage import open_atomic, parse_json_line, storage_errors
+from tunesmith.storage import append_whole, open_atomic, parse_json_line, storage_errors
 
 Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
@@ -43,11 +43,7 @@ class MetricsFile:
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = format_line({"step": step, "kind": kind} | finite).encode()
         with storage_errors(self._path, "write"):
-            written = os.write(self._descriptor, line)
-            if written < len(line):
-                os.truncate(self._path, self._path.stat().st_size - written)
-                raise StorageError(f"cannot write {self._path}: no space is left on the disk")
-            os.fsync(self._descriptor)
+            append_whole(self._descriptor, line, path=self._path)
 
     def close(self) -> None:
         os.close(self._descriptor)

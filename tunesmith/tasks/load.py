@@ -70,6 +70,19 @@ def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[st
                 )
 
 
+def check_finite(rows: Iterable[Mapping[str, Any]], *, path: Path | str) -> None:
+    """Refuse rows that `write_rows` would refuse later: JSON has no NaN and no infinite numbers."""
+    for index, row in enumerate(rows):
+        for field, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False, default=str)
+            except ValueError as error:
+                raise DataError(
+                    f"row {index} of {str(path)!r} has a number that is not finite in {field!r}, and JSON lines cannot "
+                    "hold it: replace it by null, or remove the field"
+                ) from error
+
+
 def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
     """Why a field is missing: absent, or None because `datasets` fills in fields that only other rows have."""
     if field in row:

@@ -201,9 +201,9 @@ def paraphrase(
     """Each task, then its variants with ids `<id>/paraphrase-<number>`; at most `max_concurrency` requests at once.
 
     A model rewrites `field`; the other fields are copied. Requests cost money and are not deterministic, so replies are
-    cached in a file, from which a resumed run and the next run with the same file read them. Rejected are counted:
-    `refused` is empty, unchanged or has other numbers; `repeated` equals another task or an earlier rewrite; `echoed`
-    contains words of the instruction.
+    cached in a file, from which a resumed run and the next run with the same file read them. Of runs that share it at
+    once, all use the first reply to a request. Rejected are counted: `refused` is empty, unchanged or has other
+    numbers; `repeated` equals another task or an earlier rewrite; `echoed` contains words of the instruction.
     """
     api_key = read_api_key(api_key_env, knob="paraphrase: api_key_env") or "EMPTY"
     journal = Journal(Path(cache_path))
@@ -217,13 +217,13 @@ def paraphrase(
     missing = {key: request for key, request in requests.items() if key not in cache}
 
     def save_reply(key: str, reply: str) -> None:
-        cache[key] = reply
         journal.append([key, reply])
 
     if missing:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2)
         send = partial(_send_request, client, model=model, temperature=temperature, max_tokens=max_tokens)
         asyncio.run(_send_all(missing, send, save_reply, client, max_concurrency))
+        cache = _read_replies(Journal(journal.path))  # another run may have saved a reply to the same request before
     kept: list[Task] = []
     counts: Counter[Rejection] = Counter()
     source_of = {normalize(text): text for text in texts}
@@ -325,7 +325,8 @@ async def _send_request(
 
 
 def _read_replies(journal: Journal) -> dict[str, str]:
+    """The first reply to each request."""
     try:
-        return dict(journal.rows)
+        return dict(reversed(journal.rows))
     except (TypeError, ValueError) as error:
         raise DataError(f"paraphrase: a line of {journal.path} is not a cached reply: {error}") from error

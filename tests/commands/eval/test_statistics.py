@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -69,6 +70,20 @@ def test_sign_test_is_exact_for_many_pairs_and_close_to_the_normal_approximation
     z = (700 - 600 - 1) / math.sqrt(1300)
     assert compute_sign_test(700, 600) == pytest.approx(math.erfc(z / math.sqrt(2)), rel=0.01)
     assert 0 < compute_sign_test(1000, 0) == 2.0**-999
+
+
+def test_sign_test_is_the_exact_fraction_rounded_once():
+    for num_better, num_worse in itertools.product(range(25), repeat=2):
+        num_pairs = num_better + num_worse
+        tail = sum(math.comb(num_pairs, count) for count in range(min(num_better, num_worse) + 1))
+        expected = float(min(Fraction(1), Fraction(2 * tail, 2**num_pairs)))
+        assert compute_sign_test(num_better, num_worse) == expected
+
+
+def test_sign_test_of_tens_of_thousands_of_pairs():
+    """With a coefficient computed anew for each count, this would take minutes."""
+    z = (20_200 - 19_800 - 1) / math.sqrt(40_000)
+    assert compute_sign_test(20_200, 19_800) == pytest.approx(math.erfc(z / math.sqrt(2)), rel=1e-3)
 
 
 @given(st.integers(0, 60), st.integers(0, 60))

@@ -56,6 +56,20 @@ def fill(out_dir):
     if Path("fail").exists():
         raise ValueError("not now")
 """
+COUNTER = """
+import numpy as np
+import torch
+
+def count(out_dir):
+    return {"accuracy": np.float32(0.5), "tasks": np.int64(3), "by_split": {"test": [np.int32(2)]},
+            "loss": torch.tensor(0.25)}
+
+def name_file(out_dir):
+    return {"file": out_dir}
+
+def list_scores(out_dir):
+    return {"scores": np.zeros(2)}
+"""
 LOADED = {"max_model_len": 512, "device": "cpu"}
 SERVED = LOADED | {"max_tokens": 4}
 AGENT = {
@@ -274,6 +288,23 @@ def test_a_failed_or_killed_stage_is_resumed_in_its_folder(workdir):
     done = folder.load_done("fill")
     assert (done.num_attempts, done.num_killed) == (3, 1)
     assert "in 3 attempts; the time of 1 killed is not included" in (workdir / "out/report.md").read_text()
+
+
+def test_figures_of_a_function_may_be_numbers_of_numpy_and_torch(workdir):
+    (workdir / "counter.py").write_text(COUNTER)
+    write(workdir, {"count": {"kind": "function", "function": "counter.py:count"}})
+    run()
+    figures = PipelineFolder(workdir / "out").load_done("count").figures
+    assert figures == {"accuracy": 0.5, "tasks": 3, "by_split": {"test": [2]}, "loss": 0.25}
+    assert "- accuracy: 0.5\n- tasks: 3\n" in (workdir / "out/report.md").read_text()
+
+
+def test_a_figure_that_is_not_json_is_named(workdir):
+    (workdir / "counter.py").write_text(COUNTER)
+    write(workdir, {"count": {"kind": "function", "function": "counter.py:name_file"}})
+    assert "function='counter.py:name_file' returned file=PosixPath(" in run(expected_status=1)
+    write(workdir, {"count": {"kind": "function", "function": "counter.py:list_scores"}})
+    assert "function='counter.py:list_scores' returned scores=array([0., 0.])" in run(expected_status=1)
 
 
 def test_a_run_resumes_only_if_the_changed_settings_may_change(copied):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tunesmith.commands.tune.checkpoints import StepRollouts
@@ -24,3 +26,16 @@ def test_a_step_that_fails_in_its_update_keeps_its_advantages(tmp_path, is_saved
     path = tmp_path / "step_000003.parquet"
     assert load_rollouts(path) == [group if is_saved else Group(task=TASK, trajectories=RUNS[:1])]
     assert load_table(path)["advantage"].to_pylist() == ([-0.5, 0.5] if is_saved else [None])
+
+
+def test_a_failed_step_keeps_the_rollouts_of_every_group_of_a_task(tmp_path):
+    other = Task(task_id="t/1", index=1, row={"question": "two"})
+    again = tuple(replace(run, response_text="again") for run in RUNS)
+    alone = Trajectory(task=other, run_index=0, turns=(), reward=1.0)
+    path = tmp_path / "step_000003.parquet"
+    StepRollouts(path).save_unfinished([RUNS[0], again[0], alone, RUNS[1], again[1]])
+    assert load_rollouts(path) == [
+        Group(task=TASK, trajectories=RUNS),
+        Group(task=TASK, trajectories=again),
+        Group(task=other, trajectories=(alone,)),
+    ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 
 import pytest
+from datasets import Dataset
 from policies import call, make_transcript, result, think
 
 from forked_programs import start_forked_programs
@@ -282,6 +284,19 @@ def test_mistakes_in_settings_are_named(values, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"answer": "1"}) + "\n")
     with pytest.raises(DataError, match="row 0 of 'train.jsonl' has no 'question'"):
         run(values, tmp_path / "out")
+
+
+def test_a_question_with_nan_is_refused_before_a_model_loads(values, tmp_path):
+    rows = [{"question": "What is 2 + 2?", "score": 1.0}, {"question": "What is 3 + 3?", "score": math.nan}]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
+    wrong = build_section(FlywheelConfig, values | {"train_dataset": {"path": "train.parquet"}})
+
+    def choose_model(config):
+        raise AssertionError("no model is needed")
+
+    with pytest.raises(DataError, match="row 1 of 'train.parquet' has a number that is not finite in 'score'"):
+        run_stage(wrong, out_dir=tmp_path / "out", choose_model=choose_model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_roles_are_checked_before_the_first_stage(values):

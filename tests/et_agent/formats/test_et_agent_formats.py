@@ -215,6 +215,12 @@ def test_malformed_rows_are_errors_that_name_row_and_field(tmp_path, name, row, 
         load_records(tmp_path / "file", name)
 
 
+def test_a_field_with_nan_is_refused(tmp_path):
+    (tmp_path / "file").write_text(json.dumps([{"question": "q", "answer": "1", "score": float("nan")}]))
+    with pytest.raises(DataError, match="row 0 of '.*file as tasks' has a number that is not finite in 'score'"):
+        convert_file(tmp_path / "file", source="et_pool", target="tasks", out=tmp_path / "o")
+
+
 def test_files_and_formats_that_do_not_fit_are_errors(tmp_path):
     (tmp_path / "file").write_text('{"a": 1}')
     with pytest.raises(DataError, match="must hold a JSON array"):

@@ -107,6 +107,12 @@ def test_correctness_that_is_not_a_number_is_refused(filter_rows):
         filter_rows([make_row("a", make_transcript("search"), correctness=float("nan"))])
 
 
+def test_a_field_with_nan_is_refused(filter_rows, tmp_path):
+    with pytest.raises(DataError, match="row 0 of .* has a number that is not finite in 'score'"):
+        filter_rows([make_row("a", make_transcript("search"), score=float("nan"))])
+    assert not (tmp_path / "out").exists()
+
+
 def test_call_with_half_a_character_is_written(filter_rows, tmp_path):
     """A model may write half of a surrogate pair in the JSON arguments of a call."""
     half = json.loads('"\\ud83d"')

@@ -98,6 +98,8 @@ def test_a_pareto_stage_refuses_missing_fields_and_questions_without_mixed_outco
         select(numbers, stratify_by="source")
     with pytest.raises(DataError, match="no question of .* has a right and a wrong rollout"):
         select(numbers | {"pass_rate_correctness": [1, 1]})
+    with pytest.raises(DataError, match="row 0 of .* has a number that is not finite in 'scores'"):
+        select(numbers | {"scores": {"f1": [0.5, float("nan")]}})
     assert select(numbers)["selected questions"] == 1
     assert read(tmp_path / "out" / "train.jsonl")[0]["pareto_distance"] == 0
 

@@ -11,7 +11,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,23 +159,25 @@ def evaluate_model(
     """
     scores: dict[str, tuple[Sequence[TaskScores], float]] = {}
     loaded: tuple[Policy, Actors] | None = None
-    for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
-        partial_file = find_partial_file(out, config, name, tasks)
-        if partial_file is not None and partial_file.exists():
-            saved = load_json(partial_file)
-            scores[name] = scores_from_json(saved["tasks"]), saved["seconds"]
-            progress.show_done(number, f"{label} on {name}: already evaluated")
-            continue
-        progress.show_status(f"{label} on {name}: loading")
-        policy, actors = loaded = loaded or load(config)
-        groups, seconds = evaluate_set(config, actors, name, tasks, progress)
-        found = score_groups(groups, policy.service.recorder.renderer)
-        scores[name] = found, seconds
-        if partial_file is not None:
-            save_json(partial_file, {"seconds": seconds, "tasks": scores_to_json(found)})
-        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(seconds)}")
-    if loaded is not None:
-        loaded[0].close()
+    with ExitStack() as stack:
+        for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
+            partial_file = find_partial_file(out, config, name, tasks)
+            if partial_file is not None and partial_file.exists():
+                saved = load_json(partial_file)
+                scores[name] = scores_from_json(saved["tasks"]), saved["seconds"]
+                progress.show_done(number, f"{label} on {name}: already evaluated")
+                continue
+            progress.show_status(f"{label} on {name}: loading")
+            if loaded is None:
+                loaded = load(config)
+                stack.enter_context(closing(loaded[0]))
+            policy, actors = loaded
+            groups, seconds = evaluate_set(config, actors, name, tasks, progress)
+            found = score_groups(groups, policy.service.recorder.renderer)
+            scores[name] = found, seconds
+            if partial_file is not None:
+                save_json(partial_file, {"seconds": seconds, "tasks": scores_to_json(found)})
+            progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(seconds)}")
     return scores
 
 

@@ -93,8 +93,11 @@ def compute_sign_test(num_better: int, num_worse: int) -> float:
     With scores of 0 and 1 the two counts are the discordant pairs, and this is McNemar's exact test.
     """
     num_pairs, num_rarer = num_better + num_worse, min(num_better, num_worse)
-    tail = sum(math.comb(num_pairs, count) for count in range(num_rarer + 1))
-    return float(min(Fraction(1), Fraction(2 * tail, 2**num_pairs)))
+    tail = term = 1
+    for count in range(num_rarer):
+        term = term * (num_pairs - count) // (count + 1)  # C(n, count + 1); each `math.comb` begins anew
+        tail += term
+    return min(1.0, 2 * tail / (1 << num_pairs))
 
 
 def compute_pass_at_k(*, num_samples: int, num_passed: int, k: int) -> float:

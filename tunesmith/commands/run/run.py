@@ -6,11 +6,13 @@ earlier stages are resolved right before the stage that uses them.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 from rich.console import Console
@@ -32,7 +34,7 @@ from tunesmith.commands.table import STAGES, import_named
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config import FunctionStage, RunConfig, Section
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
-from tunesmith.errors import ConfigError, StorageError, TunesmithError
+from tunesmith.errors import ConfigError, StorageError, TunesmithError, shorten
 from tunesmith.monitor.console import format_duration
 from tunesmith.runs.load_config import dump_config
 from tunesmith.runs.load_function import load_function
@@ -206,6 +208,9 @@ def resolve_reference(reference: StageReference, folder: PipelineFolder, *, stag
     return str(model)
 
 
+MAX_FIGURE_CHARS = 200
+
+
 def check_function(settings: FunctionStage) -> None:
     load_function(settings.function, knob="function")
 
@@ -220,4 +225,17 @@ def run_function(settings: FunctionStage, *, out_dir: Path, choose_model: Choose
     figures = function(out_dir, **settings.args)
     if figures is not None and not isinstance(figures, Mapping):
         raise ConfigError(f"function={settings.function!r} must return a mapping or None, got {type(figures).__name__}")
-    return StageResult(figures={str(name): figure for name, figure in (figures or {}).items()})
+    return StageResult(
+        figures={str(name): read_figure(name, figure, settings) for name, figure in (figures or {}).items()}
+    )
+
+
+def read_figure(name: Any, figure: Any, settings: FunctionStage) -> Any:
+    """A figure of a function as JSON values: numbers of numpy and torch become Python's."""
+    try:
+        return json.loads(json.dumps(figure, default=lambda each: each.item()))
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"function={settings.function!r} returned {name}={shorten(repr(figure), MAX_FIGURE_CHARS)}, which is not "
+            f"JSON ({error}): return numbers, text, lists and mappings of them"
+        ) from error

@@ -7,6 +7,7 @@ reproduces the same metrics.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,12 +147,18 @@ class StepRollouts:
         self._is_saved = True
 
     def save_unfinished(self, finished: Sequence[Trajectory]) -> None:
-        """Save the trajectories that a failed step had finished, unless its groups are saved."""
-        by_task: dict[str, list[Trajectory]] = {}
+        """Save the trajectories that a failed step had finished, unless its groups are saved.
+
+        A step may repeat a task: the second rollout of an index is that of another group.
+        """
+        found: dict[tuple[str, int], list[Trajectory]] = {}
+        counts: Counter[tuple[str, int]] = Counter()
         for trajectory in finished:
-            by_task.setdefault(trajectory.task.task_id, []).append(trajectory)
-        if by_task and not self._is_saved:
-            groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
+            task_id = trajectory.task.task_id
+            found.setdefault((task_id, counts[task_id, trajectory.run_index]), []).append(trajectory)
+            counts[task_id, trajectory.run_index] += 1
+        if found and not self._is_saved:
+            groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in found.values()]
             save_rollouts(self._path, groups)
 
 

@@ -18,6 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ from tunesmith.runs.load_function import load_environment, load_function
 from tunesmith.runs.policy import build_sampling, check_auxiliary, check_policy, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
-from tunesmith.tasks.load import load_tasks, write_rows
+from tunesmith.tasks.load import check_finite, load_tasks, write_rows
 from tunesmith.types import Group, JudgeOutput, JudgeType, Sampling, Task, Turn, WorkflowOutput
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
 
     Raises:
         ConfigError: the folder has attempts of other settings or questions.
-        DataError: a row has no question.
+        DataError: a row has no question, or a number that is not finite.
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
@@ -112,8 +113,8 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
                     progress.count(len(batch), is_made=saved is None)
                     records.extend(find_fresh_records(made, states))
 
-        run_lockstep(run(), config.rollout)
-        policy.close()
+        with closing(policy):
+            run_lockstep(run(), config.rollout)
         operators = count_outcomes(records, config)
         num_trajectories = write_rows(out_dir / TRAJECTORIES_FILE, iter_rows(states))
         save_json(out_dir / REPORT_FILE, operators)
@@ -144,6 +145,7 @@ def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
     for task in tasks:
         if not task.row.get("question"):
             raise DataError(f"row {task.index} of {config.train_dataset.path!r} has no 'question'")
+    check_finite((task.row for task in tasks), path=config.train_dataset.path)
     return {task.task_id: QuestionState(question_id=task.task_id, row=task.row) for task in tasks}
 
 

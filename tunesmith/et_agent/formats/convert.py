@@ -21,7 +21,7 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
 from tunesmith.judges.tir import find_known_ability
 from tunesmith.storage import load_json_lines, storage_errors
-from tunesmith.tasks.load import write_rows
+from tunesmith.tasks.load import check_finite, write_rows
 from tunesmith.tools.tool import FailureKind
 
 TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
@@ -354,6 +354,7 @@ def convert_file(path: Path | str, *, source: str, target: str, out: Path | str)
     if source in FORMATS and target in IMPORTS:
         rows = list(IMPORTS[target](load_records(path, source), source))
         check_not_empty(rows, path)
+        check_finite(rows, path=f"{path} as {target}")  # rows of the file itself may have an infinite distance
         write_rows(out, rows)
         return Conversion(path=out, target=target, num_rows=len(rows), format_errors=count_format_errors(rows))
     if source in EXPORTED and target in EXPORTS:

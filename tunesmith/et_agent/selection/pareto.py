@@ -19,7 +19,7 @@ from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
 from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
 from tunesmith.storage import save_json
-from tunesmith.tasks.load import Row, read_rows, write_rows
+from tunesmith.tasks.load import Row, check_finite, read_rows, write_rows
 from tunesmith.tasks.pareto import CORRECT_AT, compute_spreads, find_mixed, read_rollouts, sort_by_front
 from tunesmith.tasks.selector import Floats, Indices
 
@@ -53,6 +53,7 @@ def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel
         [read_rollouts(row, key=key, where=f"row {index} of {config.data!r}") for index, row in enumerate(rows)]
         for key in (config.correctness_key, config.tool_calls_key)
     )
+    check_finite(rows, path=config.data)
     selection = select_pareto(
         correctness,
         calls,

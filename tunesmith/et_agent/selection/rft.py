@@ -31,7 +31,7 @@ from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
-from tunesmith.tasks.load import Row, read_rows, write_rows
+from tunesmith.tasks.load import Row, check_finite, read_rows, write_rows
 
 Floats = NDArray[np.float64]
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -192,8 +192,12 @@ def run_stage(config: RftFilterSection, *, out_dir: Path, choose_model: ChooseMo
 
 
 def read_trajectories(path: str) -> list[TrajectoryRow]:
-    """The rows of a file; DataError if one has no question, transcript or correctness."""
-    return [read_trajectory(row, where=f"row {index} of {path!r}") for index, row in enumerate(read_rows(path))]
+    """The rows of a file; DataError if one has no question, transcript or correctness, or a number that is not
+    finite."""
+    rows = read_rows(path)
+    trajectories = [read_trajectory(row, where=f"row {index} of {path!r}") for index, row in enumerate(rows)]
+    check_finite(rows, path=path)
+    return trajectories
 
 
 def read_trajectory(row: Row, *, where: str) -> TrajectoryRow:
