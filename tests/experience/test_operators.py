@@ -85,6 +85,11 @@ def test_reward_filter_keeps_rewards_at_or_above_the_threshold():
     assert result[1] == {"num_filtered_runs": 2}
 
 
+def test_reward_filter_keeps_rewards_below_the_threshold_by_rounding():
+    kept = rewards_of(reward_filter([group_of(0.3, 0.3 - 1e-6, float("nan"), float("inf"))], threshold=0.1 + 0.2))
+    assert kept == [[0.3, float("inf")]]
+
+
 def test_non_finite_rewards_are_filtered():
     result = invalid_reward_filter([group_of(0.5, float("inf"), None, float("nan"))])
     assert rewards_of(result) == [[0.5]]

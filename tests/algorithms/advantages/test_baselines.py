@@ -146,6 +146,11 @@ def test_raft_selects_the_best_runs():
     assert compute_raft_advantages(outcomes([-1, -2]), min_reward=-1.5) == [[1, None]]
 
 
+def test_raft_selects_no_runs_by_rounding():
+    assert compute_raft_advantages(outcomes([0.1 + 0.2 - 0.3, 0])) == [[None, None]]
+    assert compute_raft_advantages(outcomes([0.3, 0]), min_reward=0.1 + 0.2) == [[1, None]]
+
+
 CENTRED = [
     compute_rloo_advantages, compute_opmd_advantages, compute_rec_advantages, compute_dr_grpo_advantages,
     compute_bnpo_advantages,

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from tunesmith.errors import ConfigError
-from tunesmith.types import RunAdvantage, are_equal, is_above
+from tunesmith.types import RunAdvantage, are_equal, is_above, is_at_least
 
 Advantages = Sequence[Sequence[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
@@ -192,13 +192,14 @@ def compute_pass_at_k_advantages(
     """
 
     def average_over_subsets(rewards: list[float]) -> list[float] | None:
-        n, f = len(rewards), sum(reward < min_reward for reward in rewards)
+        has_failed = [not is_at_least(reward, min_reward) for reward in rewards]
+        n, f = len(rewards), sum(has_failed)
         if f in (0, n) or not k <= f:
             return None
         mean = 1 - math.comb(f, k) / math.comb(n, k)
         std = math.sqrt(mean * (1 - mean))
         failed = (1 - mean - math.comb(f - 1, k - 1) / math.comb(n - 1, k - 1)) / std
-        return [failed if reward < min_reward else (1 - mean) / std for reward in rewards]
+        return [failed if is_failure else (1 - mean) / std for is_failure in has_failed]
 
     return map_groups(groups, average_over_subsets)
 
