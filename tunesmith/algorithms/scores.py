@@ -123,7 +123,7 @@ class TokenScores:
     is_selected_N: Tensor | None = None
     """1 for the tokens that `compute_terms` selected."""
     is_expert_N: Tensor | None = None
-    """1 for expert tokens; None if there are none."""
+    """1 for expert tokens; None if there are none, except in an algorithm with demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
