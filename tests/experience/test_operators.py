@@ -312,6 +312,17 @@ def test_non_finite_rewards_after_the_chain_are_refused():
     assert groups[0].trajectories == ()
 
 
+def test_huge_rewards_after_the_chain_are_refused_as_those_of_a_judge():
+    shaping = [{"stats_key": "p", "op_type": "DIV", "weight": 1.0}]
+    chain = [("reward_shaping_mapper", {"reward_shaping_configs": shaping})]
+    group = group_of(1, -1, 1, metrics=[{"p": 1e-170}, {"p": 1e-10}, {"p": 0.5}])
+    message = r"reward of rollout 0 of task .* 1e\+170 \(it must be within 1e\+09 of 0\): .*invalid_reward_filter last"
+    with pytest.raises(ConfigError, match=message):
+        apply_operators([group], chain_of(*chain))
+    groups, _ = apply_operators([group], chain_of(*chain, ("invalid_reward_filter", {})))
+    assert [run.reward for run in groups[0].trajectories] == [2.0]
+
+
 def test_a_custom_operator_must_not_change_turns():
     def cut(groups):
         runs = [Trajectory(task=g.task, run_index=0, turns=(), reward=1.0) for g in groups]
