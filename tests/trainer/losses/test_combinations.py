@@ -173,6 +173,25 @@ def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models
     return trainer.step(samples), read_parameters(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "metric", "args"),
+    [
+        ("on_policy_distill", "distillation/reverse_kl", {}),
+        ("jsd", "distillation/reverse_kl", {}),
+        ("reinforceplusplus", "algorithm/return_mean", {}),
+        ("vespo", "train/vespo_weight", {}),
+        ("rloo", "train/reward_kl", {"reward_kl_coef": 0.1}),
+    ],
+)
+def test_means_of_the_terms_are_over_the_tokens_of_a_step_with_one_update_or_several(name, metric, args):
+    """Without a change of the weights; minibatches have unequal numbers of tokens and of rollouts."""
+    samples, _ = build_off_policy(build_trainable(), LABELS[:5], [0, 0, 0, 1, 1])
+    section = AlgorithmSection(algorithm_type=name, terms_args=args, correction={"importance": "none"})
+    extra = build_extra_models(name) | ({"reference_model": build_frozen(1)} if args else {})
+    one, two = (take_step(samples, section, {**STILL, "num_minibatches": n}, **extra)[0][metric] for n in (1, 2))
+    assert two == pytest.approx(one, rel=1e-9) and one != 0
+
+
 UNSUPERVISED = sorted(name for name in UPDATES if ALGORITHMS[name].compute_advantages is not None)
 
 
