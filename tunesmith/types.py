@@ -150,6 +150,11 @@ def is_above(value: float, limit: float) -> bool:
     return value > limit and not math.isclose(value, limit, rel_tol=REWARD_RTOL, abs_tol=REWARD_ATOL)
 
 
+def is_at_least(value: float, limit: float) -> bool:
+    """Whether a reward is at least a limit, or below it by rounding alone; False for NaN."""
+    return value >= limit or math.isclose(value, limit, rel_tol=REWARD_RTOL, abs_tol=REWARD_ATOL)
+
+
 def count_equal(one: Sequence[object], other: Sequence[object]) -> int:
     """Number of equal items at the start of both."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

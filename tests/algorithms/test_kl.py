@@ -19,6 +19,15 @@ def test_estimators_equal_the_golden_values(estimator, expected):
     assert kl[mask > 0.5].mean().item() == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.float64, 2e-14)])
+def test_abs_has_no_gradient_where_the_policies_differ_by_rounding(dtype, rounding):
+    d = torch.tensor([rounding, -rounding, 0.0, 2 * rounding, -2 * rounding, 0.5], dtype=dtype, requires_grad=True)
+    kl = compute_kl(d, torch.zeros(6, dtype=dtype), estimator="abs")
+    kl.sum().backward()
+    assert d.grad.tolist() == [0, 0, 0, 1, -1, 1]
+    torch.testing.assert_close(kl.detach(), d.detach().abs().where(d.grad != 0, 0.0), rtol=0, atol=0)
+
+
 LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)
 OTHER = torch.tensor([-0.4, 0.5, 0.1], dtype=torch.float64).log_softmax(0)
 

@@ -141,12 +141,13 @@ def test_the_runs_own_model_is_sampled_and_its_accepted_rollouts_are_kept(config
         return WorkflowOutput(response=completion.choices[0].message.content)
 
     async def accept(task, response):
-        return JudgeOutput(reward=1.0)
+        return JudgeOutput(reward=1.0 - 1e-16)  # below min_reward by rounding
 
     result = collect_conversations(
         config, out=tmp_path / "rows.jsonl", workflow_func=plain, judge_func=accept, overrides=["num_runs=3"]
     )
     rows = [json.loads(line) for line in result.path.read_text().splitlines()]
+    assert "below min_reward" not in result.dropped
     assert result.num_rollouts == 9 == len(rows) + sum(result.dropped.values())
     assert all([each["role"] for each in row["messages"]] == ["user", "assistant"] for row in rows)
 

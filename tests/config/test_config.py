@@ -100,7 +100,11 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
         ),
         (AlgorithmSection, {"kl_estimator": "k3"}, "kl_estimator=k3 has no effect with kl_coef=0: set kl_coef above 0"),
         (AlgorithmSection, {"kl_adaptive": {"target": 0.1}}, "kl_adaptive has no effect with kl_coef=0"),
-        (CriticSection, {"clip_range": 0.1}, "clip_range=0.1 has no effect with num_epochs=1"),
+        (
+            RunConfig,
+            {"model": {"path": "m"}, "algorithm": {"critic": {"clip_range": 0.1}}},
+            "algorithm.critic.clip_range=0.1 has no effect with trainer.num_minibatches=1 .*num_epochs above 1",
+        ),
         (SftTrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
         (TrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
         (RunConfig, {"model": {"path": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout=0.1 is for supervised"),
@@ -165,6 +169,14 @@ def test_conditions_name_knobs_of_their_section(section):
             if isinstance(condition, Unused):
                 held, _ = find_section(field.annotation)
                 assert {path.split(".")[0] for path in condition.knobs} <= set(held.model_fields)
+
+
+@pytest.mark.parametrize(
+    "several", [{"trainer": {"num_minibatches": 2}}, {"algorithm": {"critic": {"num_epochs": 2, "clip_range": 0.1}}}]
+)
+def test_values_are_clipped_where_the_critic_has_several_updates_in_a_step(several):
+    values = {"model": {"path": "m"}, "algorithm": {"critic": {"clip_range": 0.1}}}
+    assert RunConfig.model_validate(values | several).algorithm.critic.clip_range == 0.1
 
 
 @pytest.mark.parametrize(("bound", "value"), [("cap", 3.0), ("floor", 0.5)])

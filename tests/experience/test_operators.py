@@ -85,6 +85,11 @@ def test_reward_filter_keeps_rewards_at_or_above_the_threshold():
     assert result[1] == {"num_filtered_runs": 2}
 
 
+def test_reward_filter_keeps_rewards_below_the_threshold_by_rounding():
+    kept = rewards_of(reward_filter([group_of(0.3, 0.3 - 1e-6, float("nan"), float("inf"))], threshold=0.1 + 0.2))
+    assert kept == [[0.3, float("inf")]]
+
+
 def test_non_finite_rewards_are_filtered():
     result = invalid_reward_filter([group_of(0.5, float("inf"), None, float("nan"))])
     assert rewards_of(result) == [[0.5]]
@@ -305,6 +310,17 @@ def test_non_finite_rewards_after_the_chain_are_refused():
         apply_operators([group], chain_of(*chain))
     groups, _ = apply_operators([group], chain_of(*chain, ("invalid_reward_filter", {})))
     assert groups[0].trajectories == ()
+
+
+def test_huge_rewards_after_the_chain_are_refused_as_those_of_a_judge():
+    shaping = [{"stats_key": "p", "op_type": "DIV", "weight": 1.0}]
+    chain = [("reward_shaping_mapper", {"reward_shaping_configs": shaping})]
+    group = group_of(1, -1, 1, metrics=[{"p": 1e-170}, {"p": 1e-10}, {"p": 0.5}])
+    message = r"reward of rollout 0 of task .* 1e\+170 \(it must be within 1e\+09 of 0\): .*invalid_reward_filter last"
+    with pytest.raises(ConfigError, match=message):
+        apply_operators([group], chain_of(*chain))
+    groups, _ = apply_operators([group], chain_of(*chain, ("invalid_reward_filter", {})))
+    assert [run.reward for run in groups[0].trajectories] == [2.0]
 
 
 def test_a_custom_operator_must_not_change_turns():

@@ -34,7 +34,7 @@ def judge(response, judge_func=gsm8k_judge, task=TASK):
 
 def test_a_good_conversation_gets_one_and_a_metric_per_part():
     output = judge(GOOD)
-    assert output.reward == pytest.approx(1.0)
+    assert output.reward == 1.0  # exactly: the weights .5, .2, .2, .1 sum to less one after the other
     parts = ("accuracy", "format", "reasoning", "conciseness", "exact")
     assert output.metrics == dict.fromkeys(parts, 1.0)
 

@@ -28,6 +28,11 @@ def test_warmup_ratio_is_rounded_up():
     assert trace(5, warmup_ratio=0.5, schedule="cosine") == trace(5, warmup_steps=3, schedule="cosine")
 
 
+@pytest.mark.parametrize(("ratio", "num_steps"), [(0.07, 7), (0.14, 14), (0.28, 28), (0.55, 55)])
+def test_a_whole_number_of_warmup_steps_is_not_rounded_up(ratio, num_steps):
+    assert trace(100, warmup_ratio=ratio) == trace(100, warmup_steps=num_steps)
+
+
 def test_cosine_decays_from_the_peak_to_the_minimum():
     expected = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * i / 4)) / 2 for i in (1, 2, 3))]
     assert trace(5, warmup_steps=1, schedule="cosine", min_lr_ratio=0.1) == pytest.approx(expected)

@@ -231,6 +231,21 @@ def test_compute_loss_does_not_update():
         trainer.compute_loss([])
 
 
+@pytest.mark.parametrize("name", ["sft_is", "sft_phi"])
+def test_supervised_algorithms_are_evaluated_by_cross_entropy(name):
+    # -p log p is smaller for a model to which the tokens are less probable, so it cannot rank models
+    losses = []
+    for seed in (0, 1):
+        sft, weighted = (
+            build_trainer(build_trainable(seed=seed, dtype=torch.float32), AlgorithmSection(algorithm_type=each))
+            for each in ("sft", name)
+        )
+        losses.append(weighted.compute_loss(build_samples()))
+        assert losses[-1] == sft.compute_loss(build_samples())
+        assert weighted.step(build_samples())["train/loss"] < losses[-1] / 2  # trained by its own loss
+    assert losses[0] != losses[1]
+
+
 def test_kl_needs_a_reference_model_and_reports():
     section = AlgorithmSection(kl_coef=0.1)
     with pytest.raises(ConfigError, match="no reference model"):

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from tunesmith.metric import Mean
+
 Need = Literal["logprobs", "entropies", "reference", "teacher", "values", "experts", "baselines", "reward_parts"]
 """What an algorithm may need besides rewards. From the scoring pass: logprobs and entropies of the current policy,
 logprobs of the reference or the teacher, values of the critic. From the step: demonstrations of experts, a greedy
@@ -123,7 +125,7 @@ class TokenScores:
     is_selected_N: Tensor | None = None
     """1 for the tokens that `compute_terms` selected."""
     is_expert_N: Tensor | None = None
-    """1 for expert tokens; None if there are none."""
+    """1 for expert tokens; None if there are none, except in an algorithm with demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,12 @@ def sum_sequences(values_E: np.ndarray, tokens: TokenInputs) -> np.ndarray:
 def mean_sequences(values_E: np.ndarray, tokens: TokenInputs) -> np.ndarray:
     """Mean [Q] over each sequence."""
     return sum_sequences(values_E, tokens) / np.bincount(tokens.sequence_E, minlength=tokens.num_sequences)
+
+
+def average(values_E: np.ndarray) -> Mean:
+    """The mean over tokens, or over whatever the values are of, as a metric; the updates of a step weigh it by their
+    numbers of values. 0 of no values."""
+    return Mean(float(values_E.sum()), over=max(len(values_E), 1))
 
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "sum"]

@@ -23,10 +23,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from tunesmith.algorithms.scores import TokenInputs, mean_sequences, sum_sequences
+from tunesmith.algorithms.scores import TokenInputs, average, mean_sequences, sum_sequences
 from tunesmith.config import CorrectionSection
 from tunesmith.errors import ConfigError
-from tunesmith.metric import Mean
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this, so that no token overflows the loss."""
@@ -51,18 +50,14 @@ def compute_correction_weights(
     weights_E = np.ones(len(log_ratio_E))
     metrics: dict[str, float] = {}
     num_sampled = int(is_sampled_E.sum())
-
-    def average(values_E: np.ndarray) -> Mean:
-        return Mean(float(values_E[is_sampled_E].sum()), over=num_sampled)
-
     if is_weighted:
         ratio_E = compute_ratios(log_ratio_E, tokens, level="sequence" if section.importance == "sequence" else "token")
         weights_E = ratio_E.clip(section.floor, section.cap)
         if num_sampled:
-            metrics["correction/mean_weight"] = average(weights_E)
-            metrics["correction/truncated_frac"] = average(ratio_E > section.cap)
+            metrics["correction/mean_weight"] = average(weights_E[is_sampled_E])
+            metrics["correction/truncated_frac"] = average(ratio_E[is_sampled_E] > section.cap)
             if section.floor > 0:
-                metrics["correction/raised_frac"] = average(ratio_E < section.floor)
+                metrics["correction/raised_frac"] = average(ratio_E[is_sampled_E] < section.floor)
     is_kept_E = np.ones(len(log_ratio_E), dtype=bool)
     if section.mask is not None:
         ratio_E = compute_ratios(log_ratio_E, tokens, level=section.mask.level)
@@ -70,7 +65,7 @@ def compute_correction_weights(
     if section.negative_sequence_delta is not None:
         is_kept_E &= ~find_off_policy_tokens(tokens, delta=section.negative_sequence_delta)
     if num_sampled and (section.mask is not None or section.negative_sequence_delta is not None):
-        metrics["correction/masked_frac"] = average(~is_kept_E)
+        metrics["correction/masked_frac"] = average(~is_kept_E[is_sampled_E])
     return np.where(is_sampled_E, weights_E * is_kept_E, 1.0), metrics
 
 
@@ -146,7 +141,7 @@ def compute_vespo_terms(
     exponent_E = np.where(is_gain_E, exponent_pos, exponent_neg)
     decay_E = np.where(is_gain_E, decay_pos, decay_neg)
     correction_E = np.exp(exponent_E * np.log(ratio_E) + decay_E * (1 - ratio_E))
-    metrics = {"train/vespo_weight": float(correction_E.mean())} if correction_E.size else {}
+    metrics = {"train/vespo_weight": average(correction_E)} if correction_E.size else {}
     return replace(tokens, correction_E=correction_E, metrics=metrics)
 
 
@@ -179,8 +174,8 @@ def compute_m2po_terms(tokens: TokenInputs, *, second_moment_cap: PositiveFloat 
     second_moment_M = np.cumsum(log_ratio_E[index_M] ** 2) / np.arange(1, len(index_M) + 1)
     correction_E = np.ones(len(log_ratio_E))
     correction_E[index_M[second_moment_M > second_moment_cap]] = 0.0
-    masked_frac = float((correction_E == 0).mean()) if len(correction_E) else 0.0
-    return replace(tokens, correction_E=correction_E, metrics={"train/m2po_masked_frac": masked_frac})
+    metrics = {"train/m2po_masked_frac": average(correction_E == 0)}
+    return replace(tokens, correction_E=correction_E, metrics=metrics)
 
 
 def compute_rloo_terms(tokens: TokenInputs, *, reward_kl_coef: NonNegativeFloat = 0.0) -> TokenInputs:
@@ -199,8 +194,7 @@ def compute_rloo_terms(tokens: TokenInputs, *, reward_kl_coef: NonNegativeFloat 
     mean_of_others_Q = (np.bincount(group_Q, weights=kl_Q)[group_Q] - kl_Q) / others_Q
     centered_Q = np.where(size_G[group_Q] > 1, kl_Q - mean_of_others_Q, 0.0)
     advantages_E = tokens.advantages_E - reward_kl_coef * centered_Q[tokens.sequence_E]
-    metrics = {"train/reward_kl": float(kl_Q.mean()) if len(kl_Q) else 0.0}
-    return replace(tokens, advantages_E=advantages_E, metrics=metrics)
+    return replace(tokens, advantages_E=advantages_E, metrics={"train/reward_kl": average(kl_Q)})
 
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -237,7 +231,7 @@ def compute_clip_cov_terms(
     draws_E = np.random.default_rng((seed, tokens.step)).random(len(covariance_E))
     correction_E = np.ones(len(covariance_E))
     correction_E[candidates[np.argsort(draws_E[candidates], kind="stable")[:num_selected]]] = 0.0
-    metrics = {"train/clip_cov_frac": num_selected / max(len(covariance_E), 1)} | _measure(covariance_E)
+    metrics = {"train/clip_cov_frac": average(correction_E == 0)} | _measure(covariance_E)
     return replace(tokens, correction_E=correction_E, metrics=metrics)
 
 
@@ -286,8 +280,10 @@ def find_top_entropy_tokens(tokens: TokenInputs, *, fraction: float) -> tuple[np
     num_kept = max(math.ceil(round(fraction * num_sampled, 6)), 1)
     threshold = float(np.partition(sampled_entropies, num_sampled - num_kept)[num_sampled - num_kept])
     kept_E[is_sampled_E & (tokens.entropies_E < threshold - ENTROPY_TOLERANCE)] = 0.0
-    masked_frac = float((kept_E == 0).sum() / num_sampled)
-    return kept_E, {"train/entropy_threshold": threshold, "train/entropy_masked_frac": masked_frac}
+    return kept_E, {
+        "train/entropy_threshold": threshold,
+        "train/entropy_masked_frac": average(kept_E[is_sampled_E] == 0),
+    }
 
 
 def _count(fraction: float, num_tokens: int) -> int:
@@ -296,4 +292,4 @@ def _count(fraction: float, num_tokens: int) -> int:
 
 
 def _measure(covariance_E: np.ndarray) -> dict[str, float]:
-    return {"train/token_covariance": float(covariance_E.mean())} if covariance_E.size else {}
+    return {"train/token_covariance": average(covariance_E)} if covariance_E.size else {}

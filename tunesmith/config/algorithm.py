@@ -20,9 +20,8 @@ class CriticSection(Section):
     """Initial steps that train only the critic; raise it if an untrained critic degrades a good policy."""
     num_epochs: int = Field(default=1, ge=1)
     """Critic updates per policy update, on the same tokens."""
-    clip_range: Annotated[float | None, Needs("num_epochs", above=1)] = Field(default=0.2, gt=0)
-    """Value clipping: maximum change of a value from the one before the critic's first update on its tokens. null
-    disables clipping."""
+    clip_range: float | None = Field(default=0.2, gt=0)
+    """Value clipping: maximum change of a value from the one at the start of the step. null disables clipping."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm of the critic; larger gradients are scaled down."""
 

@@ -208,6 +208,10 @@ HAS_OLDER_TOKENS = (
     | Needs("engine.kind", "vllm")
     | Needs("algorithm.correction.importance", ("token", "sequence", "none"))
 )
+CRITIC_CLIP = ("critic.clip_range",)
+HAS_SEVERAL_CRITIC_UPDATES = Needs(
+    "trainer.num_minibatches", above=1, reason="the only update of the critic in a step moves no value before it"
+) | Needs("algorithm.critic.num_epochs", above=1)
 EvalDatasets = Annotated[dict[str, DatasetSection], Unused(TASK_KNOBS, "evaluations run every task unchanged")]
 
 
@@ -271,7 +275,11 @@ class RunConfig(Section):
     """Several training sets by name, instead of `train_dataset`; their tasks are mixed."""
     eval_datasets: EvalDatasets = Field(default_factory=dict)
     """Held-out task sets; the name becomes part of their metrics' names."""
-    algorithm: Annotated[AlgorithmSection, Unused(WEIGHT_BOUNDS, unless=HAS_OLDER_TOKENS)] = AlgorithmSection()
+    algorithm: Annotated[
+        AlgorithmSection,
+        Unused(WEIGHT_BOUNDS, unless=HAS_OLDER_TOKENS),
+        Unused(CRITIC_CLIP, unless=HAS_SEVERAL_CRITIC_UPDATES),
+    ] = AlgorithmSection()
     experience: ExperienceSection = ExperienceSection()
     """Processing of groups between judge and trainer."""
     engine: EngineSection = EngineSection()

@@ -36,7 +36,7 @@ from tunesmith.arguments import suggest_name
 from tunesmith.data_juicer import apply_recipe
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count, Max, Mean, Min
-from tunesmith.types import TRUNCATED, Group, Trajectory, are_equal, is_above
+from tunesmith.types import MAX_REWARD, TRUNCATED, Group, Trajectory, are_equal, is_above, is_at_least
 
 
 def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
@@ -106,12 +106,12 @@ def pass_rate_calculator(groups: Sequence[Group], *, outcome_key: str | None = N
 
 def reward_filter(groups: Sequence[Group], *, threshold: float = 0.0) -> OperatorResult:
     """Keep rollouts whose reward is at least `threshold`."""
-    return _keep_runs(groups, lambda run: run.reward is not None and run.reward >= threshold)
+    return _keep_runs(groups, lambda run: run.reward is not None and is_at_least(run.reward, threshold))
 
 
 def invalid_reward_filter(groups: Sequence[Group]) -> OperatorResult:
-    """Keep rollouts with a finite reward: failures and rewards that shaping made infinite are dropped."""
-    return _keep_runs(groups, lambda run: run.reward is not None and math.isfinite(run.reward))
+    """Keep rollouts with a reward within 1e9 of 0: failures and rewards that shaping made infinite are dropped."""
+    return _keep_runs(groups, lambda run: run.reward is not None and abs(run.reward) <= MAX_REWARD)
 
 
 def reward_std_filter(groups: Sequence[Group], *, threshold: NonNegativeFloat = 0.0) -> OperatorResult:

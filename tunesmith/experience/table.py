@@ -26,7 +26,7 @@ from tunesmith.experience.operators import (
     reward_std_filter,
 )
 from tunesmith.metric import Count
-from tunesmith.types import Group
+from tunesmith.types import MAX_REWARD, Group
 
 FUNCTIONS: tuple[Operator, ...] = (
     pass_rate_calculator, reward_filter, reward_std_filter, outcome_gate, dapo_dynamic_sampling,
@@ -169,13 +169,14 @@ def parse_metric(value: Any) -> float:
 
 
 def check_rewards(groups: Sequence[Group]) -> None:
-    """Refuse infinite or NaN rewards after the chain."""
+    """Refuse infinite, NaN and huge rewards after the chain, as those of a judge are."""
     for group in groups:
         for run in group.trajectories:
-            if run.reward is not None and not math.isfinite(run.reward):
+            if run.reward is not None and not abs(run.reward) <= MAX_REWARD:
+                limit = f" (it must be within {MAX_REWARD:g} of 0)" if math.isfinite(run.reward) else ""
                 raise ConfigError(
                     f"after experience.operators the reward of rollout {run.run_index} of task {group.task.task_id} is "
-                    f"{run.reward}: fix the operator, or put invalid_reward_filter last"
+                    f"{run.reward}{limit}: fix the operator, or put invalid_reward_filter last"
                 )
 
 

@@ -74,7 +74,7 @@ def _compute_reward(
     parts: tuple[RewardPart, ...], scores: Mapping[str, float], *, gate: str | None, share_when_wrong: float
 ) -> float | None:
     """The weighted sum; None if a part of non-zero weight, or the gate, has no score."""
-    reward = 0.0
+    terms: list[float] = []
     for part in parts:
         if part.weight == 0:
             continue
@@ -83,8 +83,8 @@ def _compute_reward(
         share = 1.0
         if gate is not None and part.name != gate:
             share = share_when_wrong + (1 - share_when_wrong) * scores[gate]
-        reward += part.weight * share * scores[part.name]
-    return max(reward, 0.0)
+        terms.append(part.weight * share * scores[part.name])
+    return max(math.fsum(terms), 0.0)
 
 
 def _check_score(part: RewardPart, score: Any) -> float | None:

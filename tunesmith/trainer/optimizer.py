@@ -160,7 +160,8 @@ def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_step
     Linear warm-up from 0 (exclusive) to the peak at the first step after the warm-up. The cosine schedule then decays
     to `min_lr_ratio` times the peak at step `num_total_steps`, one after the last.
     """
-    num_warmup_steps = settings.warmup_steps or math.ceil(settings.warmup_ratio * num_total_steps)
+    # The product is rounded before it is rounded up: 0.07 of 100 steps are 7, not 8.
+    num_warmup_steps = settings.warmup_steps or math.ceil(round(settings.warmup_ratio * num_total_steps, 6))
     if step < num_warmup_steps:
         return settings.peak_learning_rate * (step + 1) / (num_warmup_steps + 1)
     if settings.schedule == "constant":

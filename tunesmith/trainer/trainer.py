@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.kl import adapt_kl_coef
+from tunesmith.algorithms.losses.policy import compute_sft_losses
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
@@ -207,12 +208,19 @@ class Trainer:
 
     @torch.no_grad()
     def compute_loss(self, samples: Sequence[Sample]) -> float:
-        """The loss of the samples as one batch, without an update."""
+        """The loss of the samples as one batch, without an update; of `sft_is` and `sft_phi` their cross entropy.
+
+        Where a loss weighs cross entropy by the probability p, it is -p log p in value: small for p near 0 as for p
+        near 1, so a lower loss is not a better model.
+        """
         rows = self._setup.pack(samples)
         if not rows:
             raise ValueError(f"none of the {len(samples)} samples has a trained token, so there is no loss to compute")
-        prepared = prepare_update(self._setup, self._algorithm, samples, rows, step=self.num_steps)
-        totals = run_loss(self._setup, self._algorithm, samples, rows, prepared.inputs)
+        algorithm = self._algorithm
+        if algorithm.is_supervised and not algorithm.needs_sequences:
+            algorithm = replace(algorithm, compute_losses=compute_sft_losses)
+        prepared = prepare_update(self._setup, algorithm, samples, rows, step=self.num_steps)
+        totals = run_loss(self._setup, algorithm, samples, rows, prepared.inputs)
         return totals["train/loss"][1].item()
 
     def state_dict(self) -> dict[str, Any]:

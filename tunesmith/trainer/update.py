@@ -284,11 +284,12 @@ def prepare_update(
     caps_E = None
     if scores.is_weighted and not is_weighted:
         caps_E = np.where(tokens.find_sampled(), algorithm.correction.cap, 0.0)
+    has_expert_column = "experts" in algorithm.needs or not tokens.find_sampled().all()
     tokens = replace(
         tokens,
         weights_E=weights_E * factor,
         importance_caps_E=caps_E,
-        is_expert_E=None if tokens.find_sampled().all() else tokens.is_expert_E,
+        is_expert_E=tokens.is_expert_E if has_expert_column else None,
         reference_logprobs_E=tokens.reference_logprobs_E if algorithm.kl_coef > 0 else None,
     )
     return PreparedUpdate(inputs=tokens.convert(lambda values_E: events.scatter(values_E[own_E])), counts=counts)

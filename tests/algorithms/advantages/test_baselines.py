@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 
 import pytest
@@ -146,6 +147,11 @@ def test_raft_selects_the_best_runs():
     assert compute_raft_advantages(outcomes([-1, -2]), min_reward=-1.5) == [[1, None]]
 
 
+def test_raft_selects_no_runs_by_rounding():
+    assert compute_raft_advantages(outcomes([0.1 + 0.2 - 0.3, 0])) == [[None, None]]
+    assert compute_raft_advantages(outcomes([0.3, 0]), min_reward=0.1 + 0.2) == [[1, None]]
+
+
 CENTRED = [
     compute_rloo_advantages, compute_opmd_advantages, compute_rec_advantages, compute_dr_grpo_advantages,
     compute_bnpo_advantages,
@@ -188,6 +194,18 @@ def test_bnpo_divides_by_the_fitted_beta_density():
 
 def test_bnpo_of_one_group_is_reinforce_with_a_baseline():
     assert compute_bnpo_advantages(outcomes([1, 0, 0, 0])) == [[0.75, -0.25, -0.25, -0.25]]
+
+
+@pytest.mark.parametrize("last", [0.008, 1e-7])
+def test_bnpo_bounds_the_density_of_a_task_far_from_all_others(last):
+    rng = random.Random(0)
+    usual = [[min(max(0.5 + rng.gauss(0, 0.05), 0), 1) for _ in range(8)] for _ in range(255)]
+    advantages = compute_bnpo_advantages(outcomes(*usual, [0] * 7 + [last]))
+    assert advantages[-1] == pytest.approx([-last / 8 / 1e-3] * 7 + [last * 7 / 8 / 1e-3])
+    means = [statistics.fmean(row) for row in usual] + [last / 8]
+    a, b = fit_beta(means)
+    density = compute_beta_density(means[0], 1 + a / 3, 1 + b / 3)
+    assert advantages[0][0] == pytest.approx((usual[0][0] - means[0]) / density)
 
 
 def test_beta_density_integrates_to_one_and_minimizes_the_variance():

@@ -61,3 +61,9 @@ def test_groups_whose_subsets_have_equal_rewards_are_dropped(rewards, k):
 def test_a_success_has_at_least_the_minimum_reward():
     assert compute([0.6, 0.5, 0.2, 0.4], k=2, min_reward=0.6) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     assert compute([0.6, 0.5, 0.2, 0.4], k=2) == [None] * 4
+
+
+def test_a_success_may_be_below_the_minimum_reward_by_rounding():
+    assert compute([1.0 - 1e-16, 0, 0, 0], k=2) == compute([1.0, 0, 0, 0], k=2)
+    assert compute([0.3, 0, 0, 0], k=2, min_reward=0.1 + 0.2) == compute([1.0, 0, 0, 0], k=2)
+    assert compute([1.0 - 1e-6, 0, 0, 0], k=2) == [None] * 4

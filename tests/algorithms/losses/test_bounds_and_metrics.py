@@ -12,6 +12,7 @@ from token_batches import build_scores
 from tunesmith.algorithms.advantages.group import RunOutcome, compute_bnpo_advantages, fit_beta
 from tunesmith.algorithms.advantages.returns import compute_gae, compute_ppo_terms, compute_reinforce_plus_plus_terms
 from tunesmith.algorithms.losses.policy import (
+    compute_aepo_terms,
     compute_chord_losses,
     compute_chord_terms,
     compute_cispo_losses,
@@ -24,7 +25,15 @@ from tunesmith.algorithms.losses.policy import (
 )
 from tunesmith.algorithms.losses.preference import compute_kto_terms
 from tunesmith.algorithms.scores import TokenScores
-from tunesmith.algorithms.sequence_terms import compute_m2po_terms, compute_rloo_terms, compute_topr_terms
+from tunesmith.algorithms.sequence_terms import (
+    compute_clip_cov_terms,
+    compute_kl_cov_terms,
+    compute_m2po_terms,
+    compute_rloo_terms,
+    compute_topr_terms,
+    find_top_entropy_tokens,
+)
+from tunesmith.metric import Mean
 
 
 def run(compute, ratios, advantage, **args):
@@ -223,3 +232,15 @@ def test_critic_metrics_are_means_over_tokens():
     assert metrics["critic/value_mean"] == pytest.approx(1.5)
     assert metrics["critic/return_mean"] == pytest.approx(2.0)
     assert metrics["critic/explained_variance"] == pytest.approx(1.0)
+
+
+def test_shares_of_tokens_are_weighed_by_the_tokens_of_the_update():
+    scores = build_scores(
+        [[1.0, -1.0], [2.0]], old=[[-1, -1], [-1]], logprobs=[[-0.5, -1.5], [-2.0]], entropies=[[0.1, 0.9], [0.5]]
+    )
+    metrics = find_top_entropy_tokens(scores, fraction=0.5)[1]
+    for compute in (compute_m2po_terms, compute_clip_cov_terms, compute_kl_cov_terms, compute_aepo_terms):
+        metrics |= compute(scores).metrics
+    del metrics["train/entropy_threshold"]
+    assert {type(value) for value in metrics.values()} == {Mean} and len(metrics) == 5
+    assert {value.num_observations for value in metrics.values()} == {3}

@@ -27,6 +27,8 @@ from test_trainer import read_parameters
 
 from trainable_models import build_frozen, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
 from tunesmith.trainer.loss_pass import run_loss_pass
@@ -171,6 +173,25 @@ def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models
     return trainer.step(samples), read_parameters(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "metric", "args"),
+    [
+        ("on_policy_distill", "distillation/reverse_kl", {}),
+        ("jsd", "distillation/reverse_kl", {}),
+        ("reinforceplusplus", "algorithm/return_mean", {}),
+        ("vespo", "train/vespo_weight", {}),
+        ("rloo", "train/reward_kl", {"reward_kl_coef": 0.1}),
+    ],
+)
+def test_means_of_the_terms_are_over_the_tokens_of_a_step_with_one_update_or_several(name, metric, args):
+    """Without a change of the weights; minibatches have unequal numbers of tokens and of rollouts."""
+    samples, _ = build_off_policy(build_trainable(), LABELS[:5], [0, 0, 0, 1, 1])
+    section = AlgorithmSection(algorithm_type=name, terms_args=args, correction={"importance": "none"})
+    extra = build_extra_models(name) | ({"reference_model": build_frozen(1)} if args else {})
+    one, two = (take_step(samples, section, {**STILL, "num_minibatches": n}, **extra)[0][metric] for n in (1, 2))
+    assert two == pytest.approx(one, rel=1e-9) and one != 0
+
+
 UNSUPERVISED = sorted(name for name in UPDATES if ALGORITHMS[name].compute_advantages is not None)
 
 
@@ -212,6 +233,28 @@ def test_metrics_of_a_mixture_exclude_expert_tokens(name, num_minibatches):
     out = (d.exp() < 0.7) | (d.exp() > 1.5)  # in the first update the proximal policy is the policy
     assert metrics["correction/masked_frac"] == pytest.approx(out[own].double().mean().item())
     assert metrics["expert/num_sequences"] == 3
+
+
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+def test_an_own_loss_reads_which_tokens_are_experts_in_minibatches_without_any(name):
+    def compute_losses(scores: TokenScores) -> TokenLosses:
+        ratio_N = (scores.logprobs_N - scores.old_logprobs_N).exp()
+        return TokenLosses(
+            losses_N=torch.where(scores.is_expert_N > 0, -scores.logprobs_N, -scores.advantages_N * ratio_N)
+        )
+
+    samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=(5,))
+    trainer = Trainer(
+        build_trainable(),
+        TrainerSection(**LOOSE, num_minibatches=3),
+        AlgorithmSection(algorithm_type=name, loss="own.py:loss"),
+        max_model_len=64,
+        num_total_steps=9,
+        own_functions=OwnFunctions(loss=compute_losses),
+    )
+    metrics = trainer.step(samples)
+    assert metrics["train/num_updates"] == 3
+    assert metrics["expert/num_sequences"] == 1
 
 
 def test_adaptive_kl_coef_excludes_expert_tokens():

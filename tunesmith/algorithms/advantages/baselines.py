@@ -14,7 +14,7 @@ from pydantic import PositiveFloat
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_groups, standardize, subtract_mean
 from tunesmith.errors import ConfigError
-from tunesmith.types import RunAdvantage, are_equal, is_above
+from tunesmith.types import RunAdvantage, are_equal, is_above, is_at_least
 
 
 def keep_rewards(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -143,7 +143,7 @@ def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_rewar
     advantages: list[list[RunAdvantage]] = []
     for group in groups:
         best = max((run.reward for run in group if run.reward is not None), default=0.0)
-        is_selected = best > 0 if min_reward is None else best >= min_reward
+        is_selected = is_above(best, 0.0) if min_reward is None else is_at_least(best, min_reward)
         advantages.append(
             [
                 1.0 if is_selected and run.reward is not None and not is_above(best, run.reward) else None

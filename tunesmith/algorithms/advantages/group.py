@@ -21,7 +21,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from tunesmith.errors import ConfigError
-from tunesmith.types import RunAdvantage, are_equal, is_above
+from tunesmith.types import RunAdvantage, are_equal, is_above, is_at_least
 
 Advantages = Sequence[Sequence[RunAdvantage]]
 """For each rollout of each group: one number, one number per turn, or None (not trained)."""
@@ -31,6 +31,8 @@ DEFAULT_K = 4
 """Of pass@k."""
 MIN_VARIANCE = 1e-4
 """Success rates of smaller variance are treated as equal: a Beta distribution fitted to them is almost a point mass."""
+MIN_DENSITY = 1e-3
+"""Lower bound of the density that bnpo divides by: without it, one task far from all others outweighs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,8 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 
     If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) minimizes the variance of the gradient; a
     and b are fitted to the mean and variance of p over the batch's groups (method of moments). Where no Beta
-    distribution has these, f is 1, as in REINFORCE with a baseline. Rewards must be in [0, 1].
+    distribution has these, f is 1, as in REINFORCE with a baseline. f is at least 1e-3, so that advantages stay below
+    1000. Rewards must be in [0, 1].
     """
     scored = [[run.reward for run in group if run.reward is not None] for group in groups]
     rewards = [reward for row in scored for reward in row]
@@ -172,6 +175,7 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 
     def normalize(rewards: list[float]) -> list[float]:
         density = compute_beta_density(math.fsum(rewards) / len(rewards), 1 + a / 3, 1 + b / 3)
+        density = max(density, MIN_DENSITY)
         return [value / density for value in subtract_mean(rewards)]
 
     return map_groups(groups, normalize)
@@ -192,13 +196,14 @@ def compute_pass_at_k_advantages(
     """
 
     def average_over_subsets(rewards: list[float]) -> list[float] | None:
-        n, f = len(rewards), sum(reward < min_reward for reward in rewards)
+        has_failed = [not is_at_least(reward, min_reward) for reward in rewards]
+        n, f = len(rewards), sum(has_failed)
         if f in (0, n) or not k <= f:
             return None
         mean = 1 - math.comb(f, k) / math.comb(n, k)
         std = math.sqrt(mean * (1 - mean))
         failed = (1 - mean - math.comb(f - 1, k - 1) / math.comb(n - 1, k - 1)) / std
-        return [failed if reward < min_reward else (1 - mean) / std for reward in rewards]
+        return [failed if is_failure else (1 - mean) / std for is_failure in has_failed]
 
     return map_groups(groups, average_over_subsets)
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from tunesmith.algorithms.scores import TokenInputs
+from tunesmith.algorithms.scores import TokenInputs, average
 
 WHITENING_EPSILON = 1e-8
 Discount = Annotated[float, Field(ge=0, le=1)]
@@ -41,8 +41,8 @@ def compute_ppo_terms(
     advantages_E = compute_gae(rewards_E, tokens.values_E, tokens.sequence_E, gamma=gamma, lam=lam)
     returns_E = advantages_E + tokens.values_E
     metrics = {
-        "critic/value_mean": _compute_mean(tokens.values_E),
-        "critic/return_mean": _compute_mean(returns_E),
+        "critic/value_mean": average(tokens.values_E),
+        "critic/return_mean": average(returns_E),
         "critic/explained_variance": compute_explained_variance(tokens.values_E, returns_E),
     }
     return replace(tokens, advantages_E=whiten(advantages_E), returns_E=returns_E, metrics=metrics)
@@ -58,7 +58,7 @@ def compute_reinforce_plus_plus_terms(
     """
     rewards_E = compute_token_rewards(tokens, reward_kl_coef=reward_kl_coef)
     returns_E = compute_returns(rewards_E, tokens.sequence_E, gamma=gamma)
-    metrics = {"algorithm/return_mean": _compute_mean(returns_E)}
+    metrics = {"algorithm/return_mean": average(returns_E)}
     return replace(tokens, advantages_E=whiten(returns_E), metrics=metrics)
 
 
@@ -111,10 +111,6 @@ def compute_explained_variance(values_E: np.ndarray, returns_E: np.ndarray) -> f
     return 1.0 - float((returns_E - values_E).var()) / variance
 
 
-def _compute_mean(values_E: np.ndarray) -> float:
-    return float(values_E.mean()) if len(values_E) else 0.0
-
-
 def compute_distillation_terms(tokens: TokenInputs, *, kl_coef: PositiveFloat = 1.0) -> TokenInputs:
     """kl_coef (t - s): minimizes the reverse KL(policy || teacher) (Agarwal et al., 2024, on-policy distillation)."""
     teacher_E = _get_teacher(tokens)
@@ -144,5 +140,5 @@ def _get_teacher(tokens: TokenInputs) -> np.ndarray:
 
 
 def _build_terms(tokens: TokenInputs, advantages_E: np.ndarray) -> TokenInputs:
-    metrics = {"distillation/reverse_kl": _compute_mean(tokens.old_logprobs_E - _get_teacher(tokens))}
+    metrics = {"distillation/reverse_kl": average(tokens.old_logprobs_E - _get_teacher(tokens))}
     return replace(tokens, advantages_E=advantages_E, metrics=metrics)

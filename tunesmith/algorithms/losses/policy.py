@@ -33,7 +33,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores
+from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores, average
 from tunesmith.algorithms.sequence_terms import ENTROPY_TOLERANCE, MAX_LOG_RATIO
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
@@ -177,7 +177,7 @@ def compute_aepo_terms(tokens: TokenInputs, *, entropy_advantage_coef: NonNegati
         tokens,
         advantages_E=tokens.advantages_E * np.maximum(1 + entropy_advantage_coef * z_E, 0.0),
         is_selected_E=is_selected_E,
-        metrics={"train/entropy_selected_frac": float(is_selected_E.mean())},
+        metrics={"train/entropy_selected_frac": average(is_selected_E)},
     )
 
 

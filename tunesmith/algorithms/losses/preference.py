@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores, sum_sequences
+from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores, average, sum_sequences
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 
@@ -121,7 +121,7 @@ def compute_kto_terms(
     }
     for name, label in (("desirable_reward", 1), ("undesirable_reward", -1)):
         if (labels_Q == label).any():
-            metrics[f"preference/{name}"] = float(beta * rewards_Q[labels_Q == label].mean())
+            metrics[f"preference/{name}"] = average(beta * rewards_Q[labels_Q == label])
     return build_terms(tokens, slopes_Q, weights_Q * (1 - values_Q), metrics)
 
 
@@ -221,7 +221,7 @@ def compute_orpo_terms(tokens: TokenInputs, *, odds_coef: NonNegativeFloat = 0.1
     slopes_P = odds_coef * sigmoid(-gaps_P) / num_pairs
     metrics = _describe_pairs(means_Q, chosen_P, rejected_P, gaps_P)
     if len(gaps_P):
-        metrics["preference/sft_loss"] = float(-means_Q[chosen_P].mean())
+        metrics["preference/sft_loss"] = average(-means_Q[chosen_P])
     return _build_pair_terms(
         tokens,
         chosen_P,
@@ -253,10 +253,10 @@ def _describe_pairs(
     metrics: dict[str, float] = {"preference/num_pairs": Count(len(margins_P))}
     if len(margins_P):
         metrics |= {
-            "preference/accuracy": float((margins_P > 0).mean()),
-            "preference/margin": float(margins_P.mean()),
-            names[0]: float(values_Q[chosen_P].mean()),
-            names[1]: float(values_Q[rejected_P].mean()),
+            "preference/accuracy": average(margins_P > 0),
+            "preference/margin": average(margins_P),
+            names[0]: average(values_Q[chosen_P]),
+            names[1]: average(values_Q[rejected_P]),
         }
     return metrics
 

@@ -41,7 +41,7 @@ from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.load import write_rows
-from tunesmith.types import Group, JudgeType, Trajectory, WorkflowType
+from tunesmith.types import Group, JudgeType, Trajectory, WorkflowType, is_at_least
 
 ROWS_FILE = "conversations.jsonl"
 """Output of a stage."""
@@ -143,7 +143,7 @@ def keep_rollouts(
         content = json.dumps([[call.messages, call.reply] for call in calls])
         if run.failure is not None or run.reward is None:
             dropped["failed"] += 1
-        elif run.reward < config.min_reward:
+        elif not is_at_least(run.reward, config.min_reward):
             dropped["below min_reward"] += 1
         elif not calls:
             dropped["without a model call"] += 1

@@ -75,9 +75,9 @@ class OfflineResult(TrainingResult):
     """Folder of the model or adapter; `model.path` accepts it."""
     num_steps: int
     loss: float
-    """Mean training loss over the last epoch's batches, in nats per token."""
+    """Mean of the algorithm's own loss over the last epoch's batches; with `sft` in nats per token."""
     eval_loss: float | None
-    """Evaluation loss of the kept weights; None if no rows are held out."""
+    """Evaluation loss of the kept weights, in fine-tuning always nats per token; None if no rows are held out."""
     best_step: int
     """The step whose weights were kept."""
     num_rows: int
