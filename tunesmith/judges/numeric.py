@@ -92,6 +92,12 @@ NUMBER = re.compile(
     r"(?:(?<![A-Za-z\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z\d.])\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?(?:/\d+(?![\d/]))?"
 )
+SIGN = re.compile(r"(?<![\w)\].%}])(?<![\w)\]%}]\$)(?<![\d)\]%}]\s)([-+\u2013\u2212])(?:\\?\$)?(?=\.?\d)")
+"""A sign, also an en dash or U+2212, and the dollar sign after it; not the dash of a range, nor an operator."""
+GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
+"""What LaTeX has between thousands."""
+SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)")
+MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/.])")
 DIGIT = re.compile(r"\d")
 STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
@@ -159,6 +165,7 @@ def extract_answer(text: str) -> str | None:
     marked = extract_marked(text)
     if marked is not None:
         return marked
+    text = write_plainly(text)
     statements = list(STATED.finditer(text))
     if statements:
         rest = text[statements[-1].end() :].lstrip()
@@ -178,14 +185,28 @@ def extract_marked(text: str) -> str | None:
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None
-    line = rest.strip().split("\n", 1)[0]
-    number = NUMBER.search(line)
+    line = write_plainly(rest.strip().split("\n", 1)[0])
+    number = NUMBER.search(SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), line))
     return number.group() if number else line.strip() or None
+
+
+def write_plainly(text: str) -> str:
+    """The text with its numbers as `NUMBER` reads them: `-$5` as -5, `1{,}000` as 1000, `3 1/2` as 7/2."""
+    return MIXED.sub(_add_whole, GROUPED.sub("", SIGN.sub(_write_sign, text)))
+
+
+def _write_sign(found: re.Match[str]) -> str:
+    return "+" if found[1] == "+" else "-"
+
+
+def _add_whole(found: re.Match[str]) -> str:
+    whole, numerator, denominator = map(int, found.groups())
+    return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else found[0]
 
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number; `$`, `*`, a percent sign and a final full stop are ignored."""
-    bare = text.strip().strip("$*").rstrip(".%").replace("\\$", "").replace("\\%", "").strip()
+    bare = write_plainly(text.strip().strip("$*").rstrip(".%").replace("\\$", "").replace("\\%", "").strip())
     if not NUMBER.fullmatch(bare):
         return None
     try:
