@@ -35,7 +35,10 @@ def match_symbolic(task: Mapping[str, Any], transcript: Transcript) -> float | N
 
 
 def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Transcript], float | None]:
-    """A score of 1.0 for a relative error below `tolerance`; for a reference of zero, only zero matches."""
+    r"""A score of 1.0 for a relative error below `tolerance`; for a reference of zero, only zero matches.
+
+    Answers other than plain numbers, such as `\frac{1}{2}`, match as in `match_numeric`.
+    """
     limit = Fraction(str(tolerance))
 
     def match_within_tolerance(task: Mapping[str, Any], transcript: Transcript) -> float | None:
@@ -45,7 +48,7 @@ def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Trans
             return match_numeric(task, transcript)
         candidate = parse_number(extract_answer(transcript.answer) or "")
         if candidate is None:
-            return 0.0
+            return match_numeric(task, transcript)
         return float(candidate == reference or abs(candidate - reference) < limit * abs(reference))
 
     return match_within_tolerance

@@ -206,7 +206,8 @@ def _add_whole(found: re.Match[str]) -> str:
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number; `$`, `*`, a percent sign and a final full stop are ignored."""
-    bare = write_plainly(text.strip().strip("$*").rstrip(".%").replace("\\$", "").replace("\\%", "").strip())
+    unescaped = text.replace("\\$", "$").replace("\\%", "%")
+    bare = write_plainly(unescaped.strip().strip("$*").rstrip(".%$*").strip())
     if not NUMBER.fullmatch(bare):
         return None
     try:
@@ -223,7 +224,8 @@ def has_formula(text: str) -> bool:
 def normalize_formula(text: str) -> str:
     r"""Lower case and single spaces, without dollar signs, `\left`, `\right`, thousands separators, the signs between
     the items of a list, brackets around one letter and a final full stop; every other sign is kept."""
-    bare = SIZED.sub("", text.lower()).replace("$", "").replace("\N{MINUS SIGN}", "-")
+    bare = SIZED.sub("", text.lower()).replace("\\$", "").replace("$", "").replace("\\%", "%")
+    bare = bare.replace("\N{MINUS SIGN}", "-")
     if not BRACKET.search(bare):  # (2,251,252) is a triple
         bare = THOUSANDS.sub("", bare)
     bare = CHOICE.sub(r"\1", bare)
