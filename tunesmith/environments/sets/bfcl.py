@@ -33,6 +33,7 @@ from pydantic import Field
 from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment, write_result
 from tunesmith.environments.sets import Stateless, find_package_data
 from tunesmith.environments.sets.bfcl_calls import find_mistake
+from tunesmith.environments.sets.random_state import ONE_THREAD
 from tunesmith.errors import ConfigError
 from tunesmith.tools.tool import ToolInputError
 
@@ -56,7 +57,9 @@ learns to write such text in place of an answer."""
 NUM_TEST_PLACES = 30
 """Of the 100 places of functions and states that are held out."""
 MAX_DIGITS = 300
-"""Of numbers that calls of MathAPI may ask for; more would hold up the process."""
+"""Of numbers that calls of MathAPI may ask for; more would take hours and gigabytes."""
+LIMITS = {"exponent": MAX_DIGITS, "precision": MAX_DIGITS, "decimal_places": MAX_DIGITS, "base": 10.0**MAX_DIGITS}
+"""The largest size of the parameters of MathAPI that determine how long a number is computed."""
 
 
 def list_names() -> list[str]:
@@ -94,7 +97,12 @@ def load(
             question = line["question"][0][-1]["content"]
             splits[split].append({"seed": seed, "id": identity, "question": question, **answer})
     create = partial(Conversation, rows, folder, bool(pay_turns)) if member in MULTI_TURN else partial(Question, rows)
-    return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
+    return TaskEnvironment(
+        name=f"bfcl:{member}".removesuffix(":"),
+        create=create,
+        rows=splits,
+        executor=ONE_THREAD,  # the services share the precision of mpmath and tables of their modules
+    )
 
 
 def find_data(path: str | None) -> Path:
@@ -285,7 +293,7 @@ class Services:
     def call(self, name: str, /, *values: Any, **arguments: Any) -> str:
         """The result of a call; an error of a service is one too."""
         method = self._methods[name]
-        with bound_numbers(method, [*values, *arguments.values()]):
+        with bound_numbers(method, values, arguments):
             try:
                 result = method(*values, **arguments)
                 is_json = isinstance(result, dict)
@@ -307,17 +315,26 @@ class Services:
 
 
 @contextlib.contextmanager
-def bound_numbers(method: Any, values: Sequence[Any]) -> Any:
+def bound_numbers(method: Any, values: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
     """MathAPI sets the precision of the process, and would compute numbers of any length."""
     if type(method.__self__).__name__ != "MathAPI":
         yield
         return
-    numbers = [each for each in values if isinstance(each, int | float)]
-    if method.__name__ in ("power", "logarithm", "square_root") and any(abs(each) > MAX_DIGITS for each in numbers[1:]):
-        raise ToolInputError(f"{method.__name__} takes no number above {MAX_DIGITS} here")
+    named = dict(zip(inspect.signature(method).parameters, values, strict=False)) | dict(arguments)
+    for name, value in named.items():
+        if name in LIMITS and is_above(value, LIMITS[name]):
+            raise ToolInputError(f"{method.__name__} takes no {name} above {LIMITS[name]:g} here")
     mpmath = importlib.import_module("mpmath")
     with mpmath.workdps(mpmath.mp.dps), decimal.localcontext():
         yield
+
+
+def is_above(value: Any, limit: float) -> bool:
+    """Whether the size of a number, also one written as text, is above a limit."""
+    try:
+        return abs(float(value) if isinstance(value, str) else value) > limit
+    except (TypeError, ValueError):  # the call itself answers that it is no number
+        return False
 
 
 @lru_cache
@@ -345,7 +362,7 @@ class Conversation(Stateless):
         self._turn = 0
         return self._begin_turn()
 
-    async def step(self, action: Reply) -> Step:
+    def step(self, action: Reply) -> Step:
         if action.calls:
             answer = self._services.answer
             return [write_result(each.call_id, answer(each.tool, each.arguments)) for each in action.calls], 0.0, False
