@@ -63,7 +63,8 @@ def test_math_and_format_rewards():
      ("<answer>6/4</answer>", 1.5, [4, 6], 1.0), ("<answer>1+1</answer>", 2, [1], 0.1),
      ("<answer>1/0</answer>", 1, [0, 1], 0.1),
      ("a\n<answer>5-3</answer>", 2, [3, 5], 1.0), ("<answer>5-3</answer>\nb", 2, [3, 5], 0.0),
-     ("<answer>5-3=2</answer>", 2, [3, 5], 0.1)],
+     ("<answer>5-3=2</answer>", 2, [3, 5], 0.1), (f"<answer>{'1' * 5000}</answer>", 2, [3, 5], 0.1),
+     ("<answer>99**999</answer>", 0.5, [99, 999], 0.1)],
 )  # fmt: skip
 def test_countdown(response, target, numbers, score):
     truth = json.dumps({"target": target, "numbers": numbers})

@@ -103,6 +103,13 @@ def test_f1_of_words(text, answer, expected):
     assert score(score_f1, text, answer) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("match", [match_exact, score_f1])
+def test_a_number_with_more_digits_than_python_writes_is_compared_as_text(match):
+    number = f"{'1' * 4000}e999"
+    assert score(match, f"#### {number}", "4") == 0.0
+    assert score(match, f"#### {number}", number) == 1.0
+
+
 @pytest.mark.parametrize("match", [match_numeric, match_symbolic, within_a_percent])
 @pytest.mark.parametrize(
     "text",

@@ -102,6 +102,9 @@ def test_neutral_operations_do_not_count(expression, expected):
         ([call("48/2", None)], "24", 0.0),
         ([call("100/3", "33.33333333")], "33.33 dollars", 1.0),
         ([call("48/2", "24"), call("48*2", "96")], "24 or 96", 1.0),
+        ([call("48/2", "1e999")], "24 clips", 0.0),
+        ([call("48/2", "1e999")], "1e999 clips", 1.0),
+        ([call("10**400+4", "1" + "0" * 399 + "4")], "1" + "0" * 399 + "4", 1.0),
     ],
 )
 def test_useless_calls_do_not_count(calls, later, share):

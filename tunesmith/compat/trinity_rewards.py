@@ -95,12 +95,12 @@ class CountDownRewardFn:
         if not found:
             return {"score": 0.0}
         equation = found[-1].strip()
-        numbers = sorted(map(int, re.findall(r"\d+", equation)))
-        if numbers != sorted(goal["numbers"]) or not EQUATION.fullmatch(equation):
-            return {"score": 0.1}
         try:
+            numbers = sorted(map(int, re.findall(r"\d+", equation)))
+            if numbers != sorted(goal["numbers"]) or not EQUATION.fullmatch(equation):
+                return {"score": 0.1}
             value = compute_expression(equation)
-        except ValueError:
+        except ValueError:  # also of a number with more digits than Python reads
             return {"score": 0.1}
         return {"score": 1.0 if abs(value - goal["target"]) < TOLERANCE else 0.1}
 

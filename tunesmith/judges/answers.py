@@ -6,6 +6,7 @@ A score of None means that the reference contains no answer to compare with.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -69,6 +70,7 @@ def score_f1(task: Mapping[str, Any], transcript: Transcript) -> float | None:
 
 def normalize(text: str) -> str:
     number = parse_number(text)
-    if number is not None:
-        return str(number)
+    with contextlib.suppress(ValueError):  # it has more digits than Python writes
+        if number is not None:
+            return str(number)
     return normalize_formula(text) if has_formula(text) else squad.normalize(text)

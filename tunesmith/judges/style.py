@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
@@ -157,7 +158,7 @@ def is_used(call: ToolCallRecord, later: Collection[Fraction | int]) -> bool:
     result = _parse_exact(call.result or "")
     if result is None or not later:
         return False
-    limit = USED_TOLERANCE * float(abs(result))
+    limit = USED_TOLERANCE * float(min(abs(Fraction(result)), Fraction(sys.float_info.max)))
     return any(-limit <= number - result <= limit for number in later)
 
 
