@@ -133,13 +133,31 @@ def test_questions_come_from_a_folder_and_splits_share_no_function(folder):
     assert asyncio.run(answer(environment, row, unreadable))[:2][0] == 0.0
 
 
+ATTEMPTS = [
+    "<function=aaa_f>\n<parameter=x>Paris</parameter>\n",
+    '[TOOL_CALLS]aaa_f{"x": ',
+    "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>f",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>f",
+    "<|python_tag|>f.call(x=2)",
+    "<arg_key>x</arg_key>",
+    "I call aaa_f(x='Paris').",
+    "[aaa.f( x = 2)]",
+    'aaa_f.call("Paris")',
+    "aaa.f(2.0)",
+    "aaa.f([-1])",
+]
+
+
 def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     environment = load_set("bfcl:irrelevance", {"path": folder})
     with pytest.raises(DataError, match="'bfcl:irrelevance' has no task of the split train"):
         environment.list_rows("train", number=1, seed=0)
     (row,) = environment.list_rows("test", number=5, seed=0)
     assert asyncio.run(answer(environment, row, Reply('No. My "name" is Bo, and I have no "arguments".')))[0] == 1.0
-    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}'):
+    assert asyncio.run(answer(environment, row, Reply("I cannot call `aaa.f` or aaa_f(x); aaa.f() and f(2) neither.")))[
+        0
+    ]
+    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}', *ATTEMPTS):
         assert asyncio.run(answer(environment, row, Reply(attempt)))[0] == 0.0
     assert asyncio.run(answer(environment, row, Reply("", [call("aaa_f", {"x": 0})])))[0] == 0.0
 

@@ -30,6 +30,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from tunesmith.chat.parsers import CALL_FORMATS, JSON
 from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment, write_result
 from tunesmith.environments.sets import Stateless, find_package_data
 from tunesmith.environments.sets.bfcl_calls import find_mistake
@@ -51,9 +52,9 @@ SERVICES = {
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }  # fmt: skip
-ATTEMPT = re.compile(r"<tool_call>|\"name\"\s*:.*\"(arguments|parameters)\"\s*:", re.DOTALL)
-"""Text of a call that is none, of an invented function or unreadable. Where no call is right it is not paid: a policy
-learns to write such text in place of an answer."""
+CALL_TAGS = {tag for each in CALL_FORMATS.values() if each is not JSON for tag in (*each.openers, *each.inner_markup)}
+NAME_KEY, ARGUMENTS_KEY = re.compile(r"\"name\"\s*:"), re.compile(r"\"(?:arguments|parameters)\"\s*:")
+FIRST_ARGUMENT = r"(?:\.call)?\(\s*(?:\w+\s*=|[-\"'\d\[{])"
 NUM_TEST_PLACES = 30
 """Of the 100 places of functions and states that are held out."""
 MAX_DIGITS = 300
@@ -212,6 +213,19 @@ def group_functions(folder: Path) -> dict[str, str]:
     return {name: find(name) for name in parents}
 
 
+def is_attempt(text: str, row: Row) -> bool:
+    """Whether a text has a call that is none: of an invented function, unreadable, or in another format.
+
+    Where no call is right it is not paid: a policy learns to write such text in place of an answer.
+    """
+    if any(tag in text for tag in CALL_TAGS):
+        return True
+    if (key := NAME_KEY.search(text)) and ARGUMENTS_KEY.search(text, key.end()):
+        return True
+    offered = "|".join(map(re.escape, {*row.names, *row.names.values()}))
+    return bool(offered) and re.search(rf"(?<![\w.])(?:{offered}){FIRST_ARGUMENT}", text) is not None
+
+
 def offer_name(name: str) -> str:
     """The name that a tool of a chat request may have."""
     return re.sub(r"[^\w-]", "_", name)
@@ -254,7 +268,7 @@ class Question(Stateless):
         if "accepted" not in line:
             if line["id"].startswith("live_relevance"):
                 return "", float(bool(readable)), True
-            return "", float(not readable and ATTEMPT.search(action) is None), True
+            return "", float(not readable and not is_attempt(action, self._row)), True
         self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]
