@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,18 @@ def test_words_are_not_read_as_a_product_of_letters(monkeypatch):
 def test_the_last_number_is_the_last_match(text):
     matches = numeric.NUMBER.findall(text)
     assert numeric._find_last_number(text) == (matches[-1] if matches else None)
+
+
+@given(st.lists(st.sampled_from(["answer", "Answer", "is", "to", "that", ".", ":", "=", " ", "  ", "\n", "7"])))
+def test_statements_are_those_of_a_pattern_without_a_limit(words):
+    plain = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+    for text in ("".join(words), " ".join(words)):
+        assert [each.span() for each in numeric.STATED.finditer(text)] == [each.span() for each in plain.finditer(text)]
+
+
+@pytest.mark.parametrize("text", ["answer to " * 100_000, "the answer to" + " " * 1_000_000])
+def test_statements_that_never_end_are_read_in_linear_time(text):
+    assert extract_answer(f"{text}\n5") == "5"
 
 
 def test_a_reference_without_an_answer_gives_no_score():

@@ -9,6 +9,7 @@ from tunesmith.judges.style import (
     compute_useful_share,
     count_steps,
     is_operation,
+    list_original_pieces,
     score_conciseness,
     score_format,
     score_reasoning,
@@ -75,6 +76,11 @@ def test_a_rollout_that_ends_in_a_call_does_not_end_on_an_answer():
 )
 def test_steps_are_distinct_and_have_content(reasoning, num_steps):
     assert count_steps(reasoning, question=TASK["question"]) == num_steps
+
+
+def test_blank_lines_are_read_in_linear_time():
+    for question in ("", "How many?"):
+        assert list_original_pieces("\n" * 200_000 + "She sold 2.", question=question) == ("She sold 2.",)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)")
 MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/.])")
 DIGIT = re.compile(r"\d")
-STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]{0,300}?(?<!\s)\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+"""The number of characters after "answer to" is limited, since each "answer" searches them."""
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
 FORMULA = re.compile(r"[\d\\$+*^=<>_|]|(?<![A-Za-z])[A-Za-z]?[-/,;][A-Za-z]?(?![A-Za-z])")
 """A digit, LaTeX, an operator, or a sign or separator that is not between words of two letters or more."""
