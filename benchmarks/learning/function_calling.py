@@ -35,12 +35,12 @@ from typing import Any
 from benchmarks.shared.report import publish
 from tunesmith.chat.parsers.json_calls import JSON
 from tunesmith.environments.sets.bfcl import (
-    ATTEMPT,
     TRAINED,
     Row,
     find_data,
     find_names,
     group_functions,
+    is_attempt,
     load_rows,
     split_irrelevance,
 )
@@ -85,7 +85,7 @@ def read_calls(text: str, row: Row) -> list[Call]:
 def judge(text: str, num_tokens: int, paid: float, row: Row) -> Answer:
     calls, line = read_calls(text, row), row.line
     if "accepted" not in line:
-        is_silent = not calls and ATTEMPT.search(text) is None
+        is_silent = not calls and not is_attempt(text, row)
         return Answer(paid, text, num_tokens, calls, is_silent, is_silent)
     is_parallel = "parallel" in line["id"]
     names = sorted(name for name, _ in calls) == sorted(find_names(line))

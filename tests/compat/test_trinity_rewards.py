@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 
 import pytest
 
@@ -12,7 +14,15 @@ from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer, say
 from tunesmith.chat.renderer import Renderer
 from tunesmith.compat import agentscope, trinity_rewards
-from tunesmith.compat.trinity_rewards import CountDownRewardFn, FormatReward, MathBoxedRewardFn, MathRewardFn
+from tunesmith.compat.trinity_rewards import (
+    LINES,
+    TAGGED,
+    CountDownRewardFn,
+    FormatReward,
+    MathBoxedRewardFn,
+    MathRewardFn,
+    find_answers,
+)
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling
@@ -63,11 +73,41 @@ def test_math_and_format_rewards():
      ("<answer>6/4</answer>", 1.5, [4, 6], 1.0), ("<answer>1+1</answer>", 2, [1], 0.1),
      ("<answer>1/0</answer>", 1, [0, 1], 0.1),
      ("a\n<answer>5-3</answer>", 2, [3, 5], 1.0), ("<answer>5-3</answer>\nb", 2, [3, 5], 0.0),
-     ("<answer>5-3=2</answer>", 2, [3, 5], 0.1)],
+     ("<answer>5-3=2</answer>", 2, [3, 5], 0.1), (f"<answer>{'1' * 5000}</answer>", 2, [3, 5], 0.1),
+     ("<answer>99**999</answer>", 0.5, [99, 999], 0.1)],
 )  # fmt: skip
 def test_countdown(response, target, numbers, score):
     truth = json.dumps({"target": target, "numbers": numbers})
     assert CountDownRewardFn()(response, truth=truth) == {"score": score}
+
+
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "\n", " ", "a"]
+PLAIN_TAGGED = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
+PLAIN_LINES = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+
+
+def test_formats_and_answers_are_found_as_by_trinitys_patterns():
+    rng, formed = random.Random(1), 0
+    starts = ("", "<think>\na\n</think>\n<answer>\n", "<think>a</think><answer>")
+    for _ in range(3000):
+        text = rng.choice(starts) + "".join(rng.choices(PIECES, k=rng.randrange(9)))
+        for pattern, plain in ((TAGGED, PLAIN_TAGGED), (LINES, PLAIN_LINES)):
+            matched = re.match(plain, text, re.DOTALL | re.MULTILINE) is not None
+            assert FormatReward(pattern)(text) == {"format_score": 0.1 if matched else -0.1}, text
+            formed += matched
+        assert find_answers(text) == re.findall(r"<answer>(.*?)</answer>", text), text
+    assert formed > 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<think>2</think> <answer>4</answer> and then " * 20_000, "<think>\n" + "\n</think>\n<answer>\n" * 50_000,
+     "<answer>" * 300_000],
+)  # fmt: skip
+def test_repeated_tags_are_read_in_linear_time(text):
+    assert MathRewardFn()(text, truth="5") == {"accuracy": 0.0, "format_score": -0.1}
+    assert FormatReward()(text) == {"format_score": -0.1}
+    assert CountDownRewardFn()(text, truth='{"numbers": [5], "target": 5}')["score"] < 1
 
 
 def ask(workflow, task, text):

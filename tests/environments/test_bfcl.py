@@ -8,6 +8,7 @@ import importlib.util
 import json
 import random
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from recipes.function_calling.variants import offer_variant, vary
 from tunesmith.config import RunConfig
 from tunesmith.environments import Reply
 from tunesmith.environments.sets import load_set
+from tunesmith.environments.sets.bfcl import Services
 from tunesmith.environments.sets.bfcl_calls import find_mistake
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import ConfigError, DataError
@@ -131,13 +133,31 @@ def test_questions_come_from_a_folder_and_splits_share_no_function(folder):
     assert asyncio.run(answer(environment, row, unreadable))[:2][0] == 0.0
 
 
+ATTEMPTS = [
+    "<function=aaa_f>\n<parameter=x>Paris</parameter>\n",
+    '[TOOL_CALLS]aaa_f{"x": ',
+    "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>f",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>f",
+    "<|python_tag|>f.call(x=2)",
+    "<arg_key>x</arg_key>",
+    "I call aaa_f(x='Paris').",
+    "[aaa.f( x = 2)]",
+    'aaa_f.call("Paris")',
+    "aaa.f(2.0)",
+    "aaa.f([-1])",
+]
+
+
 def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     environment = load_set("bfcl:irrelevance", {"path": folder})
     with pytest.raises(DataError, match="'bfcl:irrelevance' has no task of the split train"):
         environment.list_rows("train", number=1, seed=0)
     (row,) = environment.list_rows("test", number=5, seed=0)
     assert asyncio.run(answer(environment, row, Reply('No. My "name" is Bo, and I have no "arguments".')))[0] == 1.0
-    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}'):
+    assert asyncio.run(answer(environment, row, Reply("I cannot call `aaa.f` or aaa_f(x); aaa.f() and f(2) neither.")))[
+        0
+    ]
+    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}', *ATTEMPTS):
         assert asyncio.run(answer(environment, row, Reply(attempt)))[0] == 0.0
     assert asyncio.run(answer(environment, row, Reply("", [call("aaa_f", {"x": 0})])))[0] == 0.0
 
@@ -304,6 +324,47 @@ def test_a_bad_conversation_spoils_no_other_and_runs_no_code():
 
     asyncio.run(spoil())
     assert asyncio.run(talk(environment, row, is_oracle=True)) == (pytest.approx(1.0), 1.0)
+
+
+ENDLESS = [
+    ("power", {"exponent": 10**12, "base": 3}),
+    ("power", {"base": 3, "exponent": 10**12}),
+    ("logarithm", {"precision": 10**12, "value": 10, "base": 3}),
+    ("logarithm", {"value": 10, "base": 3, "precision": "1000000000000"}),
+    ("logarithm", {"value": 10, "base": [3], "precision": 10**12}),
+    ("round_number", {"number": 5, "decimal_places": -(10**12)}),
+]
+
+
+@package
+@pytest.mark.parametrize(("name", "arguments"), ENDLESS)
+def test_numbers_of_any_length_are_refused_in_any_order_of_the_arguments(name, arguments):
+    answered = Services({"involved_classes": ["MathAPI"], "initial_config": {}, "id": "x"}).answer(name, arguments)
+    assert answered.startswith(f"Error: {name} takes no ") and answered.endswith(" above 300 here.")
+
+
+@package
+def test_ordinary_numbers_and_wrong_names_are_answered_by_the_service():
+    services = Services({"involved_classes": ["MathAPI"], "initial_config": {}, "id": "x"})
+    assert json.loads(services.answer("power", {"exponent": 2, "base": 1000})) == {"result": 10**6}
+    assert json.loads(services.answer("round_number", {"number": 1234, "decimal_places": -2})) == {"result": 1200}
+    assert "unexpected keyword" in services.answer("power", {"exponents": 10**12, "base": 3})
+    assert services.answer("power", {"base": 3, "exponent": [2]}) == '{"error": "Both inputs must be numbers"}'
+
+
+@package
+def test_services_answer_in_one_thread_and_not_on_the_event_loop(monkeypatch):
+    environment, threads = load_set("bfcl:multi_turn_base", {}), set()
+    plain = Services.answer
+    monkeypatch.setattr(Services, "answer", lambda *given: threads.add(threading.get_ident()) or plain(*given))
+    rows = environment.list_rows("train", number=4, seed=0)
+
+    async def ask_all():
+        loop = threading.get_ident()
+        await asyncio.gather(*(talk(environment, row, is_oracle=True) for row in rows))
+        assert len(threads) == 1 and loop not in threads
+
+    asyncio.run(ask_all())
 
 
 def load_checker(monkeypatch):

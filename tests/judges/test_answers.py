@@ -42,6 +42,18 @@ def test_every_score_accepts_the_right_number():
         ("", "100", 0.0),
         ("\\boxed{2\\sqrt{3}}", "\\sqrt{12}", 1.0),
         ("#### 5", "", None),
+        ("\\boxed{5\\%}", "5", 1.0),
+        ("\\boxed{5%}", "5", 1.0),
+        ("\\boxed{5}", "5\\%", 1.0),
+        ("\\boxed{1000\\text{ dollars}}", "1000", 1.0),
+        ("\\boxed{\\text{1000}}", "1000", 1.0),
+        ("\\boxed{1{,}000}", "1000", 1.0),
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("\\boxed{3\\frac{1}{2}}", "3.5", 1.0),
+        ("\\boxed{\\mathbf{72}}", "72", 1.0),
+        ("\\boxed{\\frac{1}{3}}", "0.5", 0.0),
+        ("\\boxed{500\\%}", "5", 0.0),
+        ("\\boxed{500%}", "5", 0.0),
     ],
 )
 def test_tolerance_is_relative_to_the_reference(text, answer, expected):
@@ -64,6 +76,9 @@ def test_math_verify_compares_numbers_too():
         ("<think>Paris</think>London", "Paris", 0.0),
         ("Paris London", "Paris", 0.0),
         ("1,000.0", "1000", 1.0),
+        ("\\boxed{5\\%}", "5%", 1.0),
+        ("\\boxed{x=5\\%}", "x=5%", 1.0),
+        ("\\boxed{x=\\$5}", "x=5", 1.0),
         ("", "Paris", 0.0),
         ("Paris", [], None),
         ("Paris", "", None),
@@ -86,6 +101,13 @@ def test_exact_match_of_words(text, answer, expected):
 )
 def test_f1_of_words(text, answer, expected):
     assert score(score_f1, text, answer) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("match", [match_exact, score_f1])
+def test_a_number_with_more_digits_than_python_writes_is_compared_as_text(match):
+    number = f"{'1' * 4000}e999"
+    assert score(match, f"#### {number}", "4") == 0.0
+    assert score(match, f"#### {number}", number) == 1.0
 
 
 @pytest.mark.parametrize("match", [match_numeric, match_symbolic, within_a_percent])

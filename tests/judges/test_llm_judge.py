@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 
 import pytest
 from transcripts import GOOD, TASK
@@ -128,3 +130,13 @@ def test_a_missing_auxiliary_model_is_named():
     other = compose(RewardPart(name="llm", score=build_llm_score(auxiliary_model="critic")))
     with pytest.raises(ValueError, match="needs auxiliary_models.critic; the run has judge"):
         judge_with("Score: 1", judge=other)
+
+
+def test_nested_tags_are_removed_as_by_repeated_substitution_and_in_linear_time():
+    tag, rng = re.compile(r"</?(?:question|reference|answer)>", re.IGNORECASE), random.Random(1)
+    for _ in range(2000):
+        text = expected = "".join(rng.choices(["<", ">", "/", "answer", "Answer>", "<question", "</reference>"], k=9))
+        while tag.search(expected):
+            expected = tag.sub("", expected)
+        assert quote(text) == expected
+    assert quote("<answer" * 100_000 + ">" * 100_000 + "so") == "so"

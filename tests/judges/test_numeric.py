@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,31 @@ GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 
         ("\\boxed{x+1}", "1+x"),
         ("\\boxed{0.5}", "\\frac{1}{2}"),
         ("0.1", "0.10"),
+        ("#### -$5", "-5"),
+        ("#### -\\$5", "-5"),
+        ("#### \N{EN DASH}5", "-5"),
+        ("#### \N{MINUS SIGN}5", "-5"),
+        ("It is -5.", "#### \N{MINUS SIGN}$5"),
+        ("the answer is -$5", "-5"),
+        ("the answer is \N{EN DASH}$1,000.50", "-1000.5"),
+        ("He has a balance of -$5.", "-5"),
+        ("\\boxed{-$5}", "-5"),
+        ("\\boxed{\N{EN DASH}5}", "-5"),
+        ("#### 1{,}000", "1000"),
+        ("#### 1,\\!000", "1000"),
+        ("\\boxed{1\\,000}", "1000"),
+        ("the answer is $1{,}234{,}567$.", "1234567"),
+        ("#### 1 000 dollars", "1000"),
+        ("#### 3 1/2", "3.5"),
+        ("\\boxed{-3 1/2}", "-3.5"),
+        ("So 2 1/2 cups", "2.5"),
+        ("from $3-$5", "5"),  # ranges and differences
+        ("from 3\N{EN DASH}5", "5"),
+        ("from $3$\N{EN DASH}$5$", "5"),
+        ("from $3 \N{EN DASH}$5", "5"),
+        ("10 -$5", "5"),
+        ("#### 3\N{EN DASH}5", "3"),
+        ("#### 1{,}5", "1"),
     ],
 )
 def test_right_answers(text, answer):
@@ -64,6 +90,12 @@ def test_right_answers(text, answer):
         ("10000001", "10000000"),
         ("\\boxed{2\\sqrt{2}}", "\\sqrt{12}"),
         ("no idea", "\\sqrt{12}"),
+        ("#### -$5", "5"),
+        ("#### \N{EN DASH}5", "5"),
+        ("the answer is -$5", "5"),
+        ("#### 1{,}000", "1"),
+        ("#### 1 000", "1"),
+        ("#### 3 1/2", "3"),
     ],
 )
 def test_wrong_answers(text, answer):
@@ -80,6 +112,18 @@ def test_words_are_not_read_as_a_product_of_letters(monkeypatch):
 def test_the_last_number_is_the_last_match(text):
     matches = numeric.NUMBER.findall(text)
     assert numeric._find_last_number(text) == (matches[-1] if matches else None)
+
+
+@given(st.lists(st.sampled_from(["answer", "Answer", "is", "to", "that", ".", ":", "=", " ", "  ", "\n", "7"])))
+def test_statements_are_those_of_a_pattern_without_a_limit(words):
+    plain = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+    for text in ("".join(words), " ".join(words)):
+        assert [each.span() for each in numeric.STATED.finditer(text)] == [each.span() for each in plain.finditer(text)]
+
+
+@pytest.mark.parametrize("text", ["answer to " * 100_000, "the answer to" + " " * 1_000_000])
+def test_statements_that_never_end_are_read_in_linear_time(text):
+    assert extract_answer(f"{text}\n5") == "5"
 
 
 def test_a_reference_without_an_answer_gives_no_score():

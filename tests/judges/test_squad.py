@@ -110,3 +110,8 @@ def test_the_judge_rewards_f1_and_measures_exact_match():
 @pytest.mark.parametrize("answer", [None, [], "", [None, " "]])
 def test_a_task_without_an_answer_is_not_scored(answer):
     assert judge("Paris", answer) == (None, {})
+
+
+def test_blank_lines_after_a_statement_are_read_in_linear_time():
+    assert read_prediction("The answer is" + "\n" * 300_000) == "The answer is"
+    assert read_prediction("The answer is : \n : 7") == ": 7"

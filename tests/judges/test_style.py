@@ -9,6 +9,7 @@ from tunesmith.judges.style import (
     compute_useful_share,
     count_steps,
     is_operation,
+    list_original_pieces,
     score_conciseness,
     score_format,
     score_reasoning,
@@ -77,6 +78,11 @@ def test_steps_are_distinct_and_have_content(reasoning, num_steps):
     assert count_steps(reasoning, question=TASK["question"]) == num_steps
 
 
+def test_blank_lines_are_read_in_linear_time():
+    for question in ("", "How many?"):
+        assert list_original_pieces("\n" * 200_000 + "She sold 2.", question=question) == ("She sold 2.",)
+
+
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
@@ -102,6 +108,9 @@ def test_neutral_operations_do_not_count(expression, expected):
         ([call("48/2", None)], "24", 0.0),
         ([call("100/3", "33.33333333")], "33.33 dollars", 1.0),
         ([call("48/2", "24"), call("48*2", "96")], "24 or 96", 1.0),
+        ([call("48/2", "1e999")], "24 clips", 0.0),
+        ([call("48/2", "1e999")], "1e999 clips", 1.0),
+        ([call("10**400+4", "1" + "0" * 399 + "4")], "1" + "0" * 399 + "4", 1.0),
     ],
 )
 def test_useless_calls_do_not_count(calls, later, share):

@@ -22,9 +22,10 @@ from tunesmith.tools.calculator import compute_expression
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
 Reward = Callable[[Mapping[str, Any], Any], Awaitable[JudgeOutput]]
-ANSWER = re.compile(r"<answer>(.*?)</answer>")
-TAGGED = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$"
-LINES = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+ANSWER, ANSWER_CLOSE = re.compile(r"<answer>(.*?)</answer>"), "</answer>"
+TAGGED = r"(?>.*?<think>)(?>.*?</think>\s*<answer>).*?</answer>\s*$"
+LINES = r"^(?><think>\n.*?\n</think>\n<answer>\n).*?\n</answer>$"
+"""Where the first tags do not match, no later ones do: without atomic groups, all combinations of tags are tried."""
 EQUATION = re.compile(r"[\d+\-*/().\s]+")
 TOLERANCE = 1e-5
 TAGS_PROMPT = (
@@ -79,10 +80,12 @@ class MathRewardFn:
         self.format_reward = FormatReward(pattern)
 
     def __call__(self, response: str, prompt: str | None = None, truth: str | None = None) -> dict[str, float]:
-        found = ANSWER.search(response)
+        found = find_answers(response)
         accuracy = 0.0
-        if truth is not None:
-            accuracy = score_math(found[0], [truth]) if found else score_numeric(response, truth) or 0.0
+        if truth is not None and found:
+            accuracy = score_math(f"<answer>{found[0]}</answer>", [truth])
+        elif truth is not None:
+            accuracy = score_numeric(response, truth) or 0.0
         return {"accuracy": accuracy, **self.format_reward(response)}
 
 
@@ -91,18 +94,25 @@ class CountDownRewardFn:
 
     def __call__(self, response: str, prompt: str | None = None, truth: str | None = None) -> dict[str, float]:
         goal = json.loads(truth or "{}")
-        found = ANSWER.findall(response.split("\n")[-1])
+        found = find_answers(response.split("\n")[-1])
         if not found:
             return {"score": 0.0}
         equation = found[-1].strip()
-        numbers = sorted(map(int, re.findall(r"\d+", equation)))
-        if numbers != sorted(goal["numbers"]) or not EQUATION.fullmatch(equation):
-            return {"score": 0.1}
         try:
+            numbers = sorted(map(int, re.findall(r"\d+", equation)))
+            if numbers != sorted(goal["numbers"]) or not EQUATION.fullmatch(equation):
+                return {"score": 0.1}
             value = compute_expression(equation)
-        except ValueError:
+        except ValueError:  # also of a number with more digits than Python reads
             return {"score": 0.1}
         return {"score": 1.0 if abs(value - goal["target"]) < TOLERANCE else 0.1}
+
+
+def find_answers(text: str) -> list[str]:
+    """The contents of the answer tags, each on one line."""
+    # up to the last closing tag of a line, every opening one has a closing one, which ends its search
+    lines = (line[: line.rfind(ANSWER_CLOSE) + len(ANSWER_CLOSE)] for line in text.split("\n") if ANSWER_CLOSE in line)
+    return [answer for line in lines for answer in ANSWER.findall(line)]
 
 
 def find_boxed(text: str) -> str | None:

@@ -6,6 +6,7 @@ A score of None means that the reference contains no answer to compare with.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -35,7 +36,10 @@ def match_symbolic(task: Mapping[str, Any], transcript: Transcript) -> float | N
 
 
 def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Transcript], float | None]:
-    """A score of 1.0 for a relative error below `tolerance`; for a reference of zero, only zero matches."""
+    r"""A score of 1.0 for a relative error below `tolerance`; for a reference of zero, only zero matches.
+
+    Answers other than plain numbers, such as `\frac{1}{2}`, match as in `match_numeric`.
+    """
     limit = Fraction(str(tolerance))
 
     def match_within_tolerance(task: Mapping[str, Any], transcript: Transcript) -> float | None:
@@ -45,7 +49,7 @@ def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Trans
             return match_numeric(task, transcript)
         candidate = parse_number(extract_answer(transcript.answer) or "")
         if candidate is None:
-            return 0.0
+            return match_numeric(task, transcript)
         return float(candidate == reference or abs(candidate - reference) < limit * abs(reference))
 
     return match_within_tolerance
@@ -66,6 +70,7 @@ def score_f1(task: Mapping[str, Any], transcript: Transcript) -> float | None:
 
 def normalize(text: str) -> str:
     number = parse_number(text)
-    if number is not None:
-        return str(number)
+    with contextlib.suppress(ValueError):  # it has more digits than Python writes
+        if number is not None:
+            return str(number)
     return normalize_formula(text) if has_formula(text) else squad.normalize(text)

@@ -27,10 +27,15 @@ TIMEOUT_S = 6
 MAX_CPU_S = 60
 """CPU seconds of one request after which the program is killed, also where Python handles no signal, such as in one
 multiplication of large integers. Otherwise its owner kills it earlier; an owner that was killed cannot."""
-POWERS = re.compile(r"\d+(?:[\s{(]*(?:\^|\*\*)[\s{(]*\d+)+")
+PRODUCT = r"\d+(?:\s*(?:\\cdot|\\times|\*(?!\*))\s*\d+)*"
+POWERS = re.compile(
+    r"(?:[({]\s*-?\s*(\d+)\s*[)}]|(\d+))"
+    rf"[\s{{(]*(?:\^|\*\*)[\s{{(]*[-+]?\s*({PRODUCT}(?:[\s{{(]*(?:\^|\*\*)[\s{{(]*{PRODUCT})*)"
+)
+"""A number, also one in brackets, and its exponent: a tower of numbers and products of them."""
 BASE = re.compile(r"\s*[0-9A-Za-z]+_\{?(\d+)\}?\s*")
 DOLLAR = re.compile(r"(?<!\\)\$")
-FACTORIAL = re.compile(r"(\d+)\s*!")
+FACTORIAL = re.compile(r"(\d+)\s*[)}]?\s*!")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
@@ -70,12 +75,15 @@ def is_too_large(text: str) -> bool:
     """Whether a power or factorial of numbers in `text` has more than `MAX_DIGITS` digits."""
     if any(math.lgamma(float(each) + 1) > MAX_DIGITS * math.log(10) for each in FACTORIAL.findall(text)):
         return True
-    for chain in POWERS.findall(text):
-        *bases, exponent = (float(each) for each in re.findall(r"\d+", chain))
-        for base in reversed(bases):
+    for bracketed, plain, tower in POWERS.findall(text):
+        products = [bracketed or plain, *re.split(r"\^|\*\*", tower)]
+        exponent = 1.0
+        for product in reversed(products):
+            *factors, base = map(float, re.findall(r"\d+", product))
             if base > 1 and exponent * math.log10(base) > MAX_DIGITS:
                 return True
-            exponent = math.exp(min(exponent * math.log(base), 700.0)) if base > 1 else base
+            power = math.exp(min(exponent * math.log(base), 700.0)) if base > 1 else base
+            exponent = math.prod(factors) * power
     return False
 
 

@@ -19,7 +19,8 @@ AUXILIARY_NAME = "judge"
 MAX_SCORE = 10
 NUM_ATTEMPTS = 2
 MAX_QUOTED_CHARACTERS = 8000
-QUOTE_TAG = re.compile(r"</?(?:question|reference|answer)>", re.IGNORECASE)
+QUOTE_TAG = re.compile(r"</?(?:question|reference|answer)>\Z", re.IGNORECASE)
+MAX_TAG_CHARACTERS = len("</reference>")
 MARKS = r"[ \t*_`#>]*"
 VERDICT_LINE = re.compile(
     rf"^{MARKS}(?:(?:my|the|final|overall|total)[ \t]+)*(?:score|grade|rating){MARKS}[:=\uff1a](.*)$",
@@ -111,9 +112,13 @@ def parse_score(reply: str) -> float | None:
 
 def quote(text: str, *, max_characters: int = MAX_QUOTED_CHARACTERS) -> str:
     """The text without quotation tags, truncated."""
-    while QUOTE_TAG.search(text):  # removing a tag may form another one
-        text = QUOTE_TAG.sub("", text)
-    return text[:max_characters]
+    kept: list[str] = []
+    for character in text:
+        kept.append(character)
+        # the characters kept before a removed tag may be the start of another one
+        if character == ">" and (found := QUOTE_TAG.search("".join(kept[-MAX_TAG_CHARACTERS:]))):
+            del kept[-len(found[0]) :]
+    return "".join(kept[:max_characters])
 
 
 llm_judge = compose(RewardPart(name="llm_score", score=build_llm_score()))

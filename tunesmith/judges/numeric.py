@@ -27,6 +27,8 @@ ANSWER_TIMEOUT_S = 10.0
 """The process ends a comparison itself after `TIMEOUT_S` of its own, unless a single operation takes longer."""
 PROGRAM = Path(__file__).with_name("expressions.py")
 NUM_TRIES = 2
+PLAIN = "1"
+"""What a reference is compared with to know whether a comparison was late because of it."""
 LABEL = "the process that compares expressions"
 
 
@@ -35,7 +37,7 @@ def start_comparing() -> ServerProcess:
     server = ServerProcess([sys.executable, "-P", str(PROGRAM)], label=LABEL)
     with contextlib.ExitStack() as stack:
         stack.callback(server.close)
-        server.call("compare", {"candidate": None, "reference": "1"}, timeout_s=START_TIMEOUT_S)
+        server.call("compare", {"candidate": PLAIN, "reference": PLAIN}, timeout_s=START_TIMEOUT_S)
         stack.pop_all()
     return server
 
@@ -53,7 +55,8 @@ class ExpressionProcess:
     def compare(self, candidate: str | None, reference: str) -> bool | None:
         """Whether two expressions are equal; None if the reference cannot be read.
 
-        Raises RolloutError if that is not known in time, which says nothing about the candidate.
+        A candidate that is not compared in time is wrong, if a plain number is. Otherwise this raises RolloutError: the
+        reference takes that long, which says nothing about the candidate.
         """
         asked = {"candidate": candidate, "reference": reference}
         for _ in range(NUM_TRIES):
@@ -67,8 +70,10 @@ class ExpressionProcess:
                 except TimeoutError:
                     self._shared.close()
                     answer = "late"
+            if answer == "late" and candidate != PLAIN:
+                return None if self.compare(PLAIN, reference) is None else False
             if answer == "late":
-                raise RolloutError(f"math-verify did not compare {candidate!r} with {reference!r} in time")
+                raise RolloutError(f"math-verify did not compare the reference {reference!r} with a number in time")
             return None if answer is None else bool(answer)
         raise RolloutError(f"{LABEL} was lost {NUM_TRIES} times in one comparison")
 
@@ -92,8 +97,15 @@ NUMBER = re.compile(
     r"(?:(?<![A-Za-z\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z\d.])\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?(?:/\d+(?![\d/]))?"
 )
+SIGN = re.compile(r"(?<![\w)\].%}])(?<![\w)\]%}]\$)(?<![\d)\]%}]\s)([-+\u2013\u2212])(?:\\?\$)?(?=\.?\d)")
+"""A sign, also an en dash or U+2212, and the dollar sign after it; not the dash of a range, nor an operator."""
+GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
+"""What LaTeX has between thousands."""
+SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)")
+MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/.])")
 DIGIT = re.compile(r"\d")
-STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]{0,300}?(?<!\s)\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+"""The number of characters after "answer to" is limited, since each "answer" searches them."""
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
 FORMULA = re.compile(r"[\d\\$+*^=<>_|]|(?<![A-Za-z])[A-Za-z]?[-/,;][A-Za-z]?(?![A-Za-z])")
 """A digit, LaTeX, an operator, or a sign or separator that is not between words of two letters or more."""
@@ -159,6 +171,7 @@ def extract_answer(text: str) -> str | None:
     marked = extract_marked(text)
     if marked is not None:
         return marked
+    text = write_plainly(text)
     statements = list(STATED.finditer(text))
     if statements:
         rest = text[statements[-1].end() :].lstrip()
@@ -178,14 +191,29 @@ def extract_marked(text: str) -> str | None:
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None
-    line = rest.strip().split("\n", 1)[0]
-    number = NUMBER.search(line)
+    line = write_plainly(rest.strip().split("\n", 1)[0])
+    number = NUMBER.search(SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), line))
     return number.group() if number else line.strip() or None
+
+
+def write_plainly(text: str) -> str:
+    """The text with its numbers as `NUMBER` reads them: `-$5` as -5, `1{,}000` as 1000, `3 1/2` as 7/2."""
+    return MIXED.sub(_add_whole, GROUPED.sub("", SIGN.sub(_write_sign, text)))
+
+
+def _write_sign(found: re.Match[str]) -> str:
+    return "+" if found[1] == "+" else "-"
+
+
+def _add_whole(found: re.Match[str]) -> str:
+    whole, numerator, denominator = map(int, found.groups())
+    return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else found[0]
 
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number; `$`, `*`, a percent sign and a final full stop are ignored."""
-    bare = text.strip().strip("$*").rstrip(".%").replace("\\$", "").replace("\\%", "").strip()
+    unescaped = text.replace("\\$", "$").replace("\\%", "%")
+    bare = write_plainly(unescaped.strip().strip("$*").rstrip(".%$*").strip())
     if not NUMBER.fullmatch(bare):
         return None
     try:
@@ -202,7 +230,8 @@ def has_formula(text: str) -> bool:
 def normalize_formula(text: str) -> str:
     r"""Lower case and single spaces, without dollar signs, `\left`, `\right`, thousands separators, the signs between
     the items of a list, brackets around one letter and a final full stop; every other sign is kept."""
-    bare = SIZED.sub("", text.lower()).replace("$", "").replace("\N{MINUS SIGN}", "-")
+    bare = SIZED.sub("", text.lower()).replace("\\$", "").replace("$", "").replace("\\%", "%")
+    bare = bare.replace("\N{MINUS SIGN}", "-")
     if not BRACKET.search(bare):  # (2,251,252) is a triple
         bare = THOUSANDS.sub("", bare)
     bare = CHOICE.sub(r"\1", bare)

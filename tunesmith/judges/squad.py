@@ -24,7 +24,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 RESULT = re.compile(r"<result>.*?(?:</result>|\Z)", re.DOTALL)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-STATED = re.compile(r"\banswer\s*(?:is\s*:?|:)\s*(?P<answer>[^\n]+)", re.IGNORECASE)
+STATED = re.compile(r"\banswer\s*(?:is(?:\s*:)?|:)\s*(?P<answer>[^\n]+)", re.IGNORECASE)
 TEXT_COMMAND = re.compile(r"\\text\{([^{}]*)\}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
@@ -98,7 +99,7 @@ def count_steps(reasoning: str, *, question: str) -> int:
 def list_original_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
     """Lines and sentences without those copied from the question, also if a copy is split over consecutive pieces."""
     question_tokens = f" {' '.join(TOKEN.findall(question.casefold()))} "
-    pieces = [piece.strip() for piece in STEP_END.split(reasoning)]
+    pieces = [piece.strip() for piece in STEP_END.split(reasoning) if TOKEN.search(piece)]
     words = [TOKEN.findall(piece.casefold()) for piece in pieces]
     original, start = [], 0
     while start < len(pieces):
@@ -110,8 +111,7 @@ def list_original_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
         if len(copied) >= COPY_WORDS:
             start = end
             continue
-        if words[start]:
-            original.append(pieces[start])
+        original.append(pieces[start])
         start += 1
     return tuple(original)
 
@@ -157,7 +157,7 @@ def is_used(call: ToolCallRecord, later: Collection[Fraction | int]) -> bool:
     result = _parse_exact(call.result or "")
     if result is None or not later:
         return False
-    limit = USED_TOLERANCE * float(abs(result))
+    limit = USED_TOLERANCE * float(min(abs(Fraction(result)), Fraction(sys.float_info.max)))
     return any(-limit <= number - result <= limit for number in later)
 
 

@@ -30,9 +30,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from tunesmith.chat.parsers import CALL_FORMATS, JSON
 from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment, write_result
 from tunesmith.environments.sets import Stateless, find_package_data
 from tunesmith.environments.sets.bfcl_calls import find_mistake
+from tunesmith.environments.sets.random_state import ONE_THREAD
 from tunesmith.errors import ConfigError
 from tunesmith.tools.tool import ToolInputError
 
@@ -50,13 +52,15 @@ SERVICES = {
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }  # fmt: skip
-ATTEMPT = re.compile(r"<tool_call>|\"name\"\s*:.*\"(arguments|parameters)\"\s*:", re.DOTALL)
-"""Text of a call that is none, of an invented function or unreadable. Where no call is right it is not paid: a policy
-learns to write such text in place of an answer."""
+CALL_TAGS = {tag for each in CALL_FORMATS.values() if each is not JSON for tag in (*each.openers, *each.inner_markup)}
+NAME_KEY, ARGUMENTS_KEY = re.compile(r"\"name\"\s*:"), re.compile(r"\"(?:arguments|parameters)\"\s*:")
+FIRST_ARGUMENT = r"(?:\.call)?\(\s*(?:\w+\s*=|[-\"'\d\[{])"
 NUM_TEST_PLACES = 30
 """Of the 100 places of functions and states that are held out."""
 MAX_DIGITS = 300
-"""Of numbers that calls of MathAPI may ask for; more would hold up the process."""
+"""Of numbers that calls of MathAPI may ask for; more would take hours and gigabytes."""
+LIMITS = {"exponent": MAX_DIGITS, "precision": MAX_DIGITS, "decimal_places": MAX_DIGITS, "base": 10.0**MAX_DIGITS}
+"""The largest size of the parameters of MathAPI that determine how long a number is computed."""
 
 
 def list_names() -> list[str]:
@@ -94,7 +98,12 @@ def load(
             question = line["question"][0][-1]["content"]
             splits[split].append({"seed": seed, "id": identity, "question": question, **answer})
     create = partial(Conversation, rows, folder, bool(pay_turns)) if member in MULTI_TURN else partial(Question, rows)
-    return TaskEnvironment(name=f"bfcl:{member}".removesuffix(":"), create=create, rows=splits)
+    return TaskEnvironment(
+        name=f"bfcl:{member}".removesuffix(":"),
+        create=create,
+        rows=splits,
+        executor=ONE_THREAD,  # the services share the precision of mpmath and tables of their modules
+    )
 
 
 def find_data(path: str | None) -> Path:
@@ -204,6 +213,19 @@ def group_functions(folder: Path) -> dict[str, str]:
     return {name: find(name) for name in parents}
 
 
+def is_attempt(text: str, row: Row) -> bool:
+    """Whether a text has a call that is none: of an invented function, unreadable, or in another format.
+
+    Where no call is right it is not paid: a policy learns to write such text in place of an answer.
+    """
+    if any(tag in text for tag in CALL_TAGS):
+        return True
+    if (key := NAME_KEY.search(text)) and ARGUMENTS_KEY.search(text, key.end()):
+        return True
+    offered = "|".join(map(re.escape, {*row.names, *row.names.values()}))
+    return bool(offered) and re.search(rf"(?<![\w.])(?:{offered}){FIRST_ARGUMENT}", text) is not None
+
+
 def offer_name(name: str) -> str:
     """The name that a tool of a chat request may have."""
     return re.sub(r"[^\w-]", "_", name)
@@ -246,7 +268,7 @@ class Question(Stateless):
         if "accepted" not in line:
             if line["id"].startswith("live_relevance"):
                 return "", float(bool(readable)), True
-            return "", float(not readable and ATTEMPT.search(action) is None), True
+            return "", float(not readable and not is_attempt(action, self._row)), True
         self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]
@@ -285,7 +307,7 @@ class Services:
     def call(self, name: str, /, *values: Any, **arguments: Any) -> str:
         """The result of a call; an error of a service is one too."""
         method = self._methods[name]
-        with bound_numbers(method, [*values, *arguments.values()]):
+        with bound_numbers(method, values, arguments):
             try:
                 result = method(*values, **arguments)
                 is_json = isinstance(result, dict)
@@ -307,17 +329,26 @@ class Services:
 
 
 @contextlib.contextmanager
-def bound_numbers(method: Any, values: Sequence[Any]) -> Any:
+def bound_numbers(method: Any, values: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
     """MathAPI sets the precision of the process, and would compute numbers of any length."""
     if type(method.__self__).__name__ != "MathAPI":
         yield
         return
-    numbers = [each for each in values if isinstance(each, int | float)]
-    if method.__name__ in ("power", "logarithm", "square_root") and any(abs(each) > MAX_DIGITS for each in numbers[1:]):
-        raise ToolInputError(f"{method.__name__} takes no number above {MAX_DIGITS} here")
+    named = dict(zip(inspect.signature(method).parameters, values, strict=False)) | dict(arguments)
+    for name, value in named.items():
+        if name in LIMITS and is_above(value, LIMITS[name]):
+            raise ToolInputError(f"{method.__name__} takes no {name} above {LIMITS[name]:g} here")
     mpmath = importlib.import_module("mpmath")
     with mpmath.workdps(mpmath.mp.dps), decimal.localcontext():
         yield
+
+
+def is_above(value: Any, limit: float) -> bool:
+    """Whether the size of a number, also one written as text, is above a limit."""
+    try:
+        return abs(float(value) if isinstance(value, str) else value) > limit
+    except (TypeError, ValueError):  # the call itself answers that it is no number
+        return False
 
 
 @lru_cache
@@ -345,7 +376,7 @@ class Conversation(Stateless):
         self._turn = 0
         return self._begin_turn()
 
-    async def step(self, action: Reply) -> Step:
+    def step(self, action: Reply) -> Step:
         if action.calls:
             answer = self._services.answer
             return [write_result(each.call_id, answer(each.tool, each.arguments)) for each in action.calls], 0.0, False
