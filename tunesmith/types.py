@@ -132,6 +132,8 @@ class Task:
 
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature besides 0; below it, logits divided by the temperature overflow float32."""
+MAX_COUNT = 2**31 - 1
+"""Largest `top_k` and `min_tokens`: files of rollouts have 32 bits for them."""
 MAX_REWARD = 1e9
 """Largest magnitude of a reward; sums of squares of much larger ones overflow float32."""
 MAX_METRIC = 1e100

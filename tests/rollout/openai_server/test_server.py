@@ -248,6 +248,8 @@ async def test_request_bodies_over_the_limit_are_refused(has_content_length):
         ({"presence_penalty": -2.1}, "presence_penalty=-2.1 is outside"),
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty=0"),
         ({"extra_body": {"min_tokens": -1}}, "min_tokens=-1"),
+        ({"extra_body": {"min_tokens": 2**31}, "max_tokens": 2**31}, "min_tokens=2147483648 is outside"),
+        ({"extra_body": {"top_k": 2**31}}, "top_k=2147483648 is outside"),
         ({"extra_body": {"bad_words": "x"}}, "bad_words must be a list of at most 1024"),
         ({"extra_body": {"bad_words": [""]}}, "bad_words must be"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json is not JSON"),

@@ -35,7 +35,7 @@ from tunesmith.rollout.openai_server.fields import (
     read_value,
     shorten,
 )
-from tunesmith.types import MIN_TEMPERATURE, Sampling
+from tunesmith.types import MAX_COUNT, MIN_TEMPERATURE, Sampling
 
 MAX_CHOICES = 128
 MAX_BAD_WORDS = 1024
@@ -166,13 +166,13 @@ PENALTY: Read = read_number(float, -MAX_PENALTY, MAX_PENALTY)
 DISTRIBUTION_FIELDS: Fields = {
     "temperature": read_temperature,
     "top_p": read_number(float, 0, 1, is_low_open=True),
-    "top_k": lambda value, name: max(0, read_number(int, -1)(value, name)),
+    "top_k": lambda value, name: max(0, read_number(int, -1, MAX_COUNT)(value, name)),
     "min_p": read_number(float, 0, 1),
     "logit_bias": read_logit_bias,
     "repetition_penalty": read_number(float, 0, is_low_open=True),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
-    "min_tokens": read_number(int, 0),
+    "min_tokens": read_number(int, 0, MAX_COUNT),
 }
 """Fields with the name and the meaning of those of `Distribution`."""
 SAMPLING_FIELDS: Fields = {
