@@ -37,6 +37,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     order: tuple[int, ...] = ()
+    """That of its session, then the index of the call and of the choice."""
     deadline_at: float | None = None
     """Time on the monotonic clock, in seconds, after which the request ends."""
     max_model_len: int = sys.maxsize
@@ -84,6 +85,11 @@ class Request:
         self.depends_on_context = self.sampling.distribution.depends_on_context
         self.token_ids = list(self.prompt_ids)
         self.max_num_tokens = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
+
+    @property
+    def conversation(self) -> tuple[int, ...]:
+        """What all turns of a session have in common: its order; empty: none."""
+        return self.order[:-2]
 
     @property
     def num_sampled(self) -> int:
