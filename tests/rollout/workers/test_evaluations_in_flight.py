@@ -1,0 +1,82 @@
+"""An evaluation while groups are in flight: their model calls wait, and nothing else of theirs changes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from conditions import until
+from tunesmith.chat.renderer import Renderer
+from tunesmith.config import EngineSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.group import GroupRequest, build_requests
+from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.workers.local import LocalWorker
+from tunesmith.types import Sampling, Task, Trajectory, WorkflowOutput
+
+TOKENIZER = build_pocket_tokenizer()
+MODEL = build_pocket_model(TOKENIZER, hidden_size=96, num_layers=2)
+use_plan_attention(MODEL)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def build_service() -> ModelService:
+    engine = LocalEngine(MODEL, TOKENIZER, EngineSection(kv_cache_tokens=2000), max_model_len=400)
+    return ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=4))
+
+
+async def evaluate_in_flight(
+    workflow, begun: asyncio.Event, *, is_paused: bool, timeout_s: float = 60, **models
+) -> tuple[Trajectory, Trajectory]:
+    """A rollout of task "train" in flight, and one of task "eval" of an evaluation once `begun` is set."""
+    service = build_service()
+    agent = Agent(workflow=workflow, timeout_s=timeout_s, cancel_grace_s=1)
+    engine = service.recorder.engine
+    auxiliary = {name: build(service) for name, build in models.items()}
+    worker = LocalWorker(
+        Actors(
+            engine=engine, model=service, service=service, agent=agent, max_concurrency=2, auxiliary_models=auxiliary
+        ),
+        max_staleness=1,
+    )
+    await worker.set_version(0)
+    train = Task(task_id="train", index=0, row={"kind": "train"})
+    worker.start([GroupRequest(number=0, task=train, size=1, seed=(1, "in flight", 0))])
+    await begun.wait()
+    if is_paused:
+        worker.pause()
+    requests = build_requests([Task(task_id="eval", index=0, row={"kind": "eval"})], size=1, seed=3)
+    (evaluated,) = await worker.evaluate(requests, policy_version=0)
+    if is_paused:
+        await worker.set_version(0)
+    await until(lambda: worker.finished)
+    (finished,) = worker.take([0])
+    await worker.close()
+    return finished.group.trajectories[0], evaluated.trajectories[0]
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_an_evaluation_does_not_count_toward_the_time_limit_of_rollouts_in_flight(is_paused: bool) -> None:
+    limit_s, part_s = 4.0, 2.5
+
+    async def run() -> tuple[Trajectory, Trajectory]:
+        begun = asyncio.Event()
+
+        async def workflow(task, model):
+            await model(MESSAGES)
+            begun.set()
+            if task["kind"] == "train":
+                await model(MESSAGES)  # waits for the end of the evaluation
+            await asyncio.sleep(part_s)
+            return WorkflowOutput(reward=1.0)
+
+        return await evaluate_in_flight(workflow, begun, is_paused=is_paused, timeout_s=limit_s)
+
+    for trajectory in run_lockstep(run()):
+        assert trajectory.failure is None and trajectory.reward == 1.0
