@@ -16,7 +16,7 @@ from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.group import GroupRequest, build_requests
 from tunesmith.rollout.runner import Agent
-from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.service import ModelService, UnrecordedModel
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.types import Sampling, Task, Trajectory, WorkflowOutput
 
@@ -80,3 +80,29 @@ def test_an_evaluation_does_not_count_toward_the_time_limit_of_rollouts_in_fligh
 
     for trajectory in run_lockstep(run()):
         assert trajectory.failure is None and trajectory.reward == 1.0
+
+
+def test_calls_of_an_opponent_in_flight_wait_for_the_end_of_an_evaluation() -> None:
+    """The opponent is the policy itself, so its calls would share the evaluation's batches."""
+    events: list[str] = []
+
+    async def run() -> tuple[Trajectory, Trajectory]:
+        begun = asyncio.Event()
+
+        async def workflow(task, model, auxiliary_models):
+            await model(MESSAGES)
+            begun.set()
+            if task["kind"] == "train":
+                await auxiliary_models["opponent"](MESSAGES)
+                events.append("opponent")
+            else:
+                for _ in range(5):
+                    await auxiliary_models["opponent"](MESSAGES)
+                events.append("evaluation")
+            return WorkflowOutput(reward=1.0)
+
+        return await evaluate_in_flight(workflow, begun, is_paused=True, opponent=UnrecordedModel)
+
+    trained, evaluated = run_lockstep(run())
+    assert events == ["evaluation", "opponent"]
+    assert trained.reward == evaluated.reward == 1.0
