@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -32,11 +33,12 @@ def build_service() -> ModelService:
 
 
 async def evaluate_in_flight(
-    workflow, begun: asyncio.Event, *, is_paused: bool, timeout_s: float = 60, **models
-) -> tuple[Trajectory, Trajectory]:
-    """A rollout of task "train" in flight, and one of task "eval" of an evaluation once `begun` is set."""
+    workflow, begun: asyncio.Event, *, is_paused: bool, **models
+) -> tuple[Trajectory, Trajectory, float]:
+    """A rollout of task "train" in flight, one of task "eval" of an evaluation once `begun` is set, and the seconds
+    that do not count for the first."""
     service = build_service()
-    agent = Agent(workflow=workflow, timeout_s=timeout_s, cancel_grace_s=1)
+    agent = Agent(workflow=workflow, timeout_s=60, cancel_grace_s=1)
     engine = service.recorder.engine
     auxiliary = {name: build(service) for name, build in models.items()}
     worker = LocalWorker(
@@ -58,14 +60,14 @@ async def evaluate_in_flight(
     await until(lambda: worker.finished)
     (finished,) = worker.take([0])
     await worker.close()
-    return finished.group.trajectories[0], evaluated.trajectories[0]
+    return finished.group.trajectories[0], evaluated.trajectories[0], worker.groups.watchdog.blocked_s
 
 
 @pytest.mark.parametrize("is_paused", [True, False])
 def test_an_evaluation_does_not_count_toward_the_time_limit_of_rollouts_in_flight(is_paused: bool) -> None:
-    limit_s, part_s = 4.0, 2.5
+    duration_s, started = 0.5, time.monotonic()
 
-    async def run() -> tuple[Trajectory, Trajectory]:
+    async def run() -> tuple[Trajectory, Trajectory, float]:
         begun = asyncio.Event()
 
         async def workflow(task, model):
@@ -73,29 +75,33 @@ def test_an_evaluation_does_not_count_toward_the_time_limit_of_rollouts_in_fligh
             begun.set()
             if task["kind"] == "train":
                 await model(MESSAGES)  # waits for the end of the evaluation
-            await asyncio.sleep(part_s)
+            else:
+                await asyncio.sleep(duration_s)
             return WorkflowOutput(reward=1.0)
 
-        return await evaluate_in_flight(workflow, begun, is_paused=is_paused, timeout_s=limit_s)
+        return await evaluate_in_flight(workflow, begun, is_paused=is_paused)
 
-    for trajectory in run_lockstep(run()):
-        assert trajectory.failure is None and trajectory.reward == 1.0
+    trained, evaluated, uncounted_s = run_lockstep(run())
+    assert trained.reward == evaluated.reward == 1.0
+    assert duration_s <= uncounted_s <= time.monotonic() - started
 
 
 def test_calls_of_an_opponent_in_flight_wait_for_the_end_of_an_evaluation() -> None:
     """The opponent is the policy itself, so its calls would share the evaluation's batches."""
     events: list[str] = []
 
-    async def run() -> tuple[Trajectory, Trajectory]:
-        begun = asyncio.Event()
+    async def run() -> tuple[Trajectory, Trajectory, float]:
+        begun, evaluating = asyncio.Event(), asyncio.Event()
 
         async def workflow(task, model, auxiliary_models):
             await model(MESSAGES)
             begun.set()
             if task["kind"] == "train":
+                await evaluating.wait()
                 await auxiliary_models["opponent"](MESSAGES)
                 events.append("opponent")
             else:
+                evaluating.set()
                 for _ in range(5):
                     await auxiliary_models["opponent"](MESSAGES)
                 events.append("evaluation")
@@ -103,6 +109,6 @@ def test_calls_of_an_opponent_in_flight_wait_for_the_end_of_an_evaluation() -> N
 
         return await evaluate_in_flight(workflow, begun, is_paused=True, opponent=UnrecordedModel)
 
-    trained, evaluated = run_lockstep(run())
+    trained, evaluated, _ = run_lockstep(run())
     assert events == ["evaluation", "opponent"]
     assert trained.reward == evaluated.reward == 1.0
