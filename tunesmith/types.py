@@ -132,6 +132,11 @@ class Task:
 
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature besides 0; below it, logits divided by the temperature overflow float32."""
+MAX_COUNT = 2**31 - 1
+"""Largest `top_k` and `min_tokens`: files of rollouts have 32 bits for them."""
+MAX_LOGIT_BIAS = 1e4
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+"""Bounds that keep logits finite in float32, whatever the temperature."""
 MAX_REWARD = 1e9
 """Largest magnitude of a reward; sums of squares of much larger ones overflow float32."""
 MAX_METRIC = 1e100

@@ -93,7 +93,7 @@ def simulate(num_agents: int, num_blocks: int, variant: Variant, *, max_num_seqs
             agent.sent_at, agent.last_token_at = max(now, 0.0), None
             request = Request(
                 request_id=num_requests, prompt_ids=tuple(agent.token_ids), sampling=Sampling(max_tokens=1 << 20),
-                order=(agent.index // GROUP, agent.index % GROUP),
+                order=(agent.index // GROUP, agent.index % GROUP, agent.turn, 0),
             )  # fmt: skip
             agent_of[num_requests] = agent
             num_requests += 1

@@ -229,6 +229,7 @@ def test_zero_and_low_temperatures_are_allowed():
     "override",
     [
         "model.top_k=1000000000000000000000",
+        "model.top_k=2147483648",
         "model.lora.seed=1000000000000000000000",
         "model.lora.r=1000000",
         "model.lora.alpha=.inf",

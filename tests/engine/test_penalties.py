@@ -14,7 +14,14 @@ from engines import GREEDY, build_engine, build_prompts, compute_reference_logit
 from host_bursts import build_burst_engine
 from tiny_models import build_tiny
 from tunesmith.model.forward.distribution import truncate_logits
-from tunesmith.types import Distribution, Sampling
+from tunesmith.types import (
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+    Distribution,
+    Sampling,
+)
 
 PROMPTS = build_prompts(3, 17, 30)
 PENALTIES = [
@@ -98,16 +105,29 @@ def test_bad_words_are_never_sampled_and_the_rest_is_renormalized() -> None:
             assert completion.logprobs[step] == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.parametrize("build", [build_engine, build_burst_engine])
+@pytest.mark.parametrize("penalty", [MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY])
+@pytest.mark.parametrize("temperature", [0.0, MIN_TEMPERATURE, 1.0])
+def test_logprobs_are_finite_at_the_bounds(build, penalty: float, temperature: float) -> None:
+    bias = ((5, MAX_LOGIT_BIAS), (6, MAX_LOGIT_BIAS), (7, -MAX_LOGIT_BIAS))
+    distribution = Distribution(temperature=temperature, repetition_penalty=penalty, logit_bias=bias)
+    completions = generate_all(build(), PROMPTS, Sampling(max_tokens=4, distribution=distribution))
+    assert all(math.isfinite(each) for completion in completions for each in completion.logprobs)
+    assert {token_id for completion in completions for token_id in completion.sampled_ids} <= {5, 6}
+
+
 @pytest.mark.parametrize(
     ("distribution", "options", "message"),
     [
         (Distribution(repetition_penalty=0.0), {}, "repetition_penalty=0.0"),
+        (Distribution(repetition_penalty=1e-308), {}, "repetition_penalty=1e-308"),
         (Distribution(presence_penalty=math.nan), {}, "presence_penalty"),
         (Distribution(min_tokens=9), {}, "min_tokens=9"),
         (Distribution(min_tokens=1), {"stop": ("a",)}, "stop strings"),
         (Distribution(bad_words=((),)), {}, "bad_words"),
         (Distribution(bad_words=((97,),)), {}, "bad_words"),
         (Distribution(grammar="start: 'a'", bad_words=((1,),)), {}, "cannot be combined with a grammar"),
+        (Distribution(logit_bias=((5, 1e39),)), {}, r"logit_bias of token 5 is 1e\+39"),
     ],
 )
 def test_invalid_penalties_are_refused(distribution: Distribution, options: dict, message: str) -> None:

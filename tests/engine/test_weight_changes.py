@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from conditions import HANG_S
 from engines import build_engine, build_prompts, compute_reference_logits
 from host_bursts import build_burst_engine
 from tiny_models import build_tiny
@@ -193,6 +194,41 @@ def test_a_held_request_can_be_cancelled(pair):
 
     run_lockstep(run())
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("build", [build_engine, build_burst_engine])
+def test_held_requests_leave_their_places_in_the_queue_to_others(build):
+    """Of five callers one request runs, two are queued, and two callers wait for a place."""
+    engine = build(max_waiting=2, max_num_seqs=1, decode_block=3)
+    sampling = Sampling(max_tokens=40)
+    ended: list[str] = []
+
+    async def sample(name: str, index: int, on_tokens: Callable | None = None) -> Completion:
+        done = await engine.generate(PROMPTS[index % 3], sampling, order=(index,), on_tokens=on_tokens)
+        ended.append(name)
+        return done
+
+    async def run() -> list[Completion | BaseException]:
+        first = asyncio.Event()
+        old = [asyncio.ensure_future(sample("old", index, lambda ids, _: first.set())) for index in range(5)]
+        await first.wait()
+        engine.hold()
+        engine.resume(0)
+        old[2].cancel()  # has a request
+        old[4].cancel()  # has none
+        new = asyncio.gather(*(sample("new", index) for index in range(4)))
+        await asyncio.wait_for(new, HANG_S)
+        engine.release()
+        engine.resume(0)
+        return await asyncio.gather(*old, return_exceptions=True)
+
+    completions = run_lockstep(run())
+    assert ended == ["new"] * 4 + ["old"] * 3
+    expected = run_lockstep(asyncio.wait_for(engine.generate(PROMPTS[0], sampling), HANG_S))
+    assert [isinstance(each, Completion) for each in completions] == [True, True, False, True, False]
+    assert completions[0].sampled_ids == completions[3].sampled_ids == expected.sampled_ids
+    assert engine.compute_stats()["engine/num_requests"] == 8
+    assert engine._queue_places._value == 2
 
 
 def test_tokens_arrive_while_the_engine_has_the_version_that_sampled_them(pair):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from tunesmith.config.section import Needs, Section, Temperature
+from tunesmith.types import MAX_COUNT
 
 CALL_FORMATS = {
     "harmony": "harmony:HARMONY",
@@ -75,7 +76,7 @@ class ServedModelSection(Section):
     """Sampling temperature of rollouts; 0 is greedy, which makes all rollouts of a group identical."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: keep the most likely tokens up to this cumulative probability; 1 keeps all."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Drop tokens less likely than this fraction of the most likely token's probability; 0 keeps all."""

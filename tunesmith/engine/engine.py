@@ -60,6 +60,8 @@ class LocalEngine(BaseEngine):
         self._inbox: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
         self._undelivered: deque[StepOutput] = deque()
+        self._hold_ended: asyncio.Event | None = None
+        """Between `hold` and `release`: set when callers that waited for a place before `hold` may have one."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
         self._reported_wait_s = 0.0
@@ -100,7 +102,12 @@ class LocalEngine(BaseEngine):
         self._bind_loop()
         if len(prompt_ids) >= self.max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
+        is_before_hold = self._hold_ended is None
         await self._queue_places.acquire()
+        while is_before_hold and self._hold_ended is not None:
+            self._queue_places.release()
+            await self._hold_ended.wait()
+            await self._queue_places.acquire()
         state = self._build_state(
             prompt_ids, sampling, on_tokens=on_tokens, order=order, deadline_at=deadline_at, token_matcher=token_matcher
         )
@@ -145,17 +152,25 @@ class LocalEngine(BaseEngine):
         self._notify()
 
     def hold(self) -> None:
-        """Pause, and set all unfinished requests aside: until `release`, `resume` samples later ones only."""
+        """Pause, and set all unfinished requests aside: until `release`, `resume` samples later ones only.
+
+        Callers that wait for a place in the queue wait until then too.
+        """
         self.pause()
+        self._hold_ended = asyncio.Event()
         with self._lock:
             self._receive_requests()
-            self._output_processor.scheduler.hold()
+            self._output_processor.hold()
+        self._deliver_own()
 
     def release(self) -> None:
         """Pause, and put the requests of `hold` back; they are computed again from their start."""
         self.pause()
         with self._lock:
             self._output_processor.scheduler.release_held()
+        if self._hold_ended is not None:
+            self._hold_ended.set()
+            self._hold_ended = None
 
     def compute_stats(self) -> dict[str, float]:
         """Metrics since the last call."""

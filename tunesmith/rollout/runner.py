@@ -27,6 +27,7 @@ from tunesmith.rollout.failures import (
     describe_type,
     format_traceback,
 )
+from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider, RecordedCalls
@@ -126,12 +127,14 @@ async def run_trajectory(
     watchdog: EventLoopWatchdog | None = None,
     record: RolloutRecord | None = None,
     prepare: Callable[[RecordedCalls], None] | None = None,
+    gate: asyncio.Event | None = None,
 ) -> Trajectory:
     """Run the agent; `seed` determines what its models sample, `order` its position in the engine's queue.
 
     It runs again, in new sessions, if its worker in another process is lost. `prepare` receives each session before its
     first call. With a `record`, which `prepare` gives the session, the calls are recorded so that branches can replay
-    them; if it has a branch point, the rollout is such a branch.
+    them; if it has a branch point, the rollout is such a branch. The calls of all of its sessions, those of auxiliary
+    models too, wait while `gate` is not set.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
@@ -147,6 +150,9 @@ async def run_trajectory(
             name: source.open(seed=derive_seed(seed_of_attempt, name), order=order)
             for name, source in auxiliary_models.items()
         }
+        for each in (bound, *auxiliary.values()):
+            if isinstance(each.session, Session):
+                each.session.gate = gate
         run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
         turns: tuple[Turn, ...] = ()
         try:

@@ -196,18 +196,18 @@ def run_turn(scheduler: Scheduler, request_id: int, prompt: range, order: tuple[
 def test_a_request_waits_that_would_evict_a_conversation_before_its_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tunesmith.engine.core.scheduler.MIN_RUNNING", 1)
     scheduler = build_scheduler(num_blocks=12)
-    run_turn(scheduler, 0, range(16), (0, 0))
-    run_turn(scheduler, 1, range(100, 108), (1, 0))
-    run_turn(scheduler, 2, range(20), (0, 0))  # one request ended between its turns: prefixes are kept for two
-    runs = build_request(3, range(200, 208), (2, 0))
+    run_turn(scheduler, 0, range(16), (0, 0, 0, 0))
+    run_turn(scheduler, 1, range(100, 108), (1, 0, 0, 0))
+    run_turn(scheduler, 2, range(20), (0, 0, 1, 0))  # one request ended between its turns: prefixes are kept for two
+    runs = build_request(3, range(200, 208), (2, 0, 0, 0))
     scheduler.add(runs)
     assert describe(scheduler.schedule()) == [(3, 0, 8)]
     scheduler.commit([])
-    evicts = build_request(4, range(300, 332), (3, 0))
+    evicts = build_request(4, range(300, 332), (3, 0, 0, 0))
     scheduler.add(evicts)
     scheduler.schedule()
     assert evicts.slot is None  # four blocks are free, and the others hold the prefixes of both conversations
-    next_turn = build_request(5, range(24), (0, 0))
+    next_turn = build_request(5, range(24), (0, 0, 2, 0))
     scheduler.add(next_turn)
     scheduler.schedule()
     assert next_turn.num_cached_tokens == 20
@@ -221,8 +221,9 @@ def test_finished_requests_without_a_next_turn_are_evicted_at_once(monkeypatch: 
     monkeypatch.setattr("tunesmith.engine.core.scheduler.MIN_RUNNING", 1)
     scheduler = build_scheduler(num_blocks=12)
     for request_id in range(2):
-        run_turn(scheduler, request_id, range(100 * request_id, 100 * request_id + 16), (request_id, 0))
-    runs, evicts = build_request(2, range(200, 208), (2, 0)), build_request(3, range(300, 332), (3, 0))
+        run_turn(scheduler, request_id, range(100 * request_id, 100 * request_id + 16), (request_id, 0, 0, 0))
+    runs = build_request(2, range(200, 208), (2, 0, 0, 0))
+    evicts = build_request(3, range(300, 332), (3, 0, 0, 0))
     scheduler.add(runs)
     scheduler.commit(scheduler.schedule().chunks)
     scheduler.add(evicts)

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from served import TOOLS, build_service
+from served import TOOLS, USER, build_service
 
 from tunesmith.rollout.openai_server.app import parse_json
 from tunesmith.rollout.openai_server.fields import ApiError
@@ -95,3 +95,27 @@ async def test_malformed_requests_get_a_4xx_status():
         service.close(bound)
     assert set(statuses) <= {200, 400, 404}
     assert min(statuses[200], statuses[400]) > 100
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "answer"),
+    [
+        ("chat/completions", {"messages": USER, "\ud800": 1}, 400, "\ufffd is not supported by this endpoint"),
+        ("responses", {"input": "hi", "user": "\ud800"}, 200, '"user": "\ufffd"'),
+        ("responses", {"input": "hi", "user": "\ud800", "stream": True}, 200, '"user": "\ufffd"'),
+        (
+            "messages",
+            {"max_tokens": 5, "messages": USER, "tool_choice": {"type": ["auto"]}},
+            400,
+            "tool_choice.type is",
+        ),
+    ],
+)
+async def test_text_that_is_not_unicode_and_types_that_are_not_text_are_answered(route, body, status, answer):
+    service = build_service("x")
+    bound = service.open(seed=1)
+    headers = {"authorization": f"Bearer {bound.session.key}"}
+    response = await service._http_client.post(f"http://x/v1/{route}", content=json.dumps(body), headers=headers)
+    assert response.status_code == status
+    assert answer in response.text
+    assert len(service.close(bound)) == (status == 200)

@@ -13,7 +13,12 @@ from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
 from tunesmith.chat.messages import compute_match_keys, parse_messages
 from tunesmith.chat.renderer import Renderer
+from tunesmith.config import EngineSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.experience.samples import build_samples
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.rollout.service import BoundModel, ModelService
 from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
 
@@ -201,6 +206,25 @@ async def test_turns_are_in_order_of_arrival():
     turns = service.close(bound)
     assert [len(turn.sampled_ids) for turn in turns] == [9, 2]
     assert [order for *_, order in service.recorder.engine.requests] == [(5, 0, 0), (5, 1, 0)]
+
+
+def test_the_calls_of_a_session_are_one_conversation_to_the_scheduler():
+    tokenizer = build_pocket_tokenizer()
+    model = build_pocket_model(tokenizer, hidden_size=96, num_layers=2)
+    use_plan_attention(model)
+    engine = LocalEngine(model, tokenizer, EngineSection(kv_cache_tokens=2000), max_model_len=400)
+    service = ModelService(engine, Renderer(tokenizer), model_name="m", sampling=Sampling(max_tokens=4))
+
+    async def run() -> None:
+        first, second = (service.open(seed=1, order=(0, run_index)) for run_index in range(2))
+        reply = await create_message(first, [USER])
+        await create_message(second, [USER])
+        await create_message(first, [USER, reply, USER])
+
+    run_lockstep(run())
+    scheduler = engine._output_processor.scheduler
+    assert scheduler._turn_distance == 1  # the second session's request ended between the turns of the first one
+    assert set(scheduler._ended_at) == {(0, 0), (0, 1)}
 
 
 async def test_policy_versions_are_recorded():

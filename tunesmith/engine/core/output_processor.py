@@ -35,6 +35,8 @@ class RequestState:
     """Callback that receives tokens as they are sampled."""
     stops: StopConditions
     is_queued: bool = True
+    """It has not started."""
+    has_place: bool = True
     """Counts towards `max_waiting`."""
 
 
@@ -46,7 +48,7 @@ class StepOutput:
     """Token ids, logprobs and details for requests with an `on_tokens` callback."""
     results: list[tuple[RequestState, Completion | EngineError]] = field(default_factory=list)
     num_dequeued: int = 0
-    """Requests that left the waiting queue."""
+    """Places that requests left in the waiting queue."""
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.results or self.num_dequeued)
@@ -85,6 +87,12 @@ class OutputProcessor:
         self.num_deadlines += state.request.deadline_at is not None
         self.scheduler.add(state.request)
 
+    def hold(self) -> None:
+        """Set all requests aside; their places in the waiting queue are free for others."""
+        self.scheduler.hold()
+        for state in self.states.values():
+            self._free_place(state)
+
     def record_schedule(self, scheduled: SchedulerOutput) -> None:
         """Count a step's tokens, complete requests that can never fit, and free places in the waiting queue."""
         self.counts["preemptions"] += scheduled.num_preemptions
@@ -96,7 +104,7 @@ class OutputProcessor:
                 self.counts["prefill_tokens"] += chunk.stop - chunk.start
             if state.is_queued:
                 state.is_queued = False
-                self._output.num_dequeued += 1
+                self._free_place(state)
                 self.counts["requests"] += 1
                 self.counts["cached_tokens"] += chunk.request.num_cached_tokens or 0
 
@@ -196,8 +204,11 @@ class OutputProcessor:
         if self.drafter is not None:
             self.drafter.end(state.request)
         self.num_deadlines -= state.request.deadline_at is not None
-        self._output.num_dequeued += state.is_queued
-        state.is_queued = False
+        self._free_place(state)
+
+    def _free_place(self, state: RequestState) -> None:
+        self._output.num_dequeued += state.has_place
+        state.has_place = False
 
 
 def deliver_output(output: StepOutput) -> list[int]:

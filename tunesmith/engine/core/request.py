@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 
 from tunesmith.engine.core.span import BlockRun, extend_runs
 from tunesmith.grammar.matcher import TokenMatcher
-from tunesmith.types import Completion, Sampling, StopReason, TokenDetails, TopLogprobs
+from tunesmith.types import (
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    Completion,
+    Sampling,
+    StopReason,
+    TokenDetails,
+    TopLogprobs,
+)
 
 MAX_TOP_LOGPROBS = 20
 """Most tokens that a request may have returned for each sampled one, as in the OpenAI API."""
@@ -28,6 +37,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     order: tuple[int, ...] = ()
+    """That of its session, then the index of the call and of the choice."""
     deadline_at: float | None = None
     """Time on the monotonic clock, in seconds, after which the request ends."""
     max_model_len: int = sys.maxsize
@@ -75,6 +85,11 @@ class Request:
         self.depends_on_context = self.sampling.distribution.depends_on_context
         self.token_ids = list(self.prompt_ids)
         self.max_num_tokens = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
+
+    @property
+    def conversation(self) -> tuple[int, ...]:
+        """What all turns of a session have in common: its order; empty: none."""
+        return self.order[:-2]
 
     @property
     def num_sampled(self) -> int:
@@ -134,17 +149,21 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
             f"top_k={distribution.top_k} must be 0 (all) or above"
         )
     for token_id, bias in distribution.logit_bias:
-        if not 0 <= token_id < vocab_size or not math.isfinite(bias):
+        if not 0 <= token_id < vocab_size or not abs(bias) <= MAX_LOGIT_BIAS:
             raise ValueError(
-                f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values are finite"
+                f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values in "
+                f"[-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
             )
 
 
 def _check_penalties(sampling: Sampling, vocab_size: int) -> None:
     """Raise ValueError for penalties and bans outside of their ranges, or that together may leave no token."""
     distribution = sampling.distribution
-    if not 0 < distribution.repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty={distribution.repetition_penalty} must be above 0")
+    if not MIN_REPETITION_PENALTY <= distribution.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise ValueError(
+            f"repetition_penalty={distribution.repetition_penalty} must lie in "
+            f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+        )
     if not (math.isfinite(distribution.presence_penalty) and math.isfinite(distribution.frequency_penalty)):
         raise ValueError("presence_penalty and frequency_penalty must be finite")
     if not 0 <= distribution.min_tokens <= sampling.max_tokens:

@@ -137,7 +137,7 @@ class Scheduler:
         self._num_ended = 0
         """Requests that ended: the clock by which released blocks age."""
         self._ended_at: dict[tuple[int, ...], int] = {}
-        """When the last turn of each conversation ended, by the order of its requests; until its next turn comes."""
+        """When the last turn of each conversation ended, until its next turn comes."""
         self._turn_distance = 0.0
         """Requests that end, on average, between two turns of a conversation; 0 before a second turn has come."""
 
@@ -147,7 +147,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_get_priority)
-        ended_at = self._ended_at.pop(request.order, None)
+        ended_at = self._ended_at.pop(request.conversation, None)
         if ended_at is not None:
             distance = self._num_ended - ended_at
             self._turn_distance += (distance - self._turn_distance) * (DISTANCE_WEIGHT if self._turn_distance else 1)
@@ -158,8 +158,8 @@ class Scheduler:
             (self.held if request in self.held else self.waiting).remove(request)
         else:
             self._num_ended += 1
-            if request.order:
-                self._ended_at[request.order] = self._num_ended
+            if request.conversation:
+                self._ended_at[request.conversation] = self._num_ended
             self.running.remove(request)
             self._release(request)
 

@@ -119,7 +119,7 @@ def _translate_tool_choice(choice: Any, name: str) -> dict[str, Any]:
     kind = OBJECT(choice, name).get("type")
     named = {"type": "function", "function": {"name": choice.get("name")}}
     choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-    if kind not in choices:
+    if not isinstance(kind, str) or kind not in choices:
         raise ValueError(f"{name}.type is {kind!r}; allowed: {', '.join(choices)}")
     fields: dict[str, Any] = {"tool_choice": choices[kind]}
     return fields | ({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {})

@@ -8,7 +8,6 @@ without effect on the result (`ignore`) are ignored.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,7 +34,14 @@ from tunesmith.rollout.openai_server.fields import (
     read_value,
     shorten,
 )
-from tunesmith.types import MIN_TEMPERATURE, Sampling
+from tunesmith.types import (
+    MAX_COUNT,
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+    Sampling,
+)
 
 MAX_CHOICES = 128
 MAX_BAD_WORDS = 1024
@@ -122,8 +128,8 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...] | No
         pairs = sorted((int(token_id), float(bias)) for token_id, bias in value.items())
     except (AttributeError, TypeError, ValueError) as error:
         raise RequestError(f"{name} must map token ids to numbers", param=name) from error
-    if not all(token_id >= 0 and math.isfinite(bias) for token_id, bias in pairs):
-        raise ValueError(f"{name} must map token ids to finite numbers")
+    if not all(token_id >= 0 and abs(bias) <= MAX_LOGIT_BIAS for token_id, bias in pairs):
+        raise ValueError(f"{name} must map token ids to numbers in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
     return tuple(pairs) or None
 
 
@@ -166,13 +172,13 @@ PENALTY: Read = read_number(float, -MAX_PENALTY, MAX_PENALTY)
 DISTRIBUTION_FIELDS: Fields = {
     "temperature": read_temperature,
     "top_p": read_number(float, 0, 1, is_low_open=True),
-    "top_k": lambda value, name: max(0, read_number(int, -1)(value, name)),
+    "top_k": lambda value, name: max(0, read_number(int, -1, MAX_COUNT)(value, name)),
     "min_p": read_number(float, 0, 1),
     "logit_bias": read_logit_bias,
-    "repetition_penalty": read_number(float, 0, is_low_open=True),
+    "repetition_penalty": read_number(float, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
-    "min_tokens": read_number(int, 0),
+    "min_tokens": read_number(int, 0, MAX_COUNT),
 }
 """Fields with the name and the meaning of those of `Distribution`."""
 SAMPLING_FIELDS: Fields = {

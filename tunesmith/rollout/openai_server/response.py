@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import pydantic_core
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
 from tunesmith.rollout.openai_server.fields import ApiError
+from tunesmith.storage import clean_text
 from tunesmith.types import Completion, TopLogprobs
 
 
@@ -121,8 +123,11 @@ def build_error(message: str, *, status: int, param: str | None = None, code: st
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON as UTF-8; several times as fast as the standard library."""
-    return pydantic_core.to_json(value)
+    """JSON as UTF-8; several times as fast as the standard library, which encodes text that is not valid Unicode."""
+    try:
+        return pydantic_core.to_json(value)
+    except pydantic_core.PydanticSerializationError:  # text of the request is repeated in an error, or in a response
+        return clean_text(json.dumps(value, ensure_ascii=False)).encode()
 
 
 Event = Mapping[str, Any]

@@ -134,7 +134,7 @@ class GroupRunner:
         def prepare(session: RecordedCalls) -> None:
             session.record = record
             if isinstance(session, Session):
-                session.gate, session.keeps_cache = self.gate, self._keeps_cache
+                session.keeps_cache = self._keeps_cache
                 group.sessions[run_index] = session
 
         # the permit covers the judge too, which may call models or tools of its own
@@ -151,6 +151,7 @@ class GroupRunner:
                 watchdog=self._watchdog,
                 record=record,
                 prepare=prepare,
+                gate=self.gate,
             )
         trajectory = trajectory if request.is_trained else drop_routes(trajectory)
         group.add(trajectory)

@@ -1,7 +1,7 @@
 """The worker of this process: its engine samples, its event loop runs the workflows.
 
 Between `pause` and `set_version` nothing is sampled, and workflows that are in flight go on with their tools. That time
-does not count toward their time limit.
+does not count toward their time limit, nor does that of an evaluation.
 """
 
 from __future__ import annotations
@@ -212,6 +212,8 @@ class LocalWorker:
             yield
             return
         engine: Any = self.actors.engine
+        if not self._is_paused:
+            self.groups.watchdog.pause()
         self.groups.gate.clear()
         engine.hold()
         try:
@@ -219,6 +221,8 @@ class LocalWorker:
         finally:
             engine.release()
             self.groups.gate.set()
+            if not self._is_paused:
+                self.groups.watchdog.resume()
 
     def _count(self) -> WorkerStatistics:
         engine, service = self.actors.engine, self.actors.service
