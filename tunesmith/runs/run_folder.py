@@ -26,7 +26,7 @@ from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
-from tunesmith.runs.workspace import Workspace, iter_numbered, name_aside
+from tunesmith.runs.workspace import SPEED_KEYS, Workspace, iter_numbered, name_aside
 from tunesmith.storage import (
     CHECKPOINT,
     RunPaths,
@@ -43,10 +43,10 @@ MUTABLE_KEYS = (
     "total_steps", "save_interval_steps", "save_interval_s", "keep_checkpoints", "keep_best", "early_stopping",
     "callbacks", "steps_per_file", "evaluation.interval_steps", "evaluation.at_start", "monitor", "cluster",
     "rollout.assignment", "rollout.timeout_s", "rollout.thread_patience_s", "rollout.max_failure_rate",
-    "trainer.mismatch_warn", "trainer.mismatch_stop",
+    "trainer.mismatch_warn", "trainer.mismatch_stop", *SPEED_KEYS,
 )  # fmt: skip
 """Keys that may change when a run is resumed: paths, length, saving, evaluation, callbacks, reporting and failure
-limits, and the number of ranks."""
+limits, the number of ranks, memory and speed."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -67,6 +67,17 @@ from tunesmith.types import Task
 
 CONTENTS = ("sources", "questions", "rows", "weights")
 """Inputs that are digests of content. One that is None on one side, such as a file that is gone, is not compared."""
+SPEED_KEYS = (
+    "num_cpu_threads", "rollout.max_concurrency", "trainer.max_tokens_per_row", "trainer.logprob_chunk_tokens",
+    "trainer.has_gradient_checkpointing", "trainer.has_compiled_layers", "trainer.has_row_graphs",
+    "trainer.has_prefix_sharing", "engine.page_size", "engine.max_num_seqs", "engine.max_batched_tokens",
+    "engine.kv_cache_tokens", "engine.kv_cache_gib", "engine.max_waiting", "engine.has_prefix_cache",
+    "engine.has_packed_weights", "engine.cuda_decode", "engine.decode_block", "engine.max_speculating_seqs",
+    "engine.tensor_parallel_size", "engine.vllm.python", "engine.vllm.devices", "engine.vllm.gpu_memory_share",
+    "engine.vllm.weight_transfer", "engine.vllm.start_timeout_s", "engine.vllm.has_eager",
+)  # fmt: skip
+"""Keys of memory and speed, which may change when a training is resumed: errors of memory advise it. Another order of
+sums may change the last bits of what follows, but not the distribution that is sampled or the loss that is trained."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 

@@ -47,7 +47,7 @@ from tunesmith.runs.extra_models import load_reference
 from tunesmith.runs.memory import fit_offline
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
-from tunesmith.runs.workspace import Workspace
+from tunesmith.runs.workspace import SPEED_KEYS, Workspace
 from tunesmith.storage import (
     DONE,
     TEMPORARY,
@@ -63,7 +63,7 @@ from tunesmith.storage import (
 )
 from tunesmith.trainer.trainer import Trainer
 
-MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", "num_cpu_threads")
+MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", *SPEED_KEYS)
 """Keys that may change when training is resumed."""
 
 
@@ -346,8 +346,10 @@ def load_summary(workspace: Workspace, config: OfflineConfig) -> dict[str, Any] 
 
 def resume_training(workspace: Workspace, config: OfflineConfig) -> Path | None:
     """Prepare the locked folder for the remaining steps; returns the last checkpoint, None if there is none."""
-    workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
     checkpoint = find_whole_checkpoint(workspace.root)
+    # a run that failed before its first checkpoint starts again, with any settings
+    mutable_keys = MUTABLE_KEYS if checkpoint is not None else tuple(type(config).model_fields)
+    workspace.check_config(config, mutable_keys=mutable_keys)
     workspace.begin(config)
     workspace.remove(workspace.root / MODEL)
     return checkpoint
