@@ -132,10 +132,12 @@ def test_checkpoints_by_time_replace_each_other_and_change_nothing(workplace):
     timed, killed = folder / "runs/tunesmith/timed", folder / "runs/tunesmith/killed-between"
     assert zygote.run(["tune", "run.yaml", "--resume", "--set", "name=whole"]) == 0
     assert zygote.run([*arguments, "name=timed"]) == 0
-    assert {path.name for path in timed.glob("global_step_*")} == {"global_step_4", "global_step_6"}
-    zygote.kill([*arguments, "name=killed-between"], when=lambda: (killed / "global_step_3/DONE.json").exists())
+    for step in (1, 3, 5):  # also between the rename of a checkpoint and the removal of the one before
+        done = killed / f"global_step_{step}/DONE.json"
+        zygote.kill([*arguments, "name=killed-between", "--resume"], when=done.exists)
     assert zygote.run([*arguments, "name=killed-between", "--resume"]) == 0
     for run in (timed, killed):
+        assert {path.name for path in run.glob("global_step_*")} == {"global_step_4", "global_step_6"}
         assert_same_run(folder / "runs/tunesmith/whole", run)
 
 
