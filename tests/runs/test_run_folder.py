@@ -317,6 +317,27 @@ def test_what_an_error_of_memory_advises_may_change_when_a_run_resumes(tmp_path)
         open_run_folder(build_config(tmp_path, continue_from_checkpoint=True, **less | {"engine": engine}))
 
 
+def test_a_run_is_not_resumed_with_other_rows_and_one_of_an_earlier_version_is(tmp_path):
+    rows = {"train_dataset": "1", "eval_datasets.test": "2"}
+    with open_run_folder(build_config(tmp_path), sources=rows) as run:
+        log_steps(run.paths, 2)
+    other = {"train_dataset": "3", "eval_datasets.test": None}
+    again = build_config(tmp_path, continue_from_checkpoint=True)
+    with open_run_folder(again, sources=other) as run:  # it starts again, as it has no checkpoint
+        commit(run.paths, 4)
+    with pytest.raises(
+        ConfigError, match=r"first was made with other settings: the content of train_dataset changed\."
+    ):
+        open_run_folder(again, sources=rows)
+    paths = RunPaths(tmp_path / "p" / "first")
+    paths.sources.unlink()
+    for _ in range(2):
+        with open_run_folder(again, sources=rows) as run:
+            assert run.committed_step == 4
+    with pytest.raises(ConfigError, match="the content of eval_datasets.test changed"):
+        open_run_folder(again, sources=rows | {"eval_datasets.test": "4"})
+
+
 def test_all_keys_that_may_change_exist():
     for key in MUTABLE_KEYS:
         section = RunConfig

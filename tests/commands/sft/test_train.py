@@ -388,9 +388,9 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(folder, data, tm
     assert all((one[name] == other[name]).all() for name in one)
 
 
-def test_a_run_out_of_memory_resumes_with_smaller_rows_and_with_any_settings_before_its_first_checkpoint(
-    folder, data, tmp_path, monkeypatch
-):
+@pytest.fixture
+def limits(monkeypatch):
+    """A list with one number: of the steps after which a training fails."""
     step, limits = Trainer.step, [0]
 
     def fail(self, *args, **kwargs):
@@ -399,6 +399,34 @@ def test_a_run_out_of_memory_resumes_with_smaller_rows_and_with_any_settings_bef
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", fail)
+    return limits
+
+
+def test_changed_rows_are_refused_after_the_first_checkpoint_if_their_digest_is_known(folder, data, tmp_path, limits):
+    config, text = build_config(folder, data, save_interval_steps=1), data.read_text()
+    data.write_text(text.replace("answer is", "result is"))
+    with pytest.raises(TrainingError):
+        run_offline(config, out_dir=tmp_path / "sft")
+    data.write_text(text)  # no step was made
+    limits[0] = 2
+    with pytest.raises(TrainingError):
+        run_offline(config, out_dir=tmp_path / "sft")
+    write_rows(data, [build_row(number) for number in range(20, 23)])
+    with pytest.raises(ConfigError, match=r"sft was made with other settings: the content of train_dataset changed\."):
+        run_offline(config, out_dir=tmp_path / "sft")
+    data.write_text(text)
+    limits[0] = 3
+    with pytest.raises(TrainingError):
+        run_offline(config, out_dir=tmp_path / "sft")
+    (tmp_path / "sft/sources.json").unlink()  # as an earlier version left it
+    data.write_text(text.replace("answer is", "result is"))
+    limits[0] = 1000
+    assert run_offline(config, out_dir=tmp_path / "sft").num_steps > 3
+
+
+def test_a_run_out_of_memory_resumes_with_smaller_rows_and_with_any_settings_before_its_first_checkpoint(
+    folder, data, tmp_path, limits
+):
     smaller = SftTrainerSection(learning_rate=1e-2, max_tokens_per_row=120)
     for changes, limit in ({}, 0), ({"num_epochs": 1}, 0), ({}, 2), ({"trainer": smaller}, 4):
         limits[0] = limit

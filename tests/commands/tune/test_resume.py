@@ -150,3 +150,24 @@ def test_resuming_a_finished_run_does_nothing_and_a_used_name_is_refused(workpla
     assert "already holds a run" in (folder / "zygote.log").read_text()
     assert zygote.run([*arguments, "--resume"]) == 0
     assert read_metrics(folder / "runs/tunesmith/again") == before
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_run_is_not_resumed_on_changed_rows(workplace, split):
+    folder, zygote = workplace
+    arguments = ["tune", "run.yaml", "--resume", "--set", f"name=changed-{split}", "--set", "total_steps=2"]
+    assert zygote.run(arguments) == 0
+    before = read_metrics(folder / f"runs/tunesmith/changed-{split}")
+    file = folder / f"data/{split}.jsonl"
+    text, num_before = file.read_text(), len((folder / "zygote.log").read_text())
+    try:
+        file.write_text(
+            text + text.splitlines()[0] + "\n" if split == "train" else text.replace("0 apples", "7 apples")
+        )
+        assert zygote.run([*arguments, "--set", "total_steps=4"]) == 1
+    finally:
+        file.write_text(text)
+    printed = (folder / "zygote.log").read_text()[num_before:]
+    name = "train_dataset" if split == "train" else "eval_datasets.held_out"
+    assert f"was made with other settings: the content of {name} changed. Restore them" in " ".join(printed.split())
+    assert read_metrics(folder / f"runs/tunesmith/changed-{split}") == before

@@ -166,7 +166,7 @@ def run_tuning(
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
         with (
-            open_run_folder(config) as folder,
+            open_run_folder(config, sources=plan.sources) as folder,
             Monitor(
                 folder.paths.root,
                 config.monitor,
