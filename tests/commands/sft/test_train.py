@@ -112,7 +112,8 @@ def test_loss_falls_and_the_folder_loads(folder, data, tmp_path):
     result = run_offline(build_config(folder, data, num_epochs=6), out_dir=tmp_path / "sft")
     tokenizer = AutoTokenizer.from_pretrained(result.folder)
     assert result.loss < 0.5 * math.log(len(tokenizer))
-    assert {path.name for path in (tmp_path / "sft").iterdir()} == {"config.yaml", "metrics.jsonl", "model", "run.lock"}
+    names = {"config.yaml", "sources.json", "metrics.jsonl", "model", "run.lock"}
+    assert {path.name for path in (tmp_path / "sft").iterdir()} == names
     rows = read_metrics(tmp_path / "sft")
     assert len(rows) == result.num_steps == result.best_step
     assert result.loss == pytest.approx(fmean(row["train/loss"] for row in rows if row["train/epoch"] > 5))
