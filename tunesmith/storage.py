@@ -55,6 +55,8 @@ class RunPaths:
 
     root: Path
     config = Place("config.yaml")
+    sources = Place("sources.json")
+    """Digests of the rows of each data set, which a resumed run compares."""
     lock = Place("run.lock")
     metrics = Place("metrics.jsonl")
     error = Place("error.json")

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import queue
+import shutil
 import threading
 
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -188,6 +190,31 @@ def test_a_killed_collection_resumes_after_the_last_whole_batch(config, tmp_path
     assert {body["messages"][0]["content"] for _, body in requests} == {"cut"}
     assert (result.num_rows, result.num_tasks, result.num_rollouts) == (1, 3, 3)
     assert [path.name for path in tmp_path.glob("rows*")] == ["rows.jsonl"]
+
+
+def test_a_killed_collection_is_not_continued_with_a_model_that_was_trained_again(config, tmp_path, pocket_folder):
+    folder = shutil.copytree(pocket_folder, tmp_path / "model")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    is_killed = [True]
+
+    async def plain(task, model):
+        completion = await model([{"role": "user", "content": task["question"]}])
+        if is_killed[0] and task["question"] == "cut":
+            raise KeyboardInterrupt
+        return WorkflowOutput(response=completion.choices[0].message.content, reward=1.0)
+
+    def start():
+        return collect_conversations(config, out=tmp_path / "rows.jsonl", workflow_func=plain)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    is_killed[0], file = False, folder / "model.safetensors"
+    before = file.read_bytes()
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="part was made with other settings: the content of weights.rows changed"):
+        start()
+    file.write_bytes(before)
+    assert start().num_tasks == 3
 
 
 def test_a_wrong_address_of_a_teacher_is_one_sentence():

@@ -259,6 +259,16 @@ def test_a_metric_that_no_rollout_ever_reported_is_an_error(name, args, outcome_
     apply_operators([group_of(1, 0)], chain)
 
 
+def test_a_metric_may_be_missing_after_the_first_step_also_where_a_run_resumes():
+    shaping = {"reward_shaping_configs": [{"stats_key": "bonus", "op_type": "ADD", "weight": 0.1}]}
+    first, second = [group_of(1, 0, metrics=[{"bonus": 1.0}, {}])], [group_of(1, 0)]
+    whole, resumed = chain_of(("reward_shaping_mapper", shaping)), chain_of(("reward_shaping_mapper", shaping))
+    apply_operators(first, whole, step=1)
+    _, metrics = apply_operators(second, whole, step=2)
+    assert metrics["experience/reward_shaping_mapper/num_skipped"] == 2
+    assert apply_operators(second, resumed, step=2)[1] == metrics
+
+
 def test_a_custom_operator_gets_outcome_key_only_under_that_name():
     given = []
 

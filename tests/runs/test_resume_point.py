@@ -86,7 +86,7 @@ def test_sft_names_the_checkpoint_before_a_damaged_one(tmp_path):
         {"model": {"path": "m"}, "train_dataset": {"path": "d"}, "trainer": {"learning_rate": 1e-5}}
     )
     with Workspace(tmp_path / "sft") as workspace:
-        assert resume_training(workspace, config) is None
+        assert resume_training(workspace, config, {}) is None
         for step in (2, 4):
             with new_folder(tmp_path / f"sft/global_step_{step}", {"step": step}) as temporary:
                 (temporary / "weights").write_text(f"weights of {step}")
@@ -95,6 +95,6 @@ def test_sft_names_the_checkpoint_before_a_damaged_one(tmp_path):
         with pytest.raises(
             StorageError, match=r"is damaged.*move global_step_4 out of .* to resume from global_step_2"
         ):
-            resume_training(workspace, config)
+            resume_training(workspace, config, {})
         (tmp_path / "sft/global_step_4").rename(tmp_path / "aside")
-        assert resume_training(workspace, config) == tmp_path / "sft/global_step_2"
+        assert resume_training(workspace, config, {}) == tmp_path / "sft/global_step_2"

@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.store import save_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.runs.load_config import load_section
-from tunesmith.runs.run_folder import RunFolder, open_run_folder, resolve_run_root, set_learning_rate
+from tunesmith.runs.run_folder import MUTABLE_KEYS, RunFolder, open_run_folder, resolve_run_root, set_learning_rate
 from tunesmith.storage import RunPaths, new_folder, save_json, save_text
 
 
@@ -300,6 +300,50 @@ def test_a_resumed_run_may_change_its_length_but_not_its_training_settings(tmp_p
     assert "algorithm.loss_args" in str(caught.value)
     assert "seed was 42, is 1" in str(caught.value)
     assert "total_steps" not in str(caught.value)
+
+
+def test_what_an_error_of_memory_advises_may_change_when_a_run_resumes(tmp_path):
+    with open_run_folder(build_config(tmp_path)) as run:
+        commit(run.paths, 4)
+    less = {
+        "trainer": {"max_tokens_per_row": 256, "logprob_chunk_tokens": 64, "has_gradient_checkpointing": True},
+        "engine": {"kv_cache_tokens": 4096, "max_num_seqs": 8, "max_batched_tokens": 1024},
+        "rollout": {"max_concurrency": 8},
+    }
+    with open_run_folder(build_config(tmp_path, continue_from_checkpoint=True, **less)) as run:
+        assert load_section(RunConfig, run.paths.config).engine.max_num_seqs == 8
+    engine = less["engine"] | {"weight_format": "fp8"}
+    with pytest.raises(ConfigError, match=r"settings: engine.weight_format was 'model', is 'fp8'\. Restore"):
+        open_run_folder(build_config(tmp_path, continue_from_checkpoint=True, **less | {"engine": engine}))
+
+
+def test_a_run_is_not_resumed_with_other_rows_and_one_of_an_earlier_version_is(tmp_path):
+    rows = {"train_dataset": "1", "eval_datasets.test": "2"}
+    with open_run_folder(build_config(tmp_path), sources=rows) as run:
+        log_steps(run.paths, 2)
+    other = {"train_dataset": "3", "eval_datasets.test": None}
+    again = build_config(tmp_path, continue_from_checkpoint=True)
+    with open_run_folder(again, sources=other) as run:  # it starts again, as it has no checkpoint
+        commit(run.paths, 4)
+    with pytest.raises(
+        ConfigError, match=r"first was made with other settings: the content of train_dataset changed\."
+    ):
+        open_run_folder(again, sources=rows)
+    paths = RunPaths(tmp_path / "p" / "first")
+    paths.sources.unlink()
+    for _ in range(2):
+        with open_run_folder(again, sources=rows) as run:
+            assert run.committed_step == 4
+    with pytest.raises(ConfigError, match="the content of eval_datasets.test changed"):
+        open_run_folder(again, sources=rows | {"eval_datasets.test": "4"})
+
+
+def test_all_keys_that_may_change_exist():
+    for key in MUTABLE_KEYS:
+        section = RunConfig
+        for name in key.split("."):
+            field = section.model_fields[name]
+            section = type(field.get_default(call_default_factory=True))
 
 
 def test_only_one_process_opens_a_run_folder(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from fakes import full_disk
 from tunesmith.errors import ConfigError, StorageError
-from tunesmith.runs.workspace import Workspace, compute_digest, name_aside
+from tunesmith.runs.workspace import Workspace, compute_digest, digest_rows, name_aside
 from tunesmith.storage import Journal, load_json, new_folder, save_json, save_text
 
 INPUTS = {"settings": {"seed": 0, "model": {"path": "m"}}, "rows": compute_digest([1, 2])}
@@ -199,3 +199,11 @@ def test_a_digest_is_that_of_json_and_does_not_depend_on_where_values_are_in_mem
     assert str(images[0]) != str(images[1])
     assert compute_digest(images[0]) == compute_digest(images[1]) == compute_digest("<object object>")
     assert compute_digest(date(2026, 1, 2)) == compute_digest("2026-01-02")
+    assert compute_digest({"b", "a"}) == compute_digest(["a", "b"])
+
+
+def test_a_digest_of_rows_depends_on_their_content_and_order_and_some_rows_have_none():
+    rows = [{"question": "a", "n": 1}, {"question": "b", "n": 2}]
+    assert digest_rows(rows) == digest_rows([{"n": 1, "question": "a"}, rows[1]])
+    assert len({digest_rows(each) for each in (rows, rows[::-1], rows[:1], [*rows, rows[0]], [])}) == 5
+    assert digest_rows([{("a", "b"): 1}]) is None

@@ -50,7 +50,7 @@ class BoundOperator:
     step_keywords: frozenset[str] = frozenset()
     """Keywords of `STEP_KEYWORDS` that the operator takes."""
     unreported: set[str] = field(default_factory=set)
-    """Metrics named in its arguments that no rollout has reported yet."""
+    """Metrics named in its arguments that no rollout has reported yet in the run's first step."""
 
 
 def build_operators(
@@ -125,7 +125,8 @@ def apply_operators(
     current, position = list(groups), {"step": step, "total_steps": total_steps}
     metrics: dict[str, float] = {}
     for operator in operators:
-        check_reported(operator, groups, current)
+        if step == 1:  # by the number of the step, so that a resumed run raises where the whole one does
+            check_reported(operator, groups, current)
         changed, operator_metrics = split_result(
             operator.name, operator.apply(current, **{key: position[key] for key in operator.step_keywords})
         )
@@ -137,7 +138,8 @@ def apply_operators(
 
 
 def check_reported(operator: BoundOperator, groups: Sequence[Group], current: Sequence[Group]) -> None:
-    """Refuse a metric that neither a rollout nor an operator before reports; once reported, it may be missing."""
+    """Refuse a metric that neither a rollout nor an operator before reports in the run's first step; in later steps,
+    and in later rounds of the first one, it may be missing."""
     runs = [run for group in groups for run in group.scored]
     reported = list(
         dict.fromkeys(name for group in (*groups, *current) for run in group.scored for name in run.metrics)

@@ -1,8 +1,8 @@
 """The workspace of a run of reinforcement learning: its name, the checkpoint it resumes from, and files of later steps.
 
 `open_run_folder` is called before models load. It refuses a folder that holds another run. On resuming it compares the
-config with the saved one and removes files that an interrupted run wrote after its last commit. A run that fails before
-its first step removes its folder.
+config and the rows with the saved ones and removes files that an interrupted run wrote after its last commit. A run
+that fails before its first step removes its folder.
 
 The newest checkpoint must exist and be complete, with the rollouts that its replay buffer refers to; otherwise the
 error names the newest resumable step, which the user selects with `resume_from_step`. Files of steps after a selected
@@ -13,7 +13,7 @@ the resumed run recomputes them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
-from tunesmith.runs.workspace import Workspace, iter_numbered, name_aside
+from tunesmith.runs.workspace import SPEED_KEYS, Workspace, iter_numbered, name_aside
 from tunesmith.storage import (
     CHECKPOINT,
     RunPaths,
@@ -43,10 +43,10 @@ MUTABLE_KEYS = (
     "total_steps", "save_interval_steps", "save_interval_s", "keep_checkpoints", "keep_best", "early_stopping",
     "callbacks", "steps_per_file", "evaluation.interval_steps", "evaluation.at_start", "monitor", "cluster",
     "rollout.assignment", "rollout.timeout_s", "rollout.thread_patience_s", "rollout.max_failure_rate",
-    "trainer.mismatch_warn", "trainer.mismatch_stop",
+    "trainer.mismatch_warn", "trainer.mismatch_stop", *SPEED_KEYS,
 )  # fmt: skip
 """Keys that may change when a run is resumed: paths, length, saving, evaluation, callbacks, reporting and failure
-limits, and the number of ranks."""
+limits, the number of ranks, memory and speed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,8 +100,10 @@ def check_project(config: RunConfig) -> None:
         raise ConfigError(f"there is no run {root}, but {earlier}: to resume it, set project={AGENTSCOPE_PROJECT}")
 
 
-def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
-    """Create or reopen the folder of a run and save its config there."""
+def open_run_folder(
+    config: RunConfig, *, sources: Mapping[str, str | None] | None = None, now: datetime | None = None
+) -> RunFolder:
+    """Create or reopen the folder of a run and save its config there; `sources` are digests of its data sets."""
     workspace = lock_run_folder(config, now=now)
     try:
         paths = workspace.paths
@@ -114,9 +116,9 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
                 "continue_from_checkpoint=true (--resume)"
             )
         if checkpoint is not None:
-            workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
+            workspace.check_config(config, mutable_keys=MUTABLE_KEYS, sources=sources)
         archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
-        workspace.begin(config.model_copy(update={"resume_from_step": None}))
+        workspace.begin(config.model_copy(update={"resume_from_step": None}), sources)
         paths.error.unlink(missing_ok=True)
     except BaseException:
         workspace.close()
@@ -181,7 +183,7 @@ def is_used(paths: RunPaths) -> bool:
 def remove_empty_run(paths: RunPaths) -> None:
     """Remove the folder if no step was finished and nothing was sampled or evaluated."""
     files = [path for path in paths.root.rglob("*") if path.is_file()]
-    ours = {paths.config, paths.lock, paths.metrics, paths.error}
+    ours = {paths.config, paths.sources, paths.lock, paths.metrics, paths.error}
     is_empty = all(path in ours or {paths.monitor, paths.tokenizer} & {*path.parents} for path in files)
     if is_empty and not (paths.metrics.exists() and paths.metrics.stat().st_size):
         with storage_errors(paths.root, "remove"):
@@ -270,7 +272,7 @@ def archive_later_steps(paths: RunPaths, *, after: int) -> Path | None:
             target = archive / path.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        for path in (paths.metrics, paths.config):
+        for path in (paths.metrics, paths.config, paths.sources):
             if path.is_file():
                 shutil.copy2(path, archive / path.name)
         if after == 0:

@@ -6,7 +6,8 @@ a result that appears whole, by one rename (`prepare`, `export`, `pass-rate`). T
     lock      `run.lock` in the folder, or `NAME.lock` beside a result until it is there. A second process is refused;
               the operating system releases the lock of a process that ends in any way.
     inputs    What the content depends on: settings, and digests of rows and weights. They are on disk before the first
-              part, or in the `DONE.json` of a result. Other inputs are refused by a sentence that names each key.
+              part (of a training in `config.yaml` and `sources.json`), or in the `DONE.json` of a result. Other inputs
+              are refused by a sentence that names each key.
     journal   Finished parts: lines that are appended and synced (`Journal`), or a file or folder for each part.
     commit    A file or folder is written under a temporary name and renamed (`open_atomic`, `new_folder`), so a part is
               there or is not. What a kill leaves under temporary names is removed by the next process with the lock.
@@ -38,7 +39,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import count
@@ -67,6 +68,17 @@ from tunesmith.types import Task
 
 CONTENTS = ("sources", "questions", "rows", "weights")
 """Inputs that are digests of content. One that is None on one side, such as a file that is gone, is not compared."""
+SPEED_KEYS = (
+    "num_cpu_threads", "rollout.max_concurrency", "trainer.max_tokens_per_row", "trainer.logprob_chunk_tokens",
+    "trainer.has_gradient_checkpointing", "trainer.has_compiled_layers", "trainer.has_row_graphs",
+    "trainer.has_prefix_sharing", "engine.page_size", "engine.max_num_seqs", "engine.max_batched_tokens",
+    "engine.kv_cache_tokens", "engine.kv_cache_gib", "engine.max_waiting", "engine.has_prefix_cache",
+    "engine.has_packed_weights", "engine.cuda_decode", "engine.decode_block", "engine.max_speculating_seqs",
+    "engine.tensor_parallel_size", "engine.vllm.python", "engine.vllm.devices", "engine.vllm.gpu_memory_share",
+    "engine.vllm.weight_transfer", "engine.vllm.start_timeout_s", "engine.vllm.has_eager",
+)  # fmt: skip
+"""Keys of memory and speed, which may change when a training is resumed: errors of memory advise it. Another order of
+sums may change the last bits of what follows, but not the distribution that is sampled or the loss that is trained."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -141,8 +153,11 @@ class Workspace:
             )
         return tuple(changes)
 
-    def check_config(self, config: Section, *, mutable_keys: Sequence[str]) -> tuple[str, ...]:
-        """`check_same` for the settings in config.yaml; a folder without one must be empty."""
+    def check_config(
+        self, config: Section, *, mutable_keys: Sequence[str], sources: Mapping[str, str | None] | None = None
+    ) -> tuple[str, ...]:
+        """`check_same` for the settings in config.yaml and the digests of rows in sources.json, which earlier versions
+        did not write; a folder without a config.yaml must be empty."""
         if not self.paths.config.is_file():
             self.check_unused()
             return ()
@@ -152,11 +167,17 @@ class Workspace:
             raise StorageError(
                 f"{self.root} already holds other files ({self.paths.config.name}: {error}): choose another folder"
             ) from error
-        return self.check_same(saved.model_dump(mode="json"), config.model_dump(mode="json"), mutable_keys=mutable_keys)
+        before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
+        if sources and self.paths.sources.is_file():
+            before, now = before | {"sources": load_json(self.paths.sources)}, now | {"sources": dict(sources)}
+        return self.check_same(before, now, mutable_keys=mutable_keys)
 
-    def begin(self, config: Section) -> None:
-        """Save the settings in config.yaml and remove what a killed process left, after all checks."""
+    def begin(self, config: Section, sources: Mapping[str, str | None] | None = None) -> None:
+        """Save the settings in config.yaml and the digests of rows in sources.json, and remove what a killed process
+        left, after all checks."""
         save_text(self.paths.config, dump_config(config))
+        if sources:
+            save_json(self.paths.sources, dict(sources))
         remove_leftovers(self.root)
 
     def open_journal(self, path: Path, inputs: Mapping[str, Any]) -> Journal:
@@ -220,8 +241,25 @@ def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:
 
 def compute_digest(value: Any) -> str:
     """SHA-256 of a value as JSON; of one that JSON does not have, such as an image, without its address."""
-    text = json.dumps(value, sort_keys=True, default=lambda each: ADDRESS.sub("", str(each)))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=describe_value).encode()).hexdigest()
+
+
+def describe_value(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))  # their order is another one in each process
+    return ADDRESS.sub("", str(value))
+
+
+def digest_rows(rows: Iterable[Any]) -> str | None:
+    """A digest of rows in their order, row by row, as a large data set is no text that fits in memory; None for rows
+    without one, such as those with keys that JSON does not have, which are then not compared."""
+    digest = hashlib.sha256()
+    try:
+        for row in rows:
+            digest.update(compute_digest(row).encode())
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return digest.hexdigest()
 
 
 def describe_rows(tasks: Sequence[Task]) -> list[list[Any]]:

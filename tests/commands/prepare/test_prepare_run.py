@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from fakes import full_disk
@@ -185,6 +187,38 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
     assert prepare(pass_rate=pass_rate).num_train == 2
     assert measured == [0, 1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
+
+
+def test_pass_rates_of_a_model_that_was_trained_again_are_not_mixed(prepare, pocket_folder, tmp_path, monkeypatch):
+    shutil.copytree(pocket_folder, tmp_path / "first")
+    models = {"first": tiny_model(str(tmp_path / "first")), "second": tiny_model(str(pocket_folder))}
+    pass_rate = {"models": models, "num_samples": 1, "batch_size": 1, "engine": {"kv_cache_tokens": 8192}}
+    num_batches, original = [0], Dispatcher.evaluate
+
+    async def die_in_the_second_model(dispatcher, tasks, **options):
+        num_batches[0] += 1
+        if num_batches[0] == 4:
+            raise KeyboardInterrupt
+        return await original(dispatcher, tasks, **options)
+
+    def change_weights():
+        file = tmp_path / "first/model.safetensors"
+        save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(Dispatcher, "evaluate", die_in_the_second_model)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(pass_rate=pass_rate)
+    before = (tmp_path / "first/model.safetensors").read_bytes()
+    change_weights()
+    with pytest.raises(ConfigError, match="first-.*made with other settings: the content of weights.rows changed"):
+        prepare(pass_rate=pass_rate)
+    (tmp_path / "first/model.safetensors").write_bytes(before)
+    assert prepare(pass_rate=pass_rate).num_train == 2
+    change_weights()
+    with pytest.raises(
+        ConfigError, match="out was made with other settings: the content of weights.first.rows changed"
+    ):
+        prepare(pass_rate=pass_rate)
 
 
 class Rewriter(BaseHTTPRequestHandler):

@@ -28,12 +28,13 @@ from tunesmith.config import (
     SftConfig,
     SftTrainerSection,
 )
-from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
+from tunesmith.errors import ConfigError, DataError, ModelError, StorageError, TrainingError
 from tunesmith.model.adapters.adapter import find_dropouts
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.load_config import build_section, dump_config, load_section
 from tunesmith.storage import find_checkpoints
+from tunesmith.trainer.trainer import Trainer
 
 QUIET = {"trackers": (), "has_progress": False}
 
@@ -111,7 +112,8 @@ def test_loss_falls_and_the_folder_loads(folder, data, tmp_path):
     result = run_offline(build_config(folder, data, num_epochs=6), out_dir=tmp_path / "sft")
     tokenizer = AutoTokenizer.from_pretrained(result.folder)
     assert result.loss < 0.5 * math.log(len(tokenizer))
-    assert {path.name for path in (tmp_path / "sft").iterdir()} == {"config.yaml", "metrics.jsonl", "model", "run.lock"}
+    names = {"config.yaml", "sources.json", "metrics.jsonl", "model", "run.lock"}
+    assert {path.name for path in (tmp_path / "sft").iterdir()} == names
     rows = read_metrics(tmp_path / "sft")
     assert len(rows) == result.num_steps == result.best_step
     assert result.loss == pytest.approx(fmean(row["train/loss"] for row in rows if row["train/epoch"] > 5))
@@ -385,6 +387,57 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(folder, data, tm
     result = run_offline(config, out_dir=tmp_path / "sft")
     one, other = (load_file(each.folder / "model.safetensors") for each in (whole, result))
     assert all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """A list with one number: of the steps after which a training fails."""
+    step, limits = Trainer.step, [0]
+
+    def fail(self, *args, **kwargs):
+        if self.num_steps >= limits[0]:
+            raise TrainingError("the device is out of memory: lower trainer.max_tokens_per_row")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    return limits
+
+
+def test_changed_rows_are_refused_after_the_first_checkpoint_if_their_digest_is_known(folder, data, tmp_path, limits):
+    config, text = build_config(folder, data, save_interval_steps=1), data.read_text()
+    data.write_text(text.replace("answer is", "result is"))
+    with pytest.raises(TrainingError):
+        run_offline(config, out_dir=tmp_path / "sft")
+    data.write_text(text)  # no step was made
+    limits[0] = 2
+    with pytest.raises(TrainingError):
+        run_offline(config, out_dir=tmp_path / "sft")
+    write_rows(data, [build_row(number) for number in range(20, 23)])
+    with pytest.raises(ConfigError, match=r"sft was made with other settings: the content of train_dataset changed\."):
+        run_offline(config, out_dir=tmp_path / "sft")
+    data.write_text(text)
+    limits[0] = 3
+    with pytest.raises(TrainingError):
+        run_offline(config, out_dir=tmp_path / "sft")
+    (tmp_path / "sft/sources.json").unlink()  # as an earlier version left it
+    data.write_text(text.replace("answer is", "result is"))
+    limits[0] = 1000
+    assert run_offline(config, out_dir=tmp_path / "sft").num_steps > 3
+
+
+def test_a_run_out_of_memory_resumes_with_smaller_rows_and_with_any_settings_before_its_first_checkpoint(
+    folder, data, tmp_path, limits
+):
+    smaller = SftTrainerSection(learning_rate=1e-2, max_tokens_per_row=120)
+    for changes, limit in ({}, 0), ({"num_epochs": 1}, 0), ({}, 2), ({"trainer": smaller}, 4):
+        limits[0] = limit
+        with pytest.raises(TrainingError, match="out of memory"):
+            run_offline(build_config(folder, data, save_interval_steps=1, **changes), out_dir=tmp_path / "sft")
+        assert bool(find_checkpoints(tmp_path / "sft")) == (limit > 0)
+    with pytest.raises(ConfigError, match="other settings: num_epochs was 2, is 1"):
+        run_offline(build_config(folder, data, num_epochs=1), out_dir=tmp_path / "sft")
+    limits[0] = 1000
+    assert run_offline(build_config(folder, data, trainer=smaller), out_dir=tmp_path / "sft").num_steps > 4
 
 
 @pytest.mark.parametrize("algorithm_type", ["sft_is", "sft_phi"])

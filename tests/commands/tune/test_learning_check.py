@@ -111,6 +111,19 @@ def test_a_first_step_without_a_token_is_an_error(run):
     run()  # the failed run has removed its folder
 
 
+def test_a_later_step_without_a_token_is_a_warning_also_where_a_run_resumes():
+    nothing = {"train/num_updates": 0.0, "rollout/num_sampled_tokens": 0.0, "rollout/num_turns": 0.0}
+    trained = {"train/num_updates": 1.0, "rollout/num_sampled_tokens": 9.0, "train/grad_norm": 1.0}
+    whole, resumed = list[str](), list[str]()
+    log = UpdateLog(whole.append)
+    log.add(1, trained, [])
+    log.add(2, nothing, [])
+    UpdateLog(resumed.append).add(2, nothing, [])
+    assert whole == resumed == ["warning: step 2 changed nothing: no rollout called the model"]
+    with pytest.raises(RolloutError, match="step 1 sampled nothing to train on: no rollout called the model"):
+        UpdateLog(resumed.append).add(1, nothing, [])
+
+
 def test_the_cause_follows_from_the_metrics_of_a_step():
     metrics = {
         "rollout/num_sampled_tokens": 8.0, "rollout/num_turns": 2.0,

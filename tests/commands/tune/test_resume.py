@@ -132,10 +132,12 @@ def test_checkpoints_by_time_replace_each_other_and_change_nothing(workplace):
     timed, killed = folder / "runs/tunesmith/timed", folder / "runs/tunesmith/killed-between"
     assert zygote.run(["tune", "run.yaml", "--resume", "--set", "name=whole"]) == 0
     assert zygote.run([*arguments, "name=timed"]) == 0
-    assert {path.name for path in timed.glob("global_step_*")} == {"global_step_4", "global_step_6"}
-    zygote.kill([*arguments, "name=killed-between"], when=lambda: (killed / "global_step_3/DONE.json").exists())
+    for step in (1, 3, 5):  # also between the rename of a checkpoint and the removal of the one before
+        done = killed / f"global_step_{step}/DONE.json"
+        zygote.kill([*arguments, "name=killed-between", "--resume"], when=done.exists)
     assert zygote.run([*arguments, "name=killed-between", "--resume"]) == 0
     for run in (timed, killed):
+        assert {path.name for path in run.glob("global_step_*")} == {"global_step_4", "global_step_6"}
         assert_same_run(folder / "runs/tunesmith/whole", run)
 
 
@@ -148,3 +150,24 @@ def test_resuming_a_finished_run_does_nothing_and_a_used_name_is_refused(workpla
     assert "already holds a run" in (folder / "zygote.log").read_text()
     assert zygote.run([*arguments, "--resume"]) == 0
     assert read_metrics(folder / "runs/tunesmith/again") == before
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_run_is_not_resumed_on_changed_rows(workplace, split):
+    folder, zygote = workplace
+    arguments = ["tune", "run.yaml", "--resume", "--set", f"name=changed-{split}", "--set", "total_steps=2"]
+    assert zygote.run(arguments) == 0
+    before = read_metrics(folder / f"runs/tunesmith/changed-{split}")
+    file = folder / f"data/{split}.jsonl"
+    text, num_before = file.read_text(), len((folder / "zygote.log").read_text())
+    try:
+        file.write_text(
+            text + text.splitlines()[0] + "\n" if split == "train" else text.replace("0 apples", "7 apples")
+        )
+        assert zygote.run([*arguments, "--set", "total_steps=4"]) == 1
+    finally:
+        file.write_text(text)
+    printed = (folder / "zygote.log").read_text()[num_before:]
+    name = "train_dataset" if split == "train" else "eval_datasets.held_out"
+    assert f"was made with other settings: the content of {name} changed. Restore them" in " ".join(printed.split())
+    assert read_metrics(folder / f"runs/tunesmith/changed-{split}") == before

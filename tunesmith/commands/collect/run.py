@@ -25,6 +25,7 @@ from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import CollectConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import DataError
+from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
 from tunesmith.runs.load_function import load_functions
@@ -86,7 +87,9 @@ def collect(
     settings = config.model_dump(mode="json", include=set(OWN_SETTINGS))
     for key in ("base_url", "api_key_env") if config.teacher is not None else ():
         del settings["teacher"][key]  # a server may have moved
-    inputs = {"settings": settings, "rows": compute_digest(describe_rows(rows))}
+    inputs: dict[str, Any] = {"settings": settings, "rows": compute_digest(describe_rows(rows))}
+    if config.teacher is None:
+        inputs["weights"] = describe_weights(config.model.path)
     with open_part(out, inputs) as journal:
         num_done = sum(len(batch["rows"]) for batch in journal.rows)
         model, actors, policy = load_models(config, workflow=workflow, judge=judge, build_model=build_model)

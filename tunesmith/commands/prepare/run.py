@@ -41,6 +41,7 @@ from tunesmith.config.prepare import PassRateSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
+from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
@@ -133,6 +134,11 @@ def measure_model(
         [rows, section.model_dump(mode="json", exclude={"models"}), model.model_dump(mode="json"), settings.seed]
     )
     questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
+    weights, record = {"weights": describe_weights(model.path)}, work / f"{name}-{key[:16]}.weights.json"
+    if record.is_file():  # a model that was trained again has the same name
+        Workspace(out, is_whole=True).check_same(load_json(record), weights)
+    else:
+        save_json(record, weights)
     if not out.is_file():
         write_rows(questions, rows)
         config = RunConfig(
@@ -203,7 +209,12 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
     """
     folder = Path(out_dir).expanduser().absolute()
     workspace = Workspace(folder, is_whole=True)
-    inputs = {"settings": list_settings(settings), "sources": hash_sources(settings)}
+    models = {} if settings.pass_rate is None else settings.pass_rate.models
+    inputs = {
+        "settings": list_settings(settings),
+        "sources": hash_sources(settings),
+        "weights": {name: describe_weights(model.path) for name, model in models.items()},
+    }
     if workspace.find_result(inputs) is None:
         reader = check_settings(settings)
         with workspace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tunesmith.errors import DataError
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.policy import check_trained_model
+from tunesmith.runs.workspace import digest_rows
 from tunesmith.tasks.data_path import SINGLE_SPLIT
 from tunesmith.tasks.load import load_jsonl, load_rows
 from tunesmith.types import Sample
@@ -37,6 +38,8 @@ class OfflinePlan:
     """The batches of each epoch."""
     max_steps: int | None = None
     """Number of batches to train; None trains all."""
+    sources: Mapping[str, str | None] = field(default_factory=dict)
+    """Digest of the rows of each data set, by its key; a resumed training must have the same."""
 
     @property
     def progress(self) -> list[float]:
@@ -69,11 +72,12 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
     reader = (build_reader or ConversationReader)(
         tokenizer, enable_thinking=config.model.enable_thinking, split_special_tokens=config.model.split_special_tokens
     )
-    samples, num_dropped = read_samples(reader, config.train_dataset, config)
+    samples, num_dropped, digest = read_samples(reader, config.train_dataset, config)
+    sources = {"train_dataset": digest}
     if config.eval_dataset is None:
         samples, eval_samples = hold_out_rows(samples, config)
     else:
-        eval_samples, num_more = read_samples(reader, config.eval_dataset, config)
+        eval_samples, num_more, sources["eval_dataset"] = read_samples(reader, config.eval_dataset, config)
         num_dropped += num_more
     return OfflinePlan(
         tokenizer=tokenizer,
@@ -82,13 +86,14 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
         num_dropped_rows=num_dropped,
         epochs=build_epochs(samples, config),
         max_steps=config.max_steps,
+        sources=sources,
     )
 
 
 def read_samples(
     reader: ConversationReader, section: ConversationDataSection, config: OfflineConfig
-) -> tuple[list[Sample], int]:
-    """Samples of a data set, and the number of rows dropped as too long."""
+) -> tuple[list[Sample], int, str | None]:
+    """Samples of a data set, the number of rows dropped as too long, and the digest of all rows."""
     rows = load_conversation_rows(section)
     max_model_len = config.model.max_model_len
     samples = reader.read(rows, max_model_len=max_model_len, drops_long_rows=config.long_rows == "drop")
@@ -97,7 +102,7 @@ def read_samples(
             f"every row of {', '.join(section.paths)} is longer than model.max_model_len={max_model_len}: "
             "no row is left to train on"
         )
-    return samples, len(rows) - count_rows(samples)
+    return samples, len(rows) - count_rows(samples), digest_rows(rows)
 
 
 def hold_out_rows(samples: Sequence[Sample], config: OfflineConfig) -> tuple[list[Sample], list[Sample]]:

@@ -4,7 +4,8 @@ Rows of messages become samples whose assistant tokens are trained; batches are 
 rows and files are checked before weights are read. An interrupted run resumes from its last checkpoint. The result is
 `model/`: the weights with the lowest evaluation loss, or the last ones if no rows are held out.
 
-    config.yaml  metrics.jsonl  monitor/    settings and metrics
+    config.yaml  sources.json               settings, and digests of the rows
+    metrics.jsonl  monitor/                 metrics
     global_step_N/                          checkpoints; `keep_checkpoints` of them remain at the end
     model/                                  the result; its DONE.json is written last and holds the summary
 """
@@ -47,7 +48,7 @@ from tunesmith.runs.extra_models import load_reference
 from tunesmith.runs.memory import fit_offline
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
-from tunesmith.runs.workspace import Workspace
+from tunesmith.runs.workspace import SPEED_KEYS, Workspace
 from tunesmith.storage import (
     DONE,
     TEMPORARY,
@@ -63,7 +64,7 @@ from tunesmith.storage import (
 )
 from tunesmith.trainer.trainer import Trainer
 
-MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", "num_cpu_threads")
+MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", *SPEED_KEYS)
 """Keys that may change when training is resumed."""
 
 
@@ -141,7 +142,7 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
     has_reference = "reference" in resolve_algorithm(algorithm).needs
     plan = build_preference_plan(config) if isinstance(config, PreferenceConfig) else build_plan(config)
     with workspace:
-        checkpoint = resume_training(workspace, config)
+        checkpoint = resume_training(workspace, config, plan.sources)
         with Monitor(
             root,
             config.monitor,
@@ -344,11 +345,13 @@ def load_summary(workspace: Workspace, config: OfflineConfig) -> dict[str, Any] 
     return summary
 
 
-def resume_training(workspace: Workspace, config: OfflineConfig) -> Path | None:
+def resume_training(workspace: Workspace, config: OfflineConfig, sources: Mapping[str, str | None]) -> Path | None:
     """Prepare the locked folder for the remaining steps; returns the last checkpoint, None if there is none."""
-    workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
     checkpoint = find_whole_checkpoint(workspace.root)
-    workspace.begin(config)
+    # a run that failed before its first checkpoint starts again, with any settings and rows
+    mutable_keys = MUTABLE_KEYS if checkpoint is not None else (*type(config).model_fields, "sources")
+    workspace.check_config(config, mutable_keys=mutable_keys, sources=sources)
+    workspace.begin(config, sources)
     workspace.remove(workspace.root / MODEL)
     return checkpoint
 

@@ -37,11 +37,11 @@ from tunesmith.types import Group, RunAdvantage, Trajectory
 logger = logging.getLogger(__name__)
 
 
-def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
-    """Restore model, trainer, selector and replay buffer from the last checkpoint; return its step, 0 if there is
-    none."""
+def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> tuple[int, list[int]]:
+    """Restore model, trainer, selector and replay buffer from the last checkpoint; return its step, 0 if there is none,
+    and the steps whose checkpoints the next one replaces."""
     if folder.checkpoint is None:
-        return 0
+        return 0, []
     try:
         run_state = restore_models(folder.checkpoint, policy, parts.trainer.trainer)
     except StorageError as error:
@@ -49,7 +49,7 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
     parts.tasks.selector.load_state_dict(run_state["selector"])
     parts.dispatcher.load_state_dict(run_state)
     parts.replay.load_state_dict(run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
-    return int(run_state["step"])
+    return int(run_state["step"]), run_state.get("timed_steps", [])  # earlier versions wrote none
 
 
 def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[str, Any]:
@@ -94,13 +94,15 @@ def commit(
     in_flight: Mapping[str, Any],
     steps_per_file: int,
     num_kept: int | None,
-    replaced_step: int | None = None,
+    replaced_steps: Sequence[int],
+    is_timed: bool,
 ) -> None:
     """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
     take part (`RankTrainer.save`).
 
     `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None. The
-    checkpoint of `replaced_step` is removed.
+    checkpoints of `replaced_steps` are removed; that of a step which `is_timed` is removed by the next commit, also if
+    the run is killed before it.
     """
     save_checkpoint(
         paths.checkpoint(step),
@@ -112,16 +114,18 @@ def commit(
             "step": step,
             "selector": parts.tasks.selector.state_dict(),
             "replay": parts.replay.state_dict(),
+            "timed_steps": [*replaced_steps, step] if is_timed else [*replaced_steps],
             **in_flight,
         },
     )
     save_json(paths.last_commit, {"step": step})
     merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
     control.save_best()
-    if replaced_step is not None:
-        remove_tree(paths.checkpoint(replaced_step))
+    best_step = None if control.best is None else control.best.step
+    for each in replaced_steps:
+        if each != best_step and paths.checkpoint(each).is_dir():
+            remove_tree(paths.checkpoint(each))
     if num_kept is not None:
-        best_step = None if control.best is None else control.best.step
         remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
 

@@ -57,7 +57,6 @@ class UpdateLog:
         self._causes: Counter[str] = Counter()
         self._num_steps = 0
         self._streak = 0
-        self._has_sampled = False
 
     @property
     def has_changed_weights(self) -> bool:
@@ -65,14 +64,14 @@ class UpdateLog:
         return self._num_steps == 0 or self._causes.total() < self._num_steps
 
     def add(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Check a step; raises RolloutError if no step so far sampled a token or made an update."""
+        """Check a step; raises RolloutError if the run's first one sampled no token and made no update."""
         cause = find_cause(metrics, groups, self._trainer)
         self._num_steps += 1
-        self._has_sampled |= metrics["rollout/num_sampled_tokens"] > 0
         if cause is None:
             self._streak = 0
             return
-        if not self._has_sampled and not metrics["train/num_updates"]:
+        # by the number of the step, so that a resumed run raises where the whole one does
+        if step == 1 and not metrics["rollout/num_sampled_tokens"] and not metrics["train/num_updates"]:
             raise RolloutError(f"step {step} sampled nothing to train on: {cause}")
         self._streak += 1
         self._causes[cause] += 1

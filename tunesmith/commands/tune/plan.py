@@ -36,6 +36,7 @@ from tunesmith.runs.extra_models import check_extra_models, check_sharded_models
 from tunesmith.runs.load_function import CustomComponents, load_component
 from tunesmith.runs.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.runs.tasks import load_run_tasks
+from tunesmith.runs.workspace import describe_rows, digest_rows
 from tunesmith.tasks.contamination import count_shared_tasks
 from tunesmith.tasks.selector import Mixture, Selector, TaskFeed, build_sequential
 from tunesmith.tasks.table import (
@@ -64,6 +65,8 @@ class RunPlan:
     experts: ExpertFeed | None
     """Expert demonstrations mixed into each update."""
     eval_tasks: dict[str, list[Task]]
+    sources: dict[str, str | None]
+    """Digest of the rows of each data set, by its key in the run file; a resumed run must have the same."""
     total_steps: int
 
 
@@ -84,6 +87,13 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
     )
+    sources: dict[str, str | None] = {}
+
+    def load_set(section: DatasetSection, *, name: str, knob: str) -> list[Task]:
+        tasks = load_run_tasks(config, section, name=name)
+        sources[knob] = digest_rows(describe_rows(tasks))  # before operators, which may call a model
+        return tasks
+
     if config.is_online:
         feed, counted = build_live_feed(config.algorithm.batch_size), dict[str, float]()
     else:
@@ -92,10 +102,10 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
             config.training_knobs,
             custom,
             seed=config.seed,
-            load_set=partial(load_run_tasks, config),
+            load_set=lambda section, name: load_set(section, name=name, knob=config.training_knobs[name]),
         )
     eval_tasks = {
-        name: load_run_tasks(config, dataset, name=name)[: config.evaluation.max_tasks]
+        name: load_set(dataset, name=name, knob=f"eval_datasets.{name}")[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
     check_trained_model(config.model, config.trainer)
@@ -106,6 +116,9 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
+    experts = None
+    if config.algorithm.expert is not None:
+        experts, sources["algorithm.expert"] = load_expert_feed(config.algorithm, config.model, config.seed)
     return RunPlan(
         algorithm=algorithm,
         functions=functions,
@@ -114,10 +127,9 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         task_counts=counted,
         operators=operators,
         replay=ReplayBuffer(config.experience.replay, seed=config.seed),
-        experts=None
-        if config.algorithm.expert is None
-        else load_expert_feed(config.algorithm, config.model, config.seed),
+        experts=experts,
         eval_tasks=eval_tasks,
+        sources=sources,
         total_steps=config.total_steps
         or compute_total_steps(config.total_epochs, num_tasks=len(feed.tasks), batch_size=config.algorithm.batch_size),
     )
@@ -201,8 +213,8 @@ ROUNDING = 1e-9
 """Tolerance for floating-point error before rounding a count up."""
 
 
-def load_expert_feed(algorithm: AlgorithmSection, model: ModelSection, seed: int) -> ExpertFeed:
-    """Read the demonstrations that are mixed with the rollouts of each step."""
+def load_expert_feed(algorithm: AlgorithmSection, model: ModelSection, seed: int) -> tuple[ExpertFeed, str | None]:
+    """Read the demonstrations that are mixed with the rollouts of each step; also return the digest of their rows."""
     section = algorithm.expert
     assert section is not None
     rows = load_conversation_rows(ConversationDataSection(path=section.path, name=section.name, split=section.split))
@@ -215,7 +227,7 @@ def load_expert_feed(algorithm: AlgorithmSection, model: ModelSection, seed: int
     demonstrations = [list(row_samples) for _, row_samples in groupby(samples, key=lambda sample: sample.group_index)]
     num_rollouts = algorithm.batch_size * algorithm.group_size
     num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_rollouts - ROUNDING)
-    return ExpertFeed(demonstrations, num_per_step=num_per_step, seed=seed)
+    return ExpertFeed(demonstrations, num_per_step=num_per_step, seed=seed), digest_rows(rows)
 
 
 def build_task_feed(

@@ -166,7 +166,7 @@ def run_tuning(
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
         with (
-            open_run_folder(config) as folder,
+            open_run_folder(config, sources=plan.sources) as folder,
             Monitor(
                 folder.paths.root,
                 config.monitor,
@@ -293,7 +293,8 @@ class Training:
 
     async def run(self) -> RunEnd:
         """Run all remaining steps, from the last checkpoint or the beginning; a signal ends the run after a step."""
-        control, first_step = self.control, restore(self.folder, self.rank.policy, self.parts)
+        control = self.control
+        first_step, timed_steps = restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
         evaluations: dict[str, EvaluationResult] = {}
@@ -301,18 +302,23 @@ class Training:
             evaluations = await self.evaluate(0)
             control.raise_error()
         with StopAfterStep() as stop:
-            result = await self.run_steps(first_step, evaluations, stop)
+            result = await self.run_steps(first_step, timed_steps, evaluations, stop)
             return RunEnd(result=result, signal_number=stop.signal_number)
 
     async def run_steps(
-        self, first_step: int, evaluations: dict[str, EvaluationResult], stop: StopAfterStep
+        self,
+        first_step: int,
+        timed_steps: Sequence[int],
+        evaluations: dict[str, EvaluationResult],
+        stop: StopAfterStep,
     ) -> TuneResult:
-        """Run the steps after `first_step`; `evaluations` are those before it."""
+        """Run the steps after `first_step`; `evaluations` are those before it. The first checkpoint replaces those of
+        `timed_steps`."""
         config, control, monitor, trainer = self.rank.config, self.control, self.monitor, self.parts.trainer.trainer
         step = first_step
         metrics: dict[str, float] = {}
         updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
-        saved_at, timed_step, is_interrupted = time.monotonic(), None, False
+        saved_at, is_interrupted = time.monotonic(), False
         while step < self.plan.total_steps and control.stop is None and not is_interrupted:
             step += 1
             result = await self.run_saved_step(step)
@@ -327,8 +333,8 @@ class Training:
             is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
             age_s = time.monotonic() - saved_at
             if is_kept or (config.save_interval_s is not None and age_s >= config.save_interval_s):
-                await self.save(step, replaced_step=timed_step)
-                saved_at, timed_step = time.monotonic(), None if is_kept else step
+                await self.save(step, replaced_steps=timed_steps, is_timed=not is_kept)
+                saved_at, timed_steps = time.monotonic(), [] if is_kept else [step]
             control.raise_error()
         updates.close(has_new_weights=trainer.compute_checksum() != checksum)
         if (ending := control.save_ending(step, first_step=first_step)) is not None:
@@ -391,9 +397,9 @@ class Training:
         await self.control.end_evaluation(step, results, merged)
         return results
 
-    async def save(self, step: int, *, replaced_step: int | None) -> None:
-        """Commit the step with a checkpoint, for which all ranks that train gather their parts; it replaces the one of
-        `replaced_step`, which was saved for its time alone."""
+    async def save(self, step: int, *, replaced_steps: Sequence[int], is_timed: bool) -> None:
+        """Commit the step with a checkpoint, for which all ranks that train gather their parts; it replaces those of
+        `replaced_steps`, which were saved for their time alone, as this one is if it `is_timed`."""
         config = self.rank.config
         saving = partial(
             commit,
@@ -405,7 +411,8 @@ class Training:
             in_flight=self.parts.dispatcher.state_dict(),
             steps_per_file=config.steps_per_file,
             num_kept=config.keep_checkpoints,
-            replaced_step=replaced_step,
+            replaced_steps=replaced_steps,
+            is_timed=is_timed,
         )
         self.monitor.show_status("saving")
         await self.parts.trainer.save(saving)
