@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import tempfile
@@ -112,14 +113,15 @@ class ServerProcess:
         self._lock = threading.Lock()
         self._cause = f"{label} is closed"
         """Why the process has ended; read by the first call that finds it ended."""
-        threading.Thread(target=self._pipes.read, name="tunesmith-server", daemon=True).start()
+        for work in (self._pipes.read, self._pipes.write):
+            threading.Thread(target=work, name="tunesmith-server", daemon=True).start()
         self._end = weakref.finalize(self, _end_process, self._process, self._pipes, log, os.getpid())
 
     def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float | None) -> Any:
         number = next(self._numbers)
         reply = self._pipes.expect(number)
         try:
-            self._send(build_message(method, params, id=number))
+            self._pipes.send(build_message(method, params, id=number))
             return read_result(reply.result(timeout_s))
         except TimeoutError:
             self.notify("notifications/cancelled", {"requestId": number})
@@ -130,16 +132,12 @@ class ServerProcess:
             self._pipes.waiting.pop(number, None)
 
     def notify(self, method: str, params: Mapping[str, Any]) -> None:
-        self._send(build_message(method, params))
+        if self._pipes.is_ended:
+            raise self._explain_end()
+        self._pipes.send(build_message(method, params))
 
     def close(self) -> None:
         self._end()
-
-    def _send(self, message: Message) -> None:
-        try:
-            self._pipes.send(message)
-        except (OSError, ValueError) as error:  # ValueError: the pipe is closed
-            raise self._explain_end() from error
 
     def _explain_end(self) -> ServerLostError:
         with self._lock:
@@ -155,55 +153,78 @@ class ServerProcess:
 
 
 class _Pipes:
-    """Messages to and from a process. The thread that reads keeps this alive, and not the `ServerProcess`."""
+    """Messages to and from a process. The threads that read and write keep this alive, and not the `ServerProcess`.
+
+    A server that does not read fills its pipe, and then a write blocks, as does closing the file meanwhile. So only the
+    thread that writes waits for the server, and each thread closes its own file: no call and no end waits for either.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
-        self.stdin, self.stdout = process.stdin, process.stdout
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Lines that are to be written; None closes the input."""
         self.waiting: dict[Any, Future[Message]] = {}
         """Replies that are expected; cancelled when the process ends."""
-        self._lock = threading.Lock()
-        self._is_ended = False
+        self.is_ended = False
 
     def send(self, message: Message) -> None:
-        with self._lock:
-            self.stdin.write(json.dumps(message).encode() + b"\n")
-            self.stdin.flush()
+        self._unsent.put(json.dumps(message).encode() + b"\n")
+
+    def close_input(self) -> None:
+        """Close the input once all that was sent has been written."""
+        self._unsent.put(None)
 
     def expect(self, number: int) -> Future[Message]:
         future = self.waiting[number] = Future()
-        if self._is_ended:
+        if self.is_ended:
             future.cancel()
         return future
 
+    def end(self) -> None:
+        """Cancel the calls that wait, and those that come."""
+        self.is_ended = True
+        for number in list(self.waiting):
+            if (future := self.waiting.pop(number, None)) is not None:
+                future.cancel()
+
+    def write(self) -> None:
+        """Write what is sent until the input is to be closed, or the process has closed it."""
+        try:
+            with contextlib.suppress(OSError), self._stdin:
+                while (line := self._unsent.get()) is not None:
+                    self._stdin.write(line)
+                    self._stdin.flush()
+        finally:
+            self.end()
+
     def read(self) -> None:
         """Deliver replies until the process closes its output; lines that are no messages are left out."""
-        with contextlib.suppress(OSError, ValueError):
-            for line in self.stdout:
-                with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
-                    message = json.loads(line)
-                    if "method" not in message:
-                        if (future := self.waiting.pop(message.get("id"), None)) is not None:
-                            future.set_result(message)
-                    elif "id" in message:
-                        self.send(answer_request(message))
-        self._is_ended = True
-        for future in list(self.waiting.values()):
-            future.cancel()
+        try:
+            with contextlib.suppress(OSError), self._stdout:
+                for line in self._stdout:
+                    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
+                        message = json.loads(line)
+                        if "method" not in message:
+                            if (future := self.waiting.pop(message.get("id"), None)) is not None:
+                                future.set_result(message)
+                        elif "id" in message:
+                            self.send(answer_request(message))
+        finally:
+            self.end()
 
 
 def _end_process(process: subprocess.Popen[bytes], pipes: _Pipes, log: IO[bytes], owner: int) -> None:
     """Close the input, at whose end a server ends; kill what is left of it and of what it started."""
     if os.getpid() != owner:
         return  # a forked copy of this process does not own the server
-    with contextlib.suppress(OSError):
-        pipes.stdin.close()
+    pipes.close_input()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    pipes.stdout.close()
+    pipes.end()
     log.close()
 
 
