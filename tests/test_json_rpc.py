@@ -1,20 +1,23 @@
-"""Servers that do not read, or leave processes behind: calls end at their time limit, and `close` returns."""
+"""Servers that do not read, leave processes behind or never end a response: calls end in time, and `close` returns."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from conditions import wait_until
 from tunesmith.errors import ServerLostError
-from tunesmith.json_rpc import RpcError, ServerProcess
+from tunesmith.json_rpc import HttpServer, RpcError, ServerProcess
 
 LARGE = "x" * 200_000
 """More than a pipe holds."""
@@ -110,3 +113,50 @@ def test_the_threads_of_a_server_end_with_it():
     assert server.call("work", {}, timeout_s=END_S) > 0 and set(threading.enumerate()) - before
     server.close()
     wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+@contextmanager
+def serve(content_type: str, part: bytes, status: int = 200) -> Iterator[tuple[HttpServer, threading.Event]]:
+    """A server that answers each call with parts without end; and whether the client has closed such a response."""
+    is_closed, is_over = threading.Event(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            is_call = "id" in message
+            self.send_response(status if is_call else 202)
+            self.send_header("content-type", content_type)
+            self.end_headers()
+            try:
+                while is_call and not is_over.wait(0.05):
+                    self.wfile.write(part)
+            except OSError:
+                is_closed.set()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield HttpServer(f"http://127.0.0.1:{server.server_port}", headers={}, label="the server"), is_closed
+        finally:
+            is_over.set()
+            server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("content_type", "part", "status"),
+    [
+        ("text/event-stream", b": ping\r\n\r\n", 200),
+        ("text/event-stream", b"x", 200),
+        ("text/event-stream", b'data: {"method": "progress"}\n\n', 200),
+        ("application/json", b" ", 200),
+        ("text/html", b"x", 404),
+    ],
+)
+def test_a_response_that_does_not_end_is_closed_in_time(content_type, part, status):
+    with serve(content_type, part, status) as (server, is_closed):
+        assert isinstance(run(server.call, "work", {}, timeout_s=1).exception(END_S), TimeoutError)
+        assert is_closed.wait(END_S)
+        server.close()

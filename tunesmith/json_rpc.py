@@ -248,7 +248,7 @@ class HttpServer:
         number = next(self._numbers)
         try:
             result = read_result(self._exchange(build_message(method, params, id=number), timeout_s))
-        except (httpx.TimeoutException, TimeoutError):
+        except httpx.TimeoutException:
             with contextlib.suppress(ToolUnavailableError, httpx.TimeoutException):
                 self.notify("notifications/cancelled", {"requestId": number})
             raise TimeoutError from None
@@ -265,11 +265,8 @@ class HttpServer:
 
     def _exchange(self, message: Message, timeout_s: float) -> Message:
         """The reply to a request."""
-        deadline = time.monotonic() + timeout_s
         with self._post(message, timeout_s) as response:
             for text in iter_texts(response):
-                if time.monotonic() > deadline:
-                    raise TimeoutError
                 try:
                     received: Message = json.loads(text)
                     is_request = "method" in received and "id" in received
@@ -285,9 +282,13 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _post(self, message: Message, timeout_s: float) -> Iterator[httpx.Response]:
+        """The response to a message; reading what has not come after `timeout_s` raises `httpx.TimeoutException`."""
+        deadline = time.monotonic() + timeout_s
         headers = {"accept": "application/json, text/event-stream", **self._session}
         try:
             with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout_s) as response:
+                assert isinstance(response.stream, httpx.SyncByteStream)
+                response.stream = _TimedStream(response.stream, deadline)
                 status = response.status_code
                 if status >= 400:
                     text = " ".join(response.read().decode(errors="replace").split())[:MAX_SHOWN_CHARS]
@@ -301,6 +302,22 @@ class HttpServer:
             raise
         except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client is closed
             raise ServerLostError(f"{self.label} does not answer: {error or type(error).__name__}") from error
+
+
+class _TimedStream(httpx.SyncByteStream):
+    """The body of a response up to a point in time, also if it comes in small parts: httpx limits each read alone."""
+
+    def __init__(self, stream: httpx.SyncByteStream, deadline: float) -> None:
+        self._stream, self._deadline = stream, deadline
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._stream:
+            if time.monotonic() > self._deadline:
+                raise httpx.ReadTimeout("the response was not complete in time")
+            yield chunk
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def iter_texts(response: httpx.Response) -> Iterator[str]:
