@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conditions import wait_until
-from tunesmith.errors import ServerLostError
+from tunesmith.errors import ServerLostError, ToolUnavailableError
 from tunesmith.json_rpc import HttpServer, RpcError, ServerProcess
 
 LARGE = "x" * 200_000
@@ -39,6 +39,13 @@ child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": child.pid}), flush=True)
 sys.stdin.read()
 """
+WRITES_NO_MESSAGES = """
+import json, sys
+for line in sys.stdin:
+    for text in ("[" * 100_000 + "]" * 100_000, "{", "1" * 5000, "[]", "7", '{"id": []}', "\\udcff"):
+        sys.stdout.buffer.write(text.encode(errors="surrogateescape") + b"\\n")
+    print(json.dumps({"jsonrpc": "2.0", "id": json.loads(line)["id"], "result": 3}), flush=True)
+"""
 CLOSES_ITS_INPUT = """
 import json, os, sys, time
 message = json.loads(sys.stdin.readline())
@@ -59,7 +66,7 @@ def run(function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]
     def work() -> None:
         try:
             ended.set_result(function(*args, **options))
-        except (TimeoutError, ServerLostError, RpcError) as error:
+        except (TimeoutError, ToolUnavailableError, RpcError) as error:
             ended.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -107,6 +114,12 @@ def test_a_server_that_closes_its_input_is_lost(monkeypatch):
     assert isinstance(error, ServerLostError) and str(error).startswith("the server has ended (status -9)")
 
 
+def test_lines_that_are_no_messages_are_left_out():
+    server = start(WRITES_NO_MESSAGES)
+    assert [server.call("work", {}, timeout_s=END_S) for _ in range(2)] == [3, 3]
+    server.close()
+
+
 def test_the_threads_of_a_server_end_with_it():
     before = set(threading.enumerate())
     server = start(BUSY)
@@ -143,6 +156,13 @@ def serve(content_type: str, part: bytes, status: int = 200) -> Iterator[tuple[H
         finally:
             is_over.set()
             server.shutdown()
+
+
+def test_a_response_nested_too_deeply_is_no_json_rpc():
+    with serve("text/event-stream", b"data: " + b"[" * 100_000 + b"\n\n") as (server, _):
+        error = run(server.call, "work", {}, timeout_s=END_S).exception(END_S)
+        assert isinstance(error, ToolUnavailableError) and "answered no JSON-RPC but '[[[" in str(error)
+        server.close()
 
 
 @pytest.mark.parametrize(

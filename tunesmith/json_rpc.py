@@ -203,7 +203,7 @@ class _Pipes:
         try:
             with contextlib.suppress(OSError), self._stdout:
                 for line in self._stdout:
-                    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
+                    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
                         message = json.loads(line)
                         if "method" not in message:
                             if (future := self.waiting.pop(message.get("id"), None)) is not None:
@@ -270,7 +270,7 @@ class HttpServer:
                 try:
                     received: Message = json.loads(text)
                     is_request = "method" in received and "id" in received
-                except (ValueError, TypeError) as error:
+                except (ValueError, RecursionError, TypeError) as error:
                     shown = text[:MAX_SHOWN_CHARS]
                     raise ToolUnavailableError(f"{self.label} answered no JSON-RPC but {shown!r}") from error
                 if is_request:
