@@ -46,6 +46,12 @@ for line in sys.stdin:
         sys.stdout.buffer.write(text.encode(errors="surrogateescape") + b"\\n")
     print(json.dumps({"jsonrpc": "2.0", "id": json.loads(line)["id"], "result": 3}), flush=True)
 """
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": message["params"]}), flush=True)
+"""
 CLOSES_ITS_INPUT = """
 import json, os, sys, time
 message = json.loads(sys.stdin.readline())
@@ -156,6 +162,16 @@ def serve(content_type: str, part: bytes, status: int = 200) -> Iterator[tuple[H
         finally:
             is_over.set()
             server.shutdown()
+
+
+def test_a_lone_surrogate_arrives_over_both_transports():
+    text = "smile \ud83d"
+    process = start(ECHO)
+    assert process.call("work", {"text": text}, timeout_s=END_S) == {"text": text}
+    process.close()
+    with serve("text/event-stream", b'data: {"id": 1, "result": 2}\n\n') as (server, _):
+        assert run(server.call, "work", {"text": text}, timeout_s=END_S).result(END_S) == 2
+        server.close()
 
 
 def test_a_response_nested_too_deeply_is_no_json_rpc():

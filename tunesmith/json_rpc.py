@@ -77,6 +77,11 @@ def build_message(method: str, params: Mapping[str, Any], **fields: Any) -> Mess
     return {"jsonrpc": "2.0", **fields, "method": method, "params": dict(params)}
 
 
+def encode(message: Message) -> bytes:
+    """One line of ASCII, so that it can also carry a lone surrogate, which the model may write."""
+    return json.dumps(message).encode()
+
+
 def answer_request(request: Message) -> Message:
     """The answer to a request of the server: all but a ping are refused, since it was offered nothing."""
     error = {"code": METHOD_NOT_FOUND, "message": f"{request['method']} is not supported"}
@@ -169,7 +174,7 @@ class _Pipes:
         self.is_ended = False
 
     def send(self, message: Message) -> None:
-        self._unsent.put(json.dumps(message).encode() + b"\n")
+        self._unsent.put(encode(message) + b"\n")
 
     def close_input(self) -> None:
         """Close the input once all that was sent has been written."""
@@ -284,9 +289,11 @@ class HttpServer:
     def _post(self, message: Message, timeout_s: float) -> Iterator[httpx.Response]:
         """The response to a message; reading what has not come after `timeout_s` raises `httpx.TimeoutException`."""
         deadline = time.monotonic() + timeout_s
-        headers = {"accept": "application/json, text/event-stream", **self._session}
+        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", **self._session}
+        content = encode(message)
+        sending = self._client.stream("POST", self._url, content=content, headers=headers, timeout=timeout_s)
         try:
-            with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout_s) as response:
+            with sending as response:
                 assert isinstance(response.stream, httpx.SyncByteStream)
                 response.stream = _TimedStream(response.stream, deadline)
                 status = response.status_code
