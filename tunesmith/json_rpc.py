@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import tempfile
@@ -76,6 +77,11 @@ def build_message(method: str, params: Mapping[str, Any], **fields: Any) -> Mess
     return {"jsonrpc": "2.0", **fields, "method": method, "params": dict(params)}
 
 
+def encode(message: Message) -> bytes:
+    """One line of ASCII, so that it can also carry a lone surrogate, which the model may write."""
+    return json.dumps(message).encode()
+
+
 def answer_request(request: Message) -> Message:
     """The answer to a request of the server: all but a ping are refused, since it was offered nothing."""
     error = {"code": METHOD_NOT_FOUND, "message": f"{request['method']} is not supported"}
@@ -112,14 +118,15 @@ class ServerProcess:
         self._lock = threading.Lock()
         self._cause = f"{label} is closed"
         """Why the process has ended; read by the first call that finds it ended."""
-        threading.Thread(target=self._pipes.read, name="tunesmith-server", daemon=True).start()
+        for work in (self._pipes.read, self._pipes.write):
+            threading.Thread(target=work, name="tunesmith-server", daemon=True).start()
         self._end = weakref.finalize(self, _end_process, self._process, self._pipes, log, os.getpid())
 
     def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float | None) -> Any:
         number = next(self._numbers)
         reply = self._pipes.expect(number)
         try:
-            self._send(build_message(method, params, id=number))
+            self._pipes.send(build_message(method, params, id=number))
             return read_result(reply.result(timeout_s))
         except TimeoutError:
             self.notify("notifications/cancelled", {"requestId": number})
@@ -130,16 +137,12 @@ class ServerProcess:
             self._pipes.waiting.pop(number, None)
 
     def notify(self, method: str, params: Mapping[str, Any]) -> None:
-        self._send(build_message(method, params))
+        if self._pipes.is_ended:
+            raise self._explain_end()
+        self._pipes.send(build_message(method, params))
 
     def close(self) -> None:
         self._end()
-
-    def _send(self, message: Message) -> None:
-        try:
-            self._pipes.send(message)
-        except (OSError, ValueError) as error:  # ValueError: the pipe is closed
-            raise self._explain_end() from error
 
     def _explain_end(self) -> ServerLostError:
         with self._lock:
@@ -155,55 +158,78 @@ class ServerProcess:
 
 
 class _Pipes:
-    """Messages to and from a process. The thread that reads keeps this alive, and not the `ServerProcess`."""
+    """Messages to and from a process. The threads that read and write keep this alive, and not the `ServerProcess`.
+
+    A server that does not read fills its pipe, and then a write blocks, as does closing the file meanwhile. So only the
+    thread that writes waits for the server, and each thread closes its own file: no call and no end waits for either.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
-        self.stdin, self.stdout = process.stdin, process.stdout
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Lines that are to be written; None closes the input."""
         self.waiting: dict[Any, Future[Message]] = {}
         """Replies that are expected; cancelled when the process ends."""
-        self._lock = threading.Lock()
-        self._is_ended = False
+        self.is_ended = False
 
     def send(self, message: Message) -> None:
-        with self._lock:
-            self.stdin.write(json.dumps(message).encode() + b"\n")
-            self.stdin.flush()
+        self._unsent.put(encode(message) + b"\n")
+
+    def close_input(self) -> None:
+        """Close the input once all that was sent has been written."""
+        self._unsent.put(None)
 
     def expect(self, number: int) -> Future[Message]:
         future = self.waiting[number] = Future()
-        if self._is_ended:
+        if self.is_ended:
             future.cancel()
         return future
 
+    def end(self) -> None:
+        """Cancel the calls that wait, and those that come."""
+        self.is_ended = True
+        for number in list(self.waiting):
+            if (future := self.waiting.pop(number, None)) is not None:
+                future.cancel()
+
+    def write(self) -> None:
+        """Write what is sent until the input is to be closed, or the process has closed it."""
+        try:
+            with contextlib.suppress(OSError), self._stdin:
+                while (line := self._unsent.get()) is not None:
+                    self._stdin.write(line)
+                    self._stdin.flush()
+        finally:
+            self.end()
+
     def read(self) -> None:
         """Deliver replies until the process closes its output; lines that are no messages are left out."""
-        with contextlib.suppress(OSError, ValueError):
-            for line in self.stdout:
-                with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError):
-                    message = json.loads(line)
-                    if "method" not in message:
-                        if (future := self.waiting.pop(message.get("id"), None)) is not None:
-                            future.set_result(message)
-                    elif "id" in message:
-                        self.send(answer_request(message))
-        self._is_ended = True
-        for future in list(self.waiting.values()):
-            future.cancel()
+        try:
+            with contextlib.suppress(OSError), self._stdout:
+                for line in self._stdout:
+                    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
+                        message = json.loads(line)
+                        if "method" not in message:
+                            if (future := self.waiting.pop(message.get("id"), None)) is not None:
+                                future.set_result(message)
+                        elif "id" in message:
+                            self.send(answer_request(message))
+        finally:
+            self.end()
 
 
 def _end_process(process: subprocess.Popen[bytes], pipes: _Pipes, log: IO[bytes], owner: int) -> None:
     """Close the input, at whose end a server ends; kill what is left of it and of what it started."""
     if os.getpid() != owner:
         return  # a forked copy of this process does not own the server
-    with contextlib.suppress(OSError):
-        pipes.stdin.close()
+    pipes.close_input()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    pipes.stdout.close()
+    pipes.end()
     log.close()
 
 
@@ -227,7 +253,7 @@ class HttpServer:
         number = next(self._numbers)
         try:
             result = read_result(self._exchange(build_message(method, params, id=number), timeout_s))
-        except (httpx.TimeoutException, TimeoutError):
+        except httpx.TimeoutException:
             with contextlib.suppress(ToolUnavailableError, httpx.TimeoutException):
                 self.notify("notifications/cancelled", {"requestId": number})
             raise TimeoutError from None
@@ -244,15 +270,12 @@ class HttpServer:
 
     def _exchange(self, message: Message, timeout_s: float) -> Message:
         """The reply to a request."""
-        deadline = time.monotonic() + timeout_s
         with self._post(message, timeout_s) as response:
             for text in iter_texts(response):
-                if time.monotonic() > deadline:
-                    raise TimeoutError
                 try:
                     received: Message = json.loads(text)
                     is_request = "method" in received and "id" in received
-                except (ValueError, TypeError) as error:
+                except (ValueError, RecursionError, TypeError) as error:
                     shown = text[:MAX_SHOWN_CHARS]
                     raise ToolUnavailableError(f"{self.label} answered no JSON-RPC but {shown!r}") from error
                 if is_request:
@@ -264,9 +287,15 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _post(self, message: Message, timeout_s: float) -> Iterator[httpx.Response]:
-        headers = {"accept": "application/json, text/event-stream", **self._session}
+        """The response to a message; reading what has not come after `timeout_s` raises `httpx.TimeoutException`."""
+        deadline = time.monotonic() + timeout_s
+        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", **self._session}
+        content = encode(message)
+        sending = self._client.stream("POST", self._url, content=content, headers=headers, timeout=timeout_s)
         try:
-            with self._client.stream("POST", self._url, json=message, headers=headers, timeout=timeout_s) as response:
+            with sending as response:
+                assert isinstance(response.stream, httpx.SyncByteStream)
+                response.stream = _TimedStream(response.stream, deadline)
                 status = response.status_code
                 if status >= 400:
                     text = " ".join(response.read().decode(errors="replace").split())[:MAX_SHOWN_CHARS]
@@ -280,6 +309,22 @@ class HttpServer:
             raise
         except (httpx.TransportError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client is closed
             raise ServerLostError(f"{self.label} does not answer: {error or type(error).__name__}") from error
+
+
+class _TimedStream(httpx.SyncByteStream):
+    """The body of a response up to a point in time, also if it comes in small parts: httpx limits each read alone."""
+
+    def __init__(self, stream: httpx.SyncByteStream, deadline: float) -> None:
+        self._stream, self._deadline = stream, deadline
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._stream:
+            if time.monotonic() > self._deadline:
+                raise httpx.ReadTimeout("the response was not complete in time")
+            yield chunk
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 def iter_texts(response: httpx.Response) -> Iterator[str]:

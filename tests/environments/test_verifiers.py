@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conditions import until
+from conditions import until, wait_until
 from tunesmith import tune
 from tunesmith.config import RunConfig
 from tunesmith.environments.sets.verifiers import load_environment
@@ -243,6 +243,21 @@ async def test_a_rollout_that_is_cancelled_ends_its_episode(values, tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await playing
     await until((tmp_path / "cancelled").exists)
+
+
+@pytest.mark.anyio
+async def test_a_rollout_that_is_cancelled_as_its_process_ends_is_cancelled(values, tmp_path):
+    environment = load_task_environment(build_section(RunConfig, values))
+    client = SimpleNamespace(api_key="key")
+    model = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model_name="m", as_openai_client=lambda: client)
+    playing = asyncio.create_task(environment.run({"data": environment.describe(11)["data"]}, model))
+    await until((tmp_path / "started").exists)
+    server = environment.run.__self__._shared.get()
+    server._process.kill()
+    wait_until(lambda: server._pipes.is_ended)  # the event loop sees nothing of it yet
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
 
 
 @pytest.mark.parametrize(

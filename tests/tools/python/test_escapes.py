@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from sandboxes import KINDS, build_tool, run_code
+from tunesmith.tools.python.folder import measure_folder
 
 SECRET = "correct horse battery staple"
 
@@ -317,6 +320,53 @@ def test_the_temporary_folder_is_limited(build):
     assert result.outcome == "error" and ("No space left" in result.text or "folder is full" in result.text)
     result = run_code(tool, "while True:\n  for i in range(10**6): open(f'{i}', 'w').close()")
     assert result.text == "Error: the temporary folder is full."
+
+
+def test_the_temporary_folder_is_limited_deeper_than_a_path_is_long(build):
+    tool = build(max_file_mb=1, tmp_mb=4, wall_s=10)
+    descend = "for i in range(30):\n  os.mkdir('a' * 200)\n  os.chdir('a' * 200)"
+    write = "for i in range(8): open(f'{i}', 'wb').write(bytes(2**20))"
+    result = run_code(tool, f"import os, time\n{descend}\n{write}\ntime.sleep(60)")
+    assert result.outcome == "error" and ("No space left" in result.text or "folder is full" in result.text)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_full(monkeypatch, tmp_path):
+    limits = {"max_bytes": 1 << 20, "max_files": 10}
+    (tmp_path / "a").mkdir()
+    scan = os.scandir
+
+    def refuse(number, name):
+        def look(path):
+            if Path(path).name == name:
+                raise OSError(number, os.strerror(number))
+            return scan(path)
+
+        return look
+
+    assert not measure_folder(str(tmp_path), **limits)
+    for number, is_full in [(errno.EACCES, True), (errno.ENAMETOOLONG, True), (errno.EIO, True), (errno.ENOENT, False),
+                            (errno.ENOTDIR, False), (errno.EMFILE, False)]:  # fmt: skip
+        monkeypatch.setattr(os, "scandir", refuse(number, "a"))
+        assert measure_folder(str(tmp_path), **limits) == is_full
+
+
+def test_a_file_that_vanishes_hides_no_other(monkeypatch, tmp_path):
+    for number in range(3):
+        (tmp_path / str(number)).write_bytes(bytes(1 << 20))
+    limits = {"max_bytes": 1 << 20, "max_files": 10}
+    assert measure_folder(str(tmp_path), **limits)
+    scan = os.scandir
+
+    @contextmanager
+    def look(path):
+        """The entries, the first of which is deleted before it is measured."""
+        with scan(path) as entries:
+            found = list(entries)
+            Path(found[0].path).unlink()
+            yield iter(found)
+
+    monkeypatch.setattr(os, "scandir", look)
+    assert measure_folder(str(tmp_path), **limits)
 
 
 @pytest.mark.parametrize(

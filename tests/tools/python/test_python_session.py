@@ -6,9 +6,13 @@ import asyncio
 
 import pytest
 
-from sandboxes import KINDS, build_tool
+from sandboxes import KINDS, build_tool, require_isolation
+from tunesmith.config.environment import ToolSection
+from tunesmith.environments.toolbox import Toolbox
+from tunesmith.environments.transcript import Segment
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import STATE_LOST
+from tunesmith.runs.load_function import load_tools
+from tunesmith.tools.python.call import RESTARTED, STATE_LOST
 
 
 @pytest.fixture(params=KINDS)
@@ -108,11 +112,62 @@ def test_a_session_that_depends_on_time_is_not_forked(quick_tool):
         asyncio.run(run("while True: pass"))
 
 
-def test_a_closed_or_cancelled_session_refuses_calls(tool):
+def test_a_cancelled_call_restarts_the_session_and_the_next_result_says_so(tool):
+    async def run():
+        async with tool.session() as session:
+            await session("x = 5")
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(session("import time\ntime.sleep(100)"), 0.3)
+            results = [await session("y = 1\n'x' in globals()"), await session("y")]
+            async with await session.fork() as forked:
+                return results, (await forked("y")).text
+
+    (first, second), text = asyncio.run(run())
+    assert first.text == f"{RESTARTED}\nFalse" and not first.is_state_lost
+    assert (second.text, text) == ("1", "1")
+
+
+def test_a_session_is_restarted_when_its_call_is_cancelled_as_it_ends(tool):
+    async def run():
+        async with tool.session() as session:
+            waiting = asyncio.create_task(session("x = 5"))
+            await asyncio.sleep(0)
+            session._threads.submit(int).result(60)  # its thread has ended the call, which this one does not see
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            return (await session("'x' in globals()")).text
+
+    assert asyncio.run(run()) == f"{RESTARTED}\nFalse"
+
+
+def test_a_time_limit_of_the_tool_is_an_observation_and_the_next_call_works():
+    require_isolation("seccomp")
+    section = ToolSection(
+        tool="python", is_session=True, timeout_s=1, settings={"isolation": "seccomp", "num_workers": 1, "wall_s": 60}
+    )
+
+    async def run(*codes):
+        (tool,) = load_tools(section)
+        async with Toolbox(tools={"python": tool}, max_calls=9, max_result_chars=1000) as box:
+            calls = [Segment(kind="call", text="", tool="python", arguments={"code": code}) for code in codes]
+            return [(each.result, each.failure) for each in await box.run(calls)]
+
+    assert asyncio.run(run("x = 1\nx", "import time\ntime.sleep(60)", "print('x' in globals())", "2 + 2")) == [
+        ("1", ""),
+        ("Error: python took longer than 1 s and was stopped.", "timeout"),
+        (f"{RESTARTED}\nFalse", ""),
+        ("4", ""),
+    ]
+
+
+def test_a_closed_session_refuses_calls(tool):
     async def run():
         session = tool.session()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session("import time\ntime.sleep(100)"), 0.3)
+        session.close()
         with pytest.raises(SandboxError, match="closed"):
             await session("1")
         session.close()

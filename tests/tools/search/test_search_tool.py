@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from urllib.parse import parse_qs
 
 import pytest
 from starlette.requests import Request
@@ -152,6 +153,19 @@ def test_a_wrong_query_is_an_error_of_the_model():
     assert not long.ok and "11 characters; at most 10" in long.text
     with pytest.raises(ToolInputError):
         asyncio.run(SearchTool(SearchToolSection(url=CLOSED_PORT))(""))
+
+
+@pytest.mark.parametrize("source", ["server", "serper", "bing"])
+def test_a_lone_surrogate_in_a_query_is_replaced(source, monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", "key")
+    monkeypatch.setenv("BING_API_KEY", "key")
+    answer = {"server": DOCS, "serper": SERPER, "bing": BING}[source]
+    server = ReplayServer(answer)
+    result = with_server(server, lambda tool: tool.build_tool().call({"query": "smile \ud83d"}), source=source)
+    assert result.ok and len(server.requests) == 1
+    _, _, path, body = server.requests[0]
+    sent = parse_qs(path.partition("?")[2])["q"][0] if source == "bing" else json.loads(body)
+    assert sent in ("smile \ufffd", {"query": "smile \ufffd", "top_n": 4}, {"q": "smile \ufffd", "num": 4})
 
 
 def test_results_fit_the_limit_that_the_tool_announces():

@@ -8,6 +8,7 @@ are sampled, and the rewards are those of the environment. An episode that ends 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import sys
@@ -87,7 +88,8 @@ class VerifiersEnvironment:
         try:
             return WorkflowOutput(**await asyncio.to_thread(server.call, "run", params, timeout_s=None))
         except asyncio.CancelledError:
-            server.notify("cancel", {"base_url": url})
+            with contextlib.suppress(ServerLostError):
+                server.notify("cancel", {"base_url": url})
             raise
         except ServerLostError:
             self._shared.forget(server)

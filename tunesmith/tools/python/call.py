@@ -25,6 +25,7 @@ Outcome = Literal["ok", "error", "timeout", "memory", "output_limit"]
 
 NO_OUTPUT = "(no output: print the values that you need)"
 STATE_LOST = "The session was restarted: its variables are lost."
+RESTARTED = "The session was restarted before this call: its earlier variables are lost."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,8 @@ class Answer:
     """Whether the worker can run another call."""
 
 
-def build_result(answer: Answer, settings: PythonToolSection) -> PythonResult:
+def build_result(answer: Answer, settings: PythonToolSection, *, is_restarted: bool = False) -> PythonResult:
+    """The result of a call; `is_restarted`: the call before it was cancelled, and its session lost the variables."""
     notes = []
     if answer.outcome != "ok":
         notes += [answer.stderr.strip("\n"), describe_outcome(answer, settings)]
@@ -68,10 +70,12 @@ def build_result(answer: Answer, settings: PythonToolSection) -> PythonResult:
         notes.append(STATE_LOST)
     notes_text = "\n".join(filter(None, notes))
     output = answer.stdout.strip("\n").rstrip()
-    text = "\n".join(filter(None, [output, notes_text]))
+    text = "\n".join(filter(None, [output, notes_text])) or NO_OUTPUT
+    if is_restarted:
+        text = f"{RESTARTED}\n{text}"
     return PythonResult(
         outcome=answer.outcome,
-        text=shorten_text(text or NO_OUTPUT, settings.max_result_chars),
+        text=shorten_text(text, settings.max_result_chars),
         stdout=answer.stdout,
         stderr=answer.stderr,
         is_state_lost=answer.is_state_lost,

@@ -8,6 +8,8 @@ followed.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -43,7 +45,11 @@ class SandboxFolder:
 
 
 def measure_folder(path: str, *, max_bytes: int, max_files: int) -> bool:
-    """Whether a folder is full; folders that vanish meanwhile do not count."""
+    """Whether a folder is full; what vanishes meanwhile does not count.
+
+    A folder that cannot be looked into is full: one that is closed, or nested deeper than a path is long, could hold
+    anything.
+    """
     size = num_files = 0
     left = [path]
     while left:
@@ -51,13 +57,17 @@ def measure_folder(path: str, *, max_bytes: int, max_files: int) -> bool:
             with os.scandir(left.pop()) as entries:
                 for entry in entries:
                     num_files += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    with contextlib.suppress(FileNotFoundError):
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         left.append(entry.path)
                     if size > max_bytes or num_files > max_files:
                         return True
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # these are not the code's: it is measured next time
+                return True
     return False
 
 

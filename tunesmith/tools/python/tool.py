@@ -34,7 +34,8 @@ class PythonSession:
     """Runs code in one process, with a worker of its own; one call at a time. Close it, or use it in `async with`.
 
     At the time limit the code is interrupted, and the variables stay; code that does not react, or breaks another
-    limit, loses them, and the result says so. `fork` makes a second session in the same state by running the code of
+    limit, loses them, and the result says so. A call that is cancelled loses them too, which the result of the next one
+    says. `fork` makes a second session in the same state by running the code of
     the first again, and refuses if the results differ.
     """
 
@@ -44,32 +45,41 @@ class PythonSession:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tunesmith-python-session")
         self._worker: WorkerProcess | None = None
         self._is_closed = False
+        self._is_cancelled = False
+        """Whether the last call was cancelled: the next one gets another worker."""
         self.history: list[tuple[str, PythonResult]] = []
         """Code and result of each call since the session started or lost its variables."""
 
     async def __call__(self, code: str, *, on_start: OnStart = ignore_start) -> PythonResult:
         """Run code; `SandboxError` if the worker is lost, and with it the state. `on_start`: the worker takes it."""
         if self._is_closed:
-            raise SandboxError("this Python session is closed, or a call of it was cancelled")
+            raise SandboxError("this Python session is closed")
+        is_restarted = self._is_cancelled
         try:
             async with asyncio.timeout(None) as limit:
                 call = PendingCall(limit, on_start)
-                answer = await run_in_threads(self._threads, call, self._run, code, call)
+                answer = await run_in_threads(self._threads, call, self._run, code, call, is_restarted)
+        except asyncio.CancelledError:
+            self._is_cancelled = True
+            self.history.clear()
+            raise
         except BaseException:
             self.close()
             raise
+        self._is_cancelled = False
         result = build_result(answer, self._settings)
         if result.is_state_lost:
             self.history.clear()
         else:
             self.history.append((code, result))
-        return result
+        return build_result(answer, self._settings, is_restarted=True) if is_restarted else result
 
     async def fork(self) -> PythonSession:
         """A new session in the same state; `SandboxError` if the calls do not give the same results again."""
         if any(result.outcome == "timeout" for _, result in self.history):
             raise SandboxError("this Python session cannot be forked: a call reached the time limit, at no fixed point")
         forked = PythonSession(self._settings, self._launcher)
+        forked._is_cancelled = self._is_cancelled
         try:
             for number, (code, result) in enumerate(self.history, 1):
                 if await forked(code) != result:
@@ -97,7 +107,10 @@ class PythonSession:
     async def __aexit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, code: str, call: PendingCall) -> Answer:
+    def _run(self, code: str, call: PendingCall, is_restarted: bool) -> Answer:
+        if is_restarted and self._worker is not None:
+            self._worker.close()
+            self._worker = None
         worker = self._worker = self._worker or self._launcher.start(is_session=True)
         if self._is_closed:
             worker.close()

@@ -2,7 +2,8 @@
 
     passages -> each cut at max_passage_chars -> joined by blank lines
 
-A query that is empty or too long is an error that the model reads. A source that does not answer raises
+A query that is empty or too long is an error that the model reads; lone surrogates in it, which no request can carry,
+are U+FFFD. A source that does not answer raises
 `ToolUnavailableError`: the rollout becomes a `Failure`, never an observation. Equal queries that run at the same time,
 as in the rollouts of a group, are one request.
 
@@ -31,6 +32,7 @@ import httpx
 from tunesmith.errors import ConfigError, StorageError, ToolUnavailableError, shorten
 from tunesmith.retrieval.corpus import Passage
 from tunesmith.retrieval.index.search import SearchIndex, open_index
+from tunesmith.storage import clean_text
 from tunesmith.tools.search.settings import MAX_BACKOFF_S, SearchToolSection
 from tunesmith.tools.tool import Tool, ToolInputError
 
@@ -332,7 +334,7 @@ class SearchTool:
             ToolInputError: the query is empty or too long.
             ToolUnavailableError: the source does not answer, or not in time.
         """
-        text = " ".join(query.split())
+        text = clean_text(" ".join(query.split()))
         if not text:
             raise ToolInputError("the query is empty")
         if len(text) > self.settings.max_query_chars:
