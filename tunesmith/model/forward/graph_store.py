@@ -43,8 +43,8 @@ class GraphStore(Generic[Output]):
         # is then allocated once, for the largest, and not once for each of twenty sizes.
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None
-        """Where graphs are captured; its GPU becomes the current one, and torch's own stream has that of the process's
-        first capture. One for all graphs, since memory is not shared between streams."""
+        """Where graphs are captured if torch's own stream for captures is of another GPU: that of the process's first
+        capture, which it would make the current one."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -74,13 +74,16 @@ class GraphStore(Generic[Output]):
         """
         # The first run compiles kernels, and libraries create handles and workspaces: nothing of that may be captured.
         # It is on a side stream, as torch asks for before a capture.
-        self._stream = self._stream or torch.cuda.Stream()
         if num_warmups:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 for _ in range(num_warmups):
                     run()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(stream)
+        usual = torch.cuda.graph.default_capture_stream
+        if usual is not None and usual.device.index != torch.cuda.current_device():
+            self._stream = self._stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         # other threads may call CUDA during the capture: NCCL's watchdog queries events, agents may use the device
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
