@@ -22,6 +22,7 @@ from tunesmith.experience.samples import Trie, build_trie, concatenate_tries
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
+from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
@@ -181,6 +182,7 @@ def compute_gradient(
     max_tokens: int = 4096,
     chunk_tokens: int = 256,
     is_compiled: bool = False,
+    has_checkpointing: bool = False,
 ) -> torch.Tensor:
     rows = pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
     algorithm = resolve_algorithm(AlgorithmSection())
@@ -188,7 +190,10 @@ def compute_gradient(
     preparation = prepare_update(
         PassSetup(model=model, norm_length=1, chunk_tokens=chunk_tokens), algorithm, samples, rows
     )
-    with compiled_layers(model) if is_compiled else nullcontext():
+    if has_checkpointing:
+        enable_checkpointing(model)
+    checkpoint = checkpointed_layers if has_checkpointing else nullcontext
+    with compiled_layers(model) if is_compiled else nullcontext(), checkpoint(model):
         run_loss_pass(
             model, samples, rows, algorithm, preparation.inputs,
             chunk_tokens=chunk_tokens, is_compiled=is_compiled,
@@ -214,6 +219,27 @@ def test_float32_gradients_of_all_modes_agree_with_float64_on_the_cpu():
     )
     errors = [compute_error(compute_gradient(model, samples, **mode), exact) for mode in modes]
     assert max(errors) < 1e-4, errors
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_checkpointing_keeps_the_output_of_attention_and_the_gradient(is_compiled, monkeypatch):
+    """Attention runs as often as without checkpointing, though its inputs are computed again."""
+    from tunesmith.trainer.tree_attention.kernels import tree_attention  # needs Triton
+
+    samples, grids = build_samples(8), []
+    model, kernel = build_trainable("qwen3", dtype=torch.bfloat16).cuda(), tree_attention.attention_forward
+
+    class CountedKernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(tree_attention, "attention_forward", CountedKernel())
+    expected = compute_gradient(model, samples, is_compiled=is_compiled)
+    num_runs = len(grids)
+    found = compute_gradient(model, samples, is_compiled=is_compiled, has_checkpointing=True)
+    assert len(grids) == 2 * num_runs > 0
+    assert compute_error(found, expected) < 1e-3
 
 
 def test_neither_sharing_nor_compiling_adds_an_error_in_bfloat16():

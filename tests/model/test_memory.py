@@ -96,6 +96,16 @@ def test_weights_gradients_and_adamw_are_counted_as_the_trainer_holds_them():
     assert (wide["weights"], wide["gradients"], wide["AdamW"]) == (4 * num, 4 * num, 8 * num)
 
 
+def test_checkpointing_saves_inputs_of_layers_and_on_a_gpu_outputs_of_attention():
+    """Each of 28 layers saves 1,024 values a token and 16 heads of 128; one layer at a time has all of its own."""
+    layer = 4 * 1024 + 2 * 2048 + 2 * 1024 + 3 * 3072 + 2048 + 1024
+    short, long = (
+        estimate_memory(build("qwen3-0.6b"), settle(row, has_checkpointing=True), H200)["activations"]
+        for row in (4096, 8192)
+    )
+    assert long - short == 4096 * 2 * (28 * (1024 + 16 * 128) + layer)
+
+
 def test_four_bits_shrink_the_layers_but_not_embeddings_and_head():
     model = build("qwen2.5-7b", r=16)
     nf4 = LoraSection(r=16, quantization="nf4")

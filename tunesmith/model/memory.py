@@ -167,6 +167,8 @@ def count_activation_bytes(model: PreTrainedModel, settings: MemorySettings, car
     num_values = layers * values
     if settings.trainer.has_gradient_checkpointing:
         num_values = layers * hidden + values
+        if card.type != "cpu":
+            num_values += sum(each.num_attention_heads * find_head_size(each) for each in list_attention_layers(text))
     is_eager = card.type == "cpu" or not settings.trainer.has_compiled_layers
     activations = row * num_values * model.dtype.itemsize * (EAGER_FACTOR if is_eager else 1)
     saved = count_saved_values(model) or [0]
@@ -194,11 +196,15 @@ def count_kv_heads(text: PretrainedConfig) -> int:
 
 def count_token_bytes(config: PretrainedConfig) -> int:
     """Keys and values of one token, as a number of values."""
-    text = config.get_text_config()
+    layers = list_attention_layers(config.get_text_config())
+    return 2 * sum(count_kv_heads(each) * find_head_size(each) for each in layers)
+
+
+def list_attention_layers(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """The configuration of each layer with attention."""
     types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     others = (*RECURRENT_TYPES, *STATELESS_TYPES)
-    layers = [each for each, name in zip(list_layer_configs(text), types, strict=True) if name not in others]
-    return 2 * sum(count_kv_heads(each) * find_head_size(each) for each in layers)
+    return [each for each, name in zip(list_layer_configs(text), types, strict=True) if name not in others]
 
 
 def compute_cache_bytes(*, free: int, total: int, num_trained: int, num_ranks: int) -> int:
