@@ -235,11 +235,12 @@ def test_checkpointing_keeps_the_output_of_attention_and_the_gradient(is_compile
             return kernel[grid]
 
     monkeypatch.setattr(tree_attention, "attention_forward", CountedKernel())
-    expected = compute_gradient(model, samples, is_compiled=is_compiled)
+    exact = compute_gradient(build_trainable("qwen3", dtype=torch.bfloat16).double(), samples)
+    plain = compute_gradient(model, samples, is_compiled=is_compiled)
     num_runs = len(grids)
-    found = compute_gradient(model, samples, is_compiled=is_compiled, has_checkpointing=True)
+    checkpointed = compute_gradient(model, samples, is_compiled=is_compiled, has_checkpointing=True)
     assert len(grids) == 2 * num_runs > 0
-    assert compute_error(found, expected) < 1e-3
+    assert compute_error(checkpointed, exact) < 1.05 * compute_error(plain, exact)
 
 
 def test_neither_sharing_nor_compiling_adds_an_error_in_bfloat16():
