@@ -8,6 +8,7 @@ exactly; other expressions are compared by math-verify. A reference without an a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -89,7 +90,8 @@ class ExpressionProcess:
 
 _process = ExpressionProcess()
 os.register_at_fork(after_in_child=_process.forget)
-compare_in_time = _process.compare
+compare_in_time = functools.lru_cache(maxsize=1)(_process.compare)
+"""The parts of one judge ask for the same comparison."""
 
 
 NUMBER = re.compile(

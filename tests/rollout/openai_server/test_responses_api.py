@@ -78,6 +78,30 @@ async def test_a_tool_conversation_is_one_sequence(stream, is_stored):
     assert [(turn.prompt_ids, list(turn.sampled_ids)) for turn in turns] == get_engine(service).ledger
 
 
+async def test_text_after_a_streamed_call_stays_in_the_turn_of_the_call():
+    service = build_service(f"<think>hm</think>{ADD}\nthat was a call", "done")
+    bound = service.open(seed=1)
+    first = await respond(bound.model.client, stream=True, input="hi", tools=TOOLS)
+    assert [item.type for item in first.output] == ["reasoning", "function_call", "message"]
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "42"}
+    items = [USER[0], *(item.to_dict() for item in first.output), result]
+    await respond(bound.model.client, input=items, tools=TOOLS)
+    before, after = service.close(bound)
+    whole = before.prompt_ids + before.sampled_ids
+    assert after.prompt_ids[: len(whole)] == whole
+
+
+async def test_a_response_of_one_client_is_continued_by_another_over_http():
+    service = build_service("fine", "again")
+    async with service.serve() as url:
+        bound = service.open(seed=1)
+        first = await respond(bound.model.client, input="hi")
+        async with openai.AsyncOpenAI(base_url=url, api_key=bound.session.key, max_retries=0) as client:
+            second = await respond(client, input="more", previous_response_id=first.id)
+        assert second.output_text == "again"
+        assert len(service.close(bound)) == 2
+
+
 async def test_events_come_in_the_order_of_the_api():
     service = build_service(f"<think>hm</think>so {ADD}", template=QWEN25)
     events = await stream_events(service.open(seed=1).model.client, input="hi", tools=TOOLS)

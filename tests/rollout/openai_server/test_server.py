@@ -57,6 +57,17 @@ async def test_calls_in_json_that_the_parser_does_not_read_are_reported(caplog):
     ]
 
 
+async def test_without_parallel_tool_calls_min_tokens_delays_no_stop_string_and_further_calls_are_dropped():
+    service = build_service(f"{ADD}\n{SUB}")
+    completion, (turn,) = await create_completion(
+        service, tools=TOOLS, parallel_tool_calls=False, extra_body={"min_tokens": 5}
+    )
+    sampling = get_engine(service).requests[0][1]
+    assert (sampling.distribution.min_tokens, sampling.stop, sampling.stop_token_ids) == (5, (), ())
+    assert [each.function.name for each in completion.choices[0].message.tool_calls] == ["add"]
+    assert turn.stop_reason == "eos"
+
+
 async def test_without_parallel_tool_calls_sampling_stops_after_one_call():
     service = build_service(f"one {ADD}{SUB}")
     completion, (turn,) = await create_completion(service, tools=TOOLS, parallel_tool_calls=False)

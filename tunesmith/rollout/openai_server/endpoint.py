@@ -91,11 +91,15 @@ class ChatEndpoint:
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
             call = await self._admit(session.admit(prompt), session, param="messages")
-            request = self._resolve_ids(request, self._build_chat_grammar(request, call))
-            pending = PendingChatCompletion(
-                session, renderer, request, call, model_name=self.model_name, open_events=open_events
-            )
-            self._check_context(session, len(pending.prompt_ids), param="messages")
+            try:
+                request = self._resolve_ids(request, self._build_chat_grammar(request, call))
+                pending = PendingChatCompletion(
+                    session, renderer, request, call, model_name=self.model_name, open_events=open_events
+                )
+                self._check_context(session, len(pending.prompt_ids), param="messages")
+            except RequestError:
+                session.refuse(call.index)
+                raise
         return pending
 
     def _parse_request(self, session: Session, fields: Any) -> tuple[ChatRequest, Prompt]:
@@ -117,10 +121,15 @@ class ChatEndpoint:
             for text in request.prompts:
                 admission = session.admit_text(text, adds_special_tokens=request.adds_special_tokens)
                 calls.append(await self._admit(admission, session, param="prompt"))
-            for call in calls:
-                self._check_context(session, len(call.prompt_ids), param="prompt")
-            grammar = "" if request.constraint is None else constrain_text(request.constraint)
-            request = self._resolve_ids(request, grammar)
+            try:
+                for call in calls:
+                    self._check_context(session, len(call.prompt_ids), param="prompt")
+                grammar = "" if request.constraint is None else constrain_text(request.constraint)
+                request = self._resolve_ids(request, grammar)
+            except RequestError:
+                for call in calls:
+                    session.refuse(call.index)
+                raise
         return PendingTextCompletion(session, self.recorder.renderer, request, calls, model_name=self.model_name)
 
     def _build_chat_grammar(self, request: ChatRequest, call: SessionCall) -> str:

@@ -13,7 +13,6 @@ before it. A complete response is the one in the last event.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -71,7 +70,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     if kind == "message":
         content = read_text(item.get("content"), f"{where}.content", MESSAGE_PARTS)
         if item.get("role") == "assistant":
-            _open_reply(messages, unless=("content", "tool_calls"))["content"] = content
+            _open_reply(messages, unless=("content",))["content"] = content  # of a stream, it may follow the calls
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "reasoning":
@@ -348,12 +347,10 @@ class ResponsesApi:
 
     def __init__(self, endpoint: ChatEndpoint) -> None:
         self._endpoint = endpoint
-        self._stored: weakref.WeakKeyDictionary[Session, dict[str, ChatMessages]] = weakref.WeakKeyDictionary()
-        """Messages up to each stored response, without the instructions."""
 
     async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
         chat_fields = translate_request(fields)
-        stored = self._stored.setdefault(session, {})
+        stored = session.stored_responses
         response_id = fields.get("previous_response_id")
         if response_id is not None and response_id not in stored:
             message = (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
@@ -117,6 +117,8 @@ class Session:
         """By digest of the conversation up to the reply, and scope."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
+        self.stored_responses: dict[str, list[dict[str, Any]]] = {}
+        """Messages up to each stored response of the Responses API, without the instructions."""
         self._reply_texts = ReplyTexts(renderer)
         self._seen_requests: set[tuple[int, str]] = set()
 
@@ -124,7 +126,11 @@ class Session:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
         index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
-        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
+        try:
+            prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
+        except ValueError:
+            self.refuse(index)
+            raise
         self.num_extended += is_extended
         self.num_unextended += is_found and not is_extended
         return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope)
@@ -147,7 +153,11 @@ class Session:
                 adds_special_tokens=adds_special_tokens,
                 max_tokens=self._engine.max_model_len,
             )
-            text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
+            try:
+                text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
+            except ValueError:
+                self.refuse(index)
+                raise
         return SessionCall(
             index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE
         )
@@ -160,7 +170,14 @@ class Session:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         self.num_repeats += request_key in self._seen_requests
         self._seen_requests.add(request_key)
+        if self.record is not None:
+            self.record.arriving.add(index)
         return index
+
+    def refuse(self, index: int) -> None:
+        """A call with this index is refused before it samples; a branch that repeats it is refused, too."""
+        if self.record is not None:
+            self.record.arriving.discard(index)
 
     def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""
