@@ -42,10 +42,16 @@ INVALID_KEY_MESSAGE = "the API key belongs to no open trajectory: it is wrong, o
 class ErrorTranslation:
     """Converts errors of sessions and engines to `ApiError`; a generator would take longer, and a call enters two."""
 
+    def __init__(self, session: Session | None = None) -> None:
+        """`session`: of the request that is being admitted."""
+        self._session = session
+
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if self._session is not None and isinstance(error, RequestError):
+            self._session.refuse()
         if isinstance(error, SamplingRefusedError | ReplayError):
             raise ApiError(400, str(error)) from error
         if isinstance(error, SessionClosedError):
@@ -85,21 +91,17 @@ class ChatEndpoint:
         """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `open_events`: of an API
         whose responses have another form."""
         renderer = self.recorder.renderer
-        with ErrorTranslation():
+        with ErrorTranslation(session):
             request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
             call = await self._admit(session.admit(prompt), session, param="messages")
-            try:
-                request = self._resolve_ids(request, self._build_chat_grammar(request, call))
-                pending = PendingChatCompletion(
-                    session, renderer, request, call, model_name=self.model_name, open_events=open_events
-                )
-                self._check_context(session, len(pending.prompt_ids), param="messages")
-            except RequestError:
-                session.refuse(call.index)
-                raise
+            request = self._resolve_ids(request, self._build_chat_grammar(request, call))
+            pending = PendingChatCompletion(
+                session, renderer, request, call, model_name=self.model_name, open_events=open_events
+            )
+            self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
 
     def _parse_request(self, session: Session, fields: Any) -> tuple[ChatRequest, Prompt]:
@@ -114,22 +116,17 @@ class ChatEndpoint:
 
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
-        with ErrorTranslation():
+        with ErrorTranslation(session):
             request = parse_text_request(fields, session.sampling)
             self._check_model(request.model)
             calls = []
             for text in request.prompts:
                 admission = session.admit_text(text, adds_special_tokens=request.adds_special_tokens)
                 calls.append(await self._admit(admission, session, param="prompt"))
-            try:
-                for call in calls:
-                    self._check_context(session, len(call.prompt_ids), param="prompt")
-                grammar = "" if request.constraint is None else constrain_text(request.constraint)
-                request = self._resolve_ids(request, grammar)
-            except RequestError:
-                for call in calls:
-                    session.refuse(call.index)
-                raise
+            for call in calls:
+                self._check_context(session, len(call.prompt_ids), param="prompt")
+            grammar = "" if request.constraint is None else constrain_text(request.constraint)
+            request = self._resolve_ids(request, grammar)
         return PendingTextCompletion(session, self.recorder.renderer, request, calls, model_name=self.model_name)
 
     def _build_chat_grammar(self, request: ChatRequest, call: SessionCall) -> str:

@@ -126,11 +126,7 @@ class Session:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
         index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
-        try:
-            prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
-        except ValueError:
-            self.refuse(index)
-            raise
+        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
         self.num_extended += is_extended
         self.num_unextended += is_found and not is_extended
         return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope)
@@ -153,11 +149,7 @@ class Session:
                 adds_special_tokens=adds_special_tokens,
                 max_tokens=self._engine.max_model_len,
             )
-            try:
-                text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-            except ValueError:
-                self.refuse(index)
-                raise
+            text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
         return SessionCall(
             index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE
         )
@@ -171,13 +163,14 @@ class Session:
         self.num_repeats += request_key in self._seen_requests
         self._seen_requests.add(request_key)
         if self.record is not None:
-            self.record.arriving.add(index)
+            self.record.arriving[index] = asyncio.current_task()
         return index
 
-    def refuse(self, index: int) -> None:
-        """A call with this index is refused before it samples; a branch that repeats it is refused, too."""
+    def refuse(self) -> None:
+        """The current task's call is refused before it samples, as it will be when a branch repeats it."""
         if self.record is not None:
-            self.record.arriving.discard(index)
+            task, arriving = asyncio.current_task(), self.record.arriving
+            self.record.arriving = {index: each for index, each in arriving.items() if each is not task}
 
     def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""

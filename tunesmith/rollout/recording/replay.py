@@ -80,8 +80,9 @@ class RolloutRecord:
         """Called with each call that this rollout sampled itself, when all its choices are finished."""
         self.tools = ToolLog(() if point is None else point.tool_calls)
         self.calls: dict[int, RecordedCall] = {}
-        self.arriving: set[int] = set()
-        """Indices of calls that have not been started, because their prompt is being tokenized or they wait."""
+        self.arriving: dict[int, object] = {}
+        """Indices of calls that have not started to sample, for instance while their prompt is tokenized, and their
+        asyncio tasks."""
         self.error: str | None = None
         """The first difference to the parent's calls."""
         self.num_prefill_tokens = 0
@@ -105,7 +106,7 @@ class RolloutRecord:
     ) -> RecordedChoice | None:
         """Begin one choice of a call; returns the parent's if the call is before the branch point."""
         index, choice = choice_id
-        self.arriving.discard(index)
+        self.arriving.pop(index, None)
         sampling = replace(sampling, seed=0)
         if self.point is not None and index <= self.point.index:
             recorded = self._find_recorded(index, choice, prompt_ids, sampling)
