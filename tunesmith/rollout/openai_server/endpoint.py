@@ -151,13 +151,13 @@ class ChatEndpoint:
         distribution = sampling.distribution
         if not (grammar or request.bad_words or distribution.min_tokens):
             return request
-        end_ids: set[int] = set()
-        if distribution.min_tokens:
-            end_ids = {*self.recorder.engine.eos_ids, *sampling.stop_token_ids}
+        end_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.recorder.engine.eos_ids)}
         texts = [text for word in request.bad_words for text in (word, f" {word}")]
         encode = partial(self.recorder.renderer.encode_prompt, adds_special_tokens=False)
         words = tuple(dict.fromkeys(map(encode, texts)))
-        distribution = replace(distribution, end_ids=tuple(sorted(end_ids)), bad_words=words, grammar=grammar)
+        distribution = replace(distribution, bad_words=words, grammar=grammar)
+        if distribution.min_tokens:
+            distribution = replace(distribution, end_ids=tuple(sorted(end_ids)))
         return replace(request, sampling=replace(sampling, distribution=distribution))
 
     async def _admit(
