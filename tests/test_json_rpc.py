@@ -142,7 +142,10 @@ def test_answers_in_a_batch_are_read_over_both_transports():
     batch = [{"jsonrpc": "2.0", "method": "notifications/message"}, {"jsonrpc": "2.0", "id": 1, "result": 3}]
     with serve("text/event-stream", f"data: {json.dumps(batch)}\n\n".encode()) as (server, _):
         assert server.call("work", {}, timeout_s=END_S) == 3
-    with serve("text/event-stream", b"data: [3]\n\n") as (server, _), pytest.raises(ToolUnavailableError, match="no JSON"):
+    with (
+        serve("text/event-stream", b"data: [3]\n\n") as (server, _),
+        pytest.raises(ToolUnavailableError, match="no JSON"),
+    ):
         server.call("work", {}, timeout_s=END_S)
 
 

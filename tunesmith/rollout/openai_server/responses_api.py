@@ -5,8 +5,8 @@ sampled, or is refused. Input items that belong to one reply (reasoning, message
 message, so that a conversation continues its recorded turn. Responses are stored with their session, unless `store` is
 false, so that `previous_response_id` can continue them.
 
-The events of a stream are made from the chunks of a chat completion. The reasoning item ends when content or a call
-starts. The message item stays open until the end, so that content after a call belongs to the same message as content
+The events of a stream are made from the chunks of a chat completion. A reasoning item ends when content or a call
+starts; later reasoning is an item of its own. The message item stays open until the end, so that content after a call belongs to the same message as content
 before it. A complete response is the one in the last event.
 """
 
@@ -70,16 +70,18 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     if kind == "message":
         content = read_text(item.get("content"), f"{where}.content", MESSAGE_PARTS)
         if item.get("role") == "assistant":
-            _open_reply(messages, unless=("content",))["content"] = content  # of a stream, it may follow the calls
+            _open_reply(messages, has_content=True)["content"] = content
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         text = read_text(parts, f"{where}.content", ("reasoning_text", "summary_text", "text"))
-        _open_reply(messages, unless=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = text
+        reply = _open_reply(messages)
+        before = f"{reply['reasoning_content']}\n" if "reasoning_content" in reply else ""
+        reply["reasoning_content"] = before + text.lstrip("\n")
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        reply = _open_reply(messages, unless=())
+        reply = _open_reply(messages)
         reply.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
     elif kind == "function_call_output":
         output = read_text(item.get("output"), f"{where}.output", MESSAGE_PARTS)
@@ -91,9 +93,12 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         )
 
 
-def _open_reply(messages: list[dict[str, Any]], *, unless: tuple[str, ...]) -> dict[str, Any]:
-    """The assistant message that the next item belongs to; a new one if the last has one of the fields."""
-    if not messages or messages[-1]["role"] != "assistant" or any(key in messages[-1] for key in unless):
+def _open_reply(messages: list[dict[str, Any]], *, has_content: bool = False) -> dict[str, Any]:
+    """The assistant message that the next item belongs to; a new one if the item has content and the last has some.
+
+    In a stream, reasoning and the message may come after calls, and further reasoning after the message.
+    """
+    if not messages or messages[-1]["role"] != "assistant" or (has_content and "content" in messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
 
@@ -165,10 +170,18 @@ def build_text(kind: TextKind, text: str, *, logprobs: list[dict[str, Any]]) -> 
     return {"type": kind, "text": text} | ({"annotations": [], "logprobs": logprobs} if kind == "output_text" else {})
 
 
-def build_item(response_id: str, kind: TextKind, content: list[dict[str, Any]], *, status: str) -> dict[str, Any]:
-    """A reasoning or message item; without `content` it is still to come."""
+def build_item(
+    response_id: str, index: int, kind: TextKind, content: list[dict[str, Any]], *, status: str
+) -> dict[str, Any]:
+    """The reasoning or message item at an index of the output; without `content` it is still to come."""
     if kind == "reasoning_text":
-        return {"id": f"rs_{response_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {
+            "id": f"rs_{response_id}_{index}",
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": status,
+        }
     return {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
@@ -206,8 +219,9 @@ class ResponseEvents(Events):
         """Output items by index; open ones without their content."""
         self._texts: dict[TextKind, str] = {"reasoning_text": "", "output_text": ""}
         self._indices: dict[TextKind, int] = {}
-        """Of the items of the texts."""
-        self._is_reasoning_open = False
+        """Of the open items of the texts."""
+        self._reasoning = ""
+        """The text of the reasoning items that have ended."""
         self._logprobs: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
         self._status = "in_progress"
@@ -224,7 +238,6 @@ class ResponseEvents(Events):
                 self._status = "incomplete" if choice["finish_reason"] == "length" else "completed"
             logprobs = (choice.get("logprobs") or {}).get("content") or []
             if delta.get("reasoning_content"):
-                self._is_reasoning_open |= "reasoning_text" not in self._indices
                 self._add_text("reasoning_text", delta["reasoning_content"])
             self._logprobs += logprobs
             if delta.get("content"):
@@ -240,9 +253,8 @@ class ResponseEvents(Events):
             self._open_text("output_text")
         if "output_text" in self._indices:
             self._end_text("output_text", status=self._status, logprobs=self._logprobs)
-        reasoning = self._texts["reasoning_text"]
         reply: dict[str, Any] = {"role": "assistant", "content": self._texts["output_text"]}
-        reply |= {"reasoning_content": reasoning} if reasoning else {}
+        reply |= {"reasoning_content": self._reasoning} if self._reasoning else {}
         reply |= {"tool_calls": self._calls} if self._calls else {}
         if self._fields.get("store") is not False:
             self._stored[self._response_id] = [*self._messages, reply]
@@ -279,8 +291,7 @@ class ResponseEvents(Events):
 
     def _build_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Token counts; those of the reasoning are the tokens of its text."""
-        reasoning = self._texts["reasoning_text"]
-        num_reasoning = len(self._pending.renderer.encode(reasoning)) if reasoning else 0
+        num_reasoning = len(self._pending.renderer.encode(self._reasoning))
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": dict(usage["prompt_tokens_details"]),
@@ -308,7 +319,7 @@ class ResponseEvents(Events):
         return place | ({"content_index": 0} if has_part else {})
 
     def _open_text(self, kind: TextKind) -> None:
-        item = build_item(self._response_id, kind, [], status="in_progress")
+        item = build_item(self._response_id, len(self._items), kind, [], status="in_progress")
         self._indices[kind] = self._open(item)
         part = build_text(kind, "", logprobs=[])
         self._add("response.content_part.added", **self._place(self._indices[kind]), part=part)
@@ -324,12 +335,14 @@ class ResponseEvents(Events):
         place, part = self._place(index), build_text(kind, text, logprobs=self._logprobs)
         self._add(f"response.{kind}.done", **place, text=text, **fields)
         self._add("response.content_part.done", **place, part=part)
-        self._end(index, build_item(self._response_id, kind, [part], status=status))
+        self._end(index, build_item(self._response_id, index, kind, [part], status=status))
 
     def _end_reasoning(self) -> None:
-        if self._is_reasoning_open:
-            self._is_reasoning_open = False
+        if "reasoning_text" in self._indices:
             self._end_text("reasoning_text", status="completed")
+            del self._indices["reasoning_text"]
+            self._reasoning += self._texts["reasoning_text"]
+            self._texts["reasoning_text"] = ""
 
     def _add_call(self, call: dict[str, Any]) -> None:
         self._end_reasoning()
