@@ -90,8 +90,7 @@ class ExpressionProcess:
 
 _process = ExpressionProcess()
 os.register_at_fork(after_in_child=_process.forget)
-compare_in_time = functools.lru_cache(maxsize=1)(_process.compare)
-"""The parts of one judge ask for the same comparison."""
+compare_in_time = functools.lru_cache(maxsize=1)(_process.compare)  # parts of a judge ask for the same comparison
 
 
 NUMBER = re.compile(
@@ -261,7 +260,7 @@ def is_equal(left: Fraction, right: Fraction) -> bool:
 def _find_formula(text: str, start: int) -> str | None:
     r"""The formula that the number at `start` is a part of; None if the number stands for itself.
 
-    The value of `$\frac{1}{2}$`, `2^{10}` and `$x^2 + 1$` is none of their numbers; that of `$18$` and `$5\text{ cm}$` is.
+    No number is the value of `$\frac{1}{2}$`, `2^{10}` and `$x^2 + 1$`; one is that of `$18$` and `$5\text{ cm}$`.
     """
     near = DISPLAYED.finditer(text, max(start - MAX_DISPLAYED, 0), start + MAX_DISPLAYED)
     shown = next((each[1] or each[2] for each in near if each.start() < start < each.end()), None)

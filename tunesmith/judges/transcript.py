@@ -95,7 +95,7 @@ def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
     """Convert the assistant and tool messages of a conversation in chat completion format."""
     parsed = parse_messages(list(messages))
     replies = []
-    results: dict[str | None, list[str]] = {}
+    results: dict[str | None, list[str | None]] = {}
     for message in reversed(parsed):  # ids may repeat: a call has the first result after it that no later call has
         if message.role == "tool":
             results.setdefault(message.tool_call_id, []).append(message.content)
@@ -116,7 +116,7 @@ def read_transcript(response: Any) -> Transcript:
     return Transcript(replies=(_read_reply(Message(role="assistant", content=read_text(response)), {}),))
 
 
-def _read_reply(message: Message, results: Mapping[str | None, list[str]]) -> Reply:
+def _read_reply(message: Message, results: Mapping[str | None, list[str | None]]) -> Reply:
     """Parse tags in the content; calls that are already structured are kept, and take the last of their results."""
     numbers = itertools.count()
     parser = ReplyParser(new_call_id=lambda: f"text{next(numbers)}", has_reasoning=True, has_tool_calls=True)
@@ -126,9 +126,7 @@ def _read_reply(message: Message, results: Mapping[str | None, list[str]]) -> Re
         reasoning="\n".join(part for part in (message.reasoning, parsed.reasoning) if part),
         content=parsed.content,
         calls=tuple(
-            ToolCallRecord(
-                name=c.name, arguments=c.arguments, result=results[c.call_id].pop() if results.get(c.call_id) else None
-            )
+            ToolCallRecord(name=c.name, arguments=c.arguments, result=(results.get(c.call_id) or [None]).pop())
             for c in calls
         ),
     )

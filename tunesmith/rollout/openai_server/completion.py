@@ -322,8 +322,7 @@ class ChoiceStream:
         content = pending.build_delta(delta, num_calls=self._num_calls, is_first=is_first)
         chunk = pending.start_body(pending.chunk_object)
         choice = pending.build_part(self._index, content, self._tokens, self._entropies)
-        if choice["logprobs"] is not None and "text_offset" in choice["logprobs"]:
-            logprobs = choice["logprobs"]
+        if (logprobs := choice["logprobs"]) and "text_offset" in logprobs:
             logprobs["text_offset"] = [self._num_characters + each for each in logprobs["text_offset"]]
             self._num_characters += sum(map(len, logprobs["tokens"]))
         chunk["choices"] = [choice]

@@ -151,13 +151,12 @@ class ChatEndpoint:
         distribution = sampling.distribution
         if not (grammar or request.bad_words or distribution.min_tokens):
             return request
-        end_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.recorder.engine.eos_ids)}
+        eos_ids = frozenset() if sampling.ignore_eos else frozenset(self.recorder.engine.eos_ids)
+        end_ids = eos_ids.union(sampling.stop_token_ids) if distribution.min_tokens else ()
         texts = [text for word in request.bad_words for text in (word, f" {word}")]
         encode = partial(self.recorder.renderer.encode_prompt, adds_special_tokens=False)
         words = tuple(dict.fromkeys(map(encode, texts)))
-        distribution = replace(distribution, bad_words=words, grammar=grammar)
-        if distribution.min_tokens:
-            distribution = replace(distribution, end_ids=tuple(sorted(end_ids)))
+        distribution = replace(distribution, end_ids=tuple(sorted(end_ids)), bad_words=words, grammar=grammar)
         return replace(request, sampling=replace(sampling, distribution=distribution))
 
     async def _admit(

@@ -6,8 +6,8 @@ message, so that a conversation continues its recorded turn. Responses are store
 false, so that `previous_response_id` can continue them.
 
 The events of a stream are made from the chunks of a chat completion. A reasoning item ends when content or a call
-starts; later reasoning is an item of its own. The message item stays open until the end, so that content after a call belongs to the same message as content
-before it. A complete response is the one in the last event.
+starts; later reasoning is an item of its own. The message item stays open until the end, so that content after a call
+belongs to the same message as content before it. A complete response is the one in the last event.
 """
 
 from __future__ import annotations
@@ -94,10 +94,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
 
 
 def _open_reply(messages: list[dict[str, Any]], *, has_content: bool = False) -> dict[str, Any]:
-    """The assistant message that the next item belongs to; a new one if the item has content and the last has some.
-
-    In a stream, reasoning and the message may come after calls, and further reasoning after the message.
-    """
+    """The message that an item belongs to: the last of the assistant, whose items a stream has in any order, or a new
+    one, also for an item with content if the last one has some."""
     if not messages or messages[-1]["role"] != "assistant" or (has_content and "content" in messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -157,7 +155,7 @@ FIELDS: Fields = {
     "top_logprobs": lambda value, name: {"logprobs": True, name: value},
     "truncation": only("disabled"),
 }  # fmt: skip
-"""`instructions`, `previous_response_id` and `store` are read by `ResponsesApi`."""
+"""`instructions`, `previous_response_id` and `store` are read by `admit_response`."""
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
 """Request fields that the response repeats."""
 
@@ -355,25 +353,16 @@ class ResponseEvents(Events):
         self._end(index, build_call(call))
 
 
-class ResponsesApi:
-    """Admits Responses requests and stores their conversations."""
-
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        self._endpoint = endpoint
-
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
-        chat_fields = translate_request(fields)
-        stored = session.stored_responses
-        response_id = fields.get("previous_response_id")
-        if response_id is not None and response_id not in stored:
-            message = (
-                f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
-            )
-            raise RequestError(message, param="previous_response_id")
-        messages = stored.get(response_id, []) + chat_fields["messages"]
-        instructions = fields.get("instructions")
-        system = [{"role": "system", "content": instructions}] if instructions else []
-        open_events = partial(ResponseEvents, fields=fields, messages=messages, stored=stored)
-        return await self._endpoint.admit(
-            session, chat_fields | {"messages": [*system, *messages]}, open_events=open_events
-        )
+async def admit_response(endpoint: ChatEndpoint, session: Session, fields: Any) -> PendingChatCompletion:
+    """Admit a Responses request, whose conversation is stored with the session."""
+    chat_fields = translate_request(fields)
+    stored = session.stored_responses
+    response_id = fields.get("previous_response_id")
+    if response_id is not None and response_id not in stored:
+        message = f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
+        raise RequestError(message, param="previous_response_id")
+    messages = stored.get(response_id, []) + chat_fields["messages"]
+    instructions = fields.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    open_events = partial(ResponseEvents, fields=fields, messages=messages, stored=stored)
+    return await endpoint.admit(session, chat_fields | {"messages": [*system, *messages]}, open_events=open_events)

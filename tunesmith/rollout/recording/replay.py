@@ -81,8 +81,7 @@ class RolloutRecord:
         self.tools = ToolLog(() if point is None else point.tool_calls)
         self.calls: dict[int, RecordedCall] = {}
         self.arriving: dict[int, object] = {}
-        """Indices of calls that have not started to sample, for instance while their prompt is tokenized, and their
-        asyncio tasks."""
+        """Calls that have an index and do not sample yet, as while they are tokenized, and their asyncio tasks."""
         self.error: str | None = None
         """The first difference to the parent's calls."""
         self.num_prefill_tokens = 0
