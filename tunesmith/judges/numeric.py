@@ -118,7 +118,10 @@ DISPLAYED = re.compile(
 )
 """A formula in dollar signs, which are not those of amounts of money, or in LaTeX's brackets."""
 BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
-COMPUTED = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|(?<=[\d)}])\^(?!\{?\\circ)")
+COMPUTED = re.compile(
+    r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|"
+    r"(?<=[\d)}])\^(?!\{?\\?(?:circ|text|th|st|nd|rd))"
+)
 VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])")
 SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
 BRACKET = re.compile(r"[(\[{]")
@@ -265,7 +268,7 @@ def _find_formula(text: str, start: int) -> str | None:
     near = DISPLAYED.finditer(text, max(start - MAX_DISPLAYED, 0), start + MAX_DISPLAYED)
     shown = next((each[1] or each[2] for each in near if each.start() < start < each.end()), None)
     bare = BARE_FORMULA.match(text)
-    formula = shown or (bare[0] if bare is not None and bare.end() > start else "")
+    formula = shown or (re.split(r"\s\(|,\s", bare[0])[0] if bare is not None and bare.end() > start else "")
     value = formula.rpartition("=")[2].strip(" *.,")
     is_term = COMPUTED.search(value) or (shown and VARIABLE_FIRST.match(value))
     return value if is_term and value.count("{") == value.count("}") else None
