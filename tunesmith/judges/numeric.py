@@ -118,10 +118,7 @@ DISPLAYED = re.compile(
 )
 """A formula in dollar signs, which are not those of amounts of money, or in LaTeX's brackets."""
 BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
-COMPUTED = re.compile(
-    r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|"
-    r"(?<=[\d)}])\^(?!\{?\\?(?:circ|text|th|st|nd|rd))"
-)
+COMPUTED = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})")
 VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])")
 SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
 BRACKET = re.compile(r"[(\[{]")

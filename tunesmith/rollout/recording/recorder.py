@@ -54,6 +54,10 @@ class SessionCall:
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
+    @property
+    def keys(self) -> tuple[MatchKey, ...]:
+        return self.conversation.keys
+
 
 class ObservedConversation(NamedTuple):
     """A call's messages and its reply, as the recorder matches later calls with them."""
@@ -314,7 +318,7 @@ class Session:
             has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
         )  # fmt: skip
         if not reply.tool_calls:
-            self._reply_texts.add((call.conversation.keys, call.scope), recorded)
+            self._reply_texts.add((call.keys, call.scope), recorded)
         existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
             self._replies[digest, call.scope] = recorded
