@@ -126,6 +126,29 @@ def test_lines_that_are_no_messages_are_left_out():
     server.close()
 
 
+ANSWERS_IN_A_BATCH = """
+import json, sys
+for line in sys.stdin:
+    number = json.loads(line)["id"]
+    other = {"jsonrpc": "2.0", "method": "notifications/message", "params": {}}
+    print(json.dumps([other, {"jsonrpc": "2.0", "id": number, "result": 3}]), flush=True)
+"""
+
+
+def test_answers_in_a_batch_are_read_over_both_transports():
+    process = start(ANSWERS_IN_A_BATCH)
+    assert process.call("work", {}, timeout_s=END_S) == 3
+    process.close()
+    batch = [{"jsonrpc": "2.0", "method": "notifications/message"}, {"jsonrpc": "2.0", "id": 1, "result": 3}]
+    with serve("text/event-stream", f"data: {json.dumps(batch)}\n\n".encode()) as (server, _):
+        assert server.call("work", {}, timeout_s=END_S) == 3
+    with (
+        serve("text/event-stream", b"data: [3]\n\n") as (server, _),
+        pytest.raises(ToolUnavailableError, match="no JSON"),
+    ):
+        server.call("work", {}, timeout_s=END_S)
+
+
 def test_the_threads_of_a_server_end_with_it():
     before = set(threading.enumerate())
     server = start(BUSY)

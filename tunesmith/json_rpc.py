@@ -89,6 +89,15 @@ def answer_request(request: Message) -> Message:
     return {"jsonrpc": "2.0", "id": request["id"], **answer}
 
 
+def read_messages(text: str | bytes) -> list[Message]:
+    """The messages in a JSON text: one, or the batch that MCP's version 2025-03-26 has; ValueError for other JSON."""
+    parsed = json.loads(text)
+    messages = parsed if isinstance(parsed, list) else [parsed]
+    if not all(isinstance(each, dict) for each in messages):
+        raise ValueError("not an object")
+    return messages
+
+
 def read_result(reply: Message) -> Any:
     if isinstance(reply.get("error"), dict):
         raise RpcError(reply["error"])
@@ -208,13 +217,13 @@ class _Pipes:
         try:
             with contextlib.suppress(OSError), self._stdout:
                 for line in self._stdout:
-                    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
-                        message = json.loads(line)
-                        if "method" not in message:
-                            if (future := self.waiting.pop(message.get("id"), None)) is not None:
-                                future.set_result(message)
-                        elif "id" in message:
-                            self.send(answer_request(message))
+                    with contextlib.suppress(ValueError, RecursionError, TypeError):
+                        for message in read_messages(line):
+                            if "method" not in message:
+                                if (future := self.waiting.pop(message.get("id"), None)) is not None:
+                                    future.set_result(message)
+                            elif "id" in message:
+                                self.send(answer_request(message))
         finally:
             self.end()
 
@@ -273,16 +282,16 @@ class HttpServer:
         with self._post(message, timeout_s) as response:
             for text in iter_texts(response):
                 try:
-                    received: Message = json.loads(text)
-                    is_request = "method" in received and "id" in received
-                except (ValueError, RecursionError, TypeError) as error:
+                    messages = read_messages(text)
+                except (ValueError, RecursionError) as error:
                     shown = text[:MAX_SHOWN_CHARS]
                     raise ToolUnavailableError(f"{self.label} answered no JSON-RPC but {shown!r}") from error
-                if is_request:
-                    with self._post(answer_request(received), END_TIMEOUT_S):
-                        pass
-                elif received.get("id") == message["id"]:
-                    return received
+                for received in messages:
+                    if "method" in received and "id" in received:
+                        with self._post(answer_request(received), END_TIMEOUT_S):
+                            pass
+                    elif "method" not in received and received.get("id") == message["id"]:
+                        return received
         raise ServerLostError(f"{self.label} ended its response without an answer")
 
     @contextlib.contextmanager

@@ -178,6 +178,15 @@ def read(family: str, text: str, cuts: list[int] | None = None, **options):
     return *found, [(call.name, json.loads(call.arguments)) for call in calls], [call.call_id for call in calls]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1}', "no object"])
+@pytest.mark.parametrize("num_pieces", [1, 2, 5])
+def test_a_stop_string_in_a_call_of_harmony_ends_the_reply_once(arguments, num_pieces):
+    header = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    text = f"{header}{arguments}STOP and more"
+    cuts = [position * len(text) // num_pieces for position in range(1, num_pieces)]
+    assert read("harmony", text, cuts, stop=["STOP"])[:3] == read("harmony", text, stop=["STOP"])[:3]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_format_is_chosen_from_the_template(family):
     template = RENDERERS[family]._template

@@ -128,8 +128,18 @@ def test_a_slow_command_and_a_long_output_are_observations(build, monkeypatch):
 
     monkeypatch.setattr(harbor, "COMMAND_TIMEOUT_S", 0.5)
     seen, _, _ = asyncio.run(act(load_set(build(), {}), run("sleep 60"), run("seq 100000")))
-    assert seen[0] == "Error: 'sleep 60' was not done after 0.5 s and was stopped"
+    assert seen[0] == "Error: 'sleep 60' was stopped: the commands of a reply have 0.5 s together"
     assert seen[1].startswith("1\n2\n") and len(seen[1]) < 11_000
+
+
+def test_slow_commands_of_one_reply_are_observations_within_the_time_limit_of_a_step(build, monkeypatch):
+    from tunesmith.environments.sets import harbor
+
+    monkeypatch.setattr(harbor, "COMMAND_TIMEOUT_S", 1.0)
+    environment = replace(load_set(build(), {}), step_timeout_s=10.0)
+    seen, reward, is_done = asyncio.run(act(environment, run("echo first", *["sleep 60"] * 40)))
+    assert seen[0] == "first" and all("was stopped" in each for each in seen[1:]) and len(seen) == 41
+    assert (reward, is_done) == (0.0, False)
 
 
 @pytest.mark.anyio

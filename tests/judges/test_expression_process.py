@@ -3,6 +3,7 @@ takes longer is a failure."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,11 +17,19 @@ import pytest
 from conditions import HANG_S
 from tunesmith.errors import RolloutError
 from tunesmith.judges import numeric
+from tunesmith.judges.composite import gsm8k_judge
 from tunesmith.judges.expressions import is_too_large
 from tunesmith.judges.numeric import ExpressionProcess, score_numeric, score_symbolic
 
 LONG_OPERATION = "\\boxed{(9^{9})^{9^{9}}}"
 POWER_TOWER = "\\boxed{9^{9^{9^{9}}}}"
+
+
+def test_the_parts_of_a_judge_compare_an_expression_once():
+    before = numeric.compare_in_time.cache_info().misses
+    output = asyncio.run(gsm8k_judge({"answer": "1/2 + x"}, "\\boxed{x + \\frac{2}{4}}"))
+    assert (output.metrics["accuracy"], output.metrics["exact"]) == (1.0, 1.0)
+    assert numeric.compare_in_time.cache_info().misses == before + 1
 
 
 CANCELLED = '{"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 1}}\n'

@@ -68,6 +68,29 @@ GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 
         ("10 -$5", "5"),
         ("#### 3\N{EN DASH}5", "3"),
         ("#### 1{,}5", "1"),
+        ("The answer is $\\frac{1}{2}$.", "1/2"),  # formulas outside of a box
+        ("The final answer is $2\\sqrt{3}$. I hope it is correct.", "\\sqrt{12}"),
+        ("The answer is $2^{10}$", "1024"),
+        ("The answer is 2^10.", "1024"),
+        ("The answer is \\frac{1}{2}.", "0.5"),
+        ("The answer is \\(\\frac{3}{4}\\).", "0.75"),
+        ("The answer is $x^2+1$.", "1+x^2"),
+        ("So we get $-\\frac{1}{2}$", "-1/2"),
+        ("The answer is $x = 5$.", "5"),  # and numbers that stand for themselves
+        ("The answer is $x$ = 5.", "5"),
+        ("The answer is $2^2+1 = 5$.", "5"),
+        ("The answer is 5, because $2^2+1=5$", "5"),
+        ("The answer is $5 and not $6", "5"),
+        ("The answer is $5\\text{ cm}$", "5"),
+        ("The answer is 5 m^2", "5"),
+        ("The answer is 64 (2^6).", "64"),
+        ("The answer is 64 = 2^6.", "64"),
+        ("The answer is $3.5 \\times 10^2$.", "350"),
+        ("She was the $5^{th}$.", "5"),
+        ("The answer is 5^\\text{th}.", "5"),
+        ("The answer is $90^\\circ$", "90"),
+        ("The answer is \\textbf{42}", "42"),
+        ("so \\(x = 2^3 = 8\\)", "8"),
     ],
 )
 def test_right_answers(text, answer):
@@ -96,6 +119,13 @@ def test_right_answers(text, answer):
         ("#### 1{,}000", "1"),
         ("#### 1 000", "1"),
         ("#### 3 1/2", "3"),
+        ("The answer is $\\frac{1}{2}$.", "1"),
+        ("So we get $\\frac{1}{2}$.", "2"),
+        ("The answer is $2^{10}$", "2"),
+        ("The answer is 2^10", "2"),
+        ("2^10", "10"),
+        ("The answer is $\\sqrt{2}$", "2"),
+        ("The answer is $x^2+1$.", "2"),
     ],
 )
 def test_wrong_answers(text, answer):

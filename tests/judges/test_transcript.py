@@ -42,6 +42,20 @@ def test_text_is_parsed_like_sampled_text(response):
     assert read_transcript(response) == Transcript(replies=(Reply(reasoning="I add.", content="#### 3"),))
 
 
+def test_calls_with_equal_ids_have_their_own_results():
+    def reply(*ids):
+        return {"role": "assistant", "content": None, "tool_calls": [ADD | {"id": each} for each in ids]}
+
+    def result(text, call_id="1"):
+        return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+    messages = [
+        reply("1"), result("a"), reply("1", "2"), result("b", "2"), result("c"),
+        reply("1"), {"role": "user", "content": "no result"}, reply("1", "1"), result("d"), result("e"),
+    ]  # fmt: skip
+    assert [each.result for each in build_transcript(messages).calls] == ["a", "c", "b", None, "d", "e"]
+
+
 def test_tags_in_the_content_of_messages_are_parsed():
     messages = [{"role": "assistant", "content": "<think>\nI add.\n</think>", "tool_calls": [ADD]}, *MESSAGES[3:]]
     assert build_transcript(messages) == EXPECTED

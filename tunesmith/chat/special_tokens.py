@@ -40,12 +40,11 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         self._ids = ids
         self._is_special = frozenset(ids.values()) - {tokenizer.unk_token_id}
-        longest_first = sorted(filter(None, ids), key=len, reverse=True)
-        strings = [*longest_first, ESCAPE]
+        strings = [*filter(None, ids), ESCAPE]
         self._escapes = {text: ESCAPE + chr(FIRST_CODE_POINT + index) for index, text in enumerate(strings)}
         self._strings = {escape: text for text, escape in self._escapes.items()}
-        self._special_pattern = _build_pattern(longest_first)
-        self._pattern = _build_pattern(strings)
+        self._special_pattern = build_pattern(strings[:-1])
+        self._pattern = build_pattern(strings)
         first, last = chr(FIRST_CODE_POINT), chr(FIRST_CODE_POINT + len(strings) - 1)
         self._escape_pattern = re.compile(f"{ESCAPE}[{first}-{last}]")
         self._prefixes = [tuple({text[:length].encode() for text in strings}) for length in PREFIX_LENGTHS]
@@ -143,7 +142,7 @@ class _LiteralEncoder:
             self._backend.token_to_id(self._placeholders[text]): token_id for text, (token_id, _) in tokens.items()
         }
         self._separator_id = self._backend.token_to_id(self.separator)
-        self._pattern = _build_pattern(sorted(tokens, key=len, reverse=True))
+        self._pattern = build_pattern(tokens)
 
     def _add(self, text: str, **options: bool) -> None:
         self._backend.add_tokens([AddedToken(text, special=False, **options)])
@@ -162,5 +161,6 @@ def encode_text(backend: Tokenizer, text: str, *, adds_special_tokens: bool = Fa
     return encoding.ids
 
 
-def _build_pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+def build_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of the texts, the longest one first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -34,7 +34,7 @@ from tunesmith.chat.parsers import (
     CallFormat,
 )
 from tunesmith.chat.parsers.call_format import Tools
-from tunesmith.chat.special_tokens import SpecialTokens
+from tunesmith.chat.special_tokens import SpecialTokens, build_pattern
 from tunesmith.chat.template_rendering import JinjaTemplate, Variables
 from tunesmith.errors import ConfigError
 
@@ -168,7 +168,7 @@ class ChatTemplate:
         self.special_ids = {text: token_id for token_id, text in special.items() if text not in MARKUP}
         """String of each special token -> its id."""
         self.special_tokens = SpecialTokens(tokenizer, self.special_ids) if split_special_tokens else None
-        self._turn_pattern = _build_pattern(self.special_ids)
+        self._turn_pattern = build_pattern(self.special_ids)
         """Special tokens that are not inside of an assistant message."""
         self._writes_arguments_as_text = self._is_harmony = False
         self._call_example = HERMES_EXAMPLE
@@ -330,7 +330,7 @@ class ChatTemplate:
         return rendered, None
 
     def _build_turn_pattern(self, call_format: CallFormat) -> re.Pattern[str]:
-        return _build_pattern(self.special_ids.keys() - call_format.inner_markup)
+        return build_pattern(self.special_ids.keys() - call_format.inner_markup)
 
     def _probe_tool_calls(self, renders_tools: bool) -> str | None:
         """Text of a tool call and its result after a question; None if the template does not render them."""
@@ -374,7 +374,3 @@ def _has_sentinel(message: Message) -> bool:
 def _find_sentinel_call(messages: Sequence[Message]) -> str | None:
     calls = (call for message in messages for call in message.tool_calls if SENTINEL in call.arguments)
     return next((call.call_id or "" for call in calls), None)
-
-
-def _build_pattern(texts: Collection[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -16,13 +16,7 @@ from typing import Any
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
-from tunesmith.environments.transcript import (
-    ANSWER_CLOSE,
-    ANSWER_OPEN,
-    Segment,
-    Transcript,
-    wrap_result,
-)
+from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript, wrap_result
 from tunesmith.tools.tool import Tool
 
 

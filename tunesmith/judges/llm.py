@@ -68,12 +68,17 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
             reference=quote(str(task["answer"])),
             answer=quote(transcript.answer),
         )
-        for _ in range(NUM_ATTEMPTS):
-            if (score := parse_score(await ask(model, quoted) or "")) is not None:
-                return score
-        return None
+        return await ask_twice(model, quoted, parse_score)
 
     return score_by_model
+
+
+async def ask_twice(model: Any, prompt: str, parse: Callable[[str], float | None]) -> float | None:
+    """What `parse` reads in the reply to a prompt; the model is asked once more if it reads nothing."""
+    for _ in range(NUM_ATTEMPTS):
+        if (found := parse(await ask(model, prompt) or "")) is not None:
+            return found
+    return None
 
 
 async def ask(model: Any, prompt: str, *, example: tuple[str, str] | None = None) -> str | None:

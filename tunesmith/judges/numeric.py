@@ -8,6 +8,7 @@ exactly; other expressions are compared by math-verify. A reference without an a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -89,7 +90,7 @@ class ExpressionProcess:
 
 _process = ExpressionProcess()
 os.register_at_fork(after_in_child=_process.forget)
-compare_in_time = _process.compare
+compare_in_time = functools.lru_cache(maxsize=1)(_process.compare)  # parts of a judge ask for the same comparison
 
 
 NUMBER = re.compile(
@@ -111,6 +112,14 @@ FORMULA = re.compile(r"[\d\\$+*^=<>_|]|(?<![A-Za-z])[A-Za-z]?[-/,;][A-Za-z]?(?![
 """A digit, LaTeX, an operator, or a sign or separator that is not between words of two letters or more."""
 SPACED_SEPARATOR = re.compile(r"\s*([-/,;])\s*")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+MAX_DISPLAYED = 300
+DISPLAYED = re.compile(
+    rf"(?<!\\)\$(?!\s)([^$\n]{{1,{MAX_DISPLAYED}}})(?<!\s)(?<!\\)\$(?!\d)|\\\((.{{1,{MAX_DISPLAYED}}}?)\\\)"
+)
+"""A formula in dollar signs, which are not those of amounts of money, or in LaTeX's brackets."""
+BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
+COMPUTED = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})")
+VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])")
 SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
 BRACKET = re.compile(r"[(\[{]")
 CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
@@ -175,10 +184,14 @@ def extract_answer(text: str) -> str | None:
     statements = list(STATED.finditer(text))
     if statements:
         rest = text[statements[-1].end() :].lstrip()
-        sentence = SENTENCE_END.split(rest, maxsplit=1)[0].rsplit("=", 1)[-1]
-        number = NUMBER.search(sentence) or NUMBER.search(rest)
-        return number.group() if number else sentence.strip(" $*.") or None
-    return _find_last_number(text)
+        sentence = SENTENCE_END.split(rest, maxsplit=1)[0]
+        start = sentence.rfind("=") + 1
+        number = NUMBER.search(sentence, start) or NUMBER.search(rest)
+        if number is None:
+            return sentence[start:].strip(" $*.") or None
+        return _find_formula(rest, number.start()) or number.group()
+    last = _find_last_number(text)
+    return last and (_find_formula(text, text.rfind(last)) or last)
 
 
 def extract_marked(text: str) -> str | None:
@@ -242,6 +255,20 @@ def is_equal(left: Fraction, right: Fraction) -> bool:
     if left.denominator == right.denominator == 1:
         return left == right
     return abs(left - right) <= RELATIVE_TOLERANCE * max(Fraction(1), abs(right))
+
+
+def _find_formula(text: str, start: int) -> str | None:
+    r"""The formula that the number at `start` is a part of; None if the number stands for itself.
+
+    No number is the value of `$\frac{1}{2}$`, `2^{10}` and `$x^2 + 1$`; one is that of `$18$` and `$5\text{ cm}$`.
+    """
+    near = DISPLAYED.finditer(text, max(start - MAX_DISPLAYED, 0), start + MAX_DISPLAYED)
+    shown = next((each[1] or each[2] for each in near if each.start() < start < each.end()), None)
+    bare = BARE_FORMULA.match(text)
+    formula = shown or (re.split(r"\s\(|,\s", bare[0])[0] if bare is not None and bare.end() > start else "")
+    value = formula.rpartition("=")[2].strip(" *.,")
+    is_term = COMPUTED.search(value) or (shown and VARIABLE_FIRST.match(value))
+    return value if is_term and value.count("{") == value.count("}") else None
 
 
 def _find_last_number(text: str) -> str | None:

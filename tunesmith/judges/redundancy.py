@@ -50,14 +50,10 @@ def build_conciseness_score(*, auxiliary_model: str = AUXILIARY_NAME, num_votes:
             reference=quote(str(task["answer"])),
             trajectory=quote(format_trajectory(transcript), max_characters=MAX_TRAJECTORY_CHARACTERS),
         )
-        return compute_conciseness(await asyncio.gather(*(ask_for_vote(model, prompt) for _ in range(num_votes))))
+        replies = await asyncio.gather(*(ask(model, prompt) for _ in range(num_votes)))
+        return compute_conciseness([parse_vote(each or "") for each in replies])
 
     return score_conciseness_by_model
-
-
-async def ask_for_vote(model: Any, prompt: str) -> bool | None:
-    """Whether one reply finds the trajectory redundant; None if it does not say."""
-    return parse_vote(await ask(model, prompt) or "")
 
 
 def parse_vote(reply: str) -> bool | None:

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from tunesmith.judges.llm import AUXILIARY_NAME, NUM_ATTEMPTS, find_auxiliary, quote
+from tunesmith.judges.llm import AUXILIARY_NAME, ask_twice, find_auxiliary, quote
 from tunesmith.judges.numeric import has_formula, normalize_formula, read_braces, score_numeric
-from tunesmith.judges.redundancy import ask_for_vote, build_conciseness_score
+from tunesmith.judges.redundancy import build_conciseness_score, parse_vote
 from tunesmith.judges.squad import (
     ARTICLES,
     compute_exact_match,
@@ -281,8 +281,5 @@ async def ask_for_equality(
         return 0.0
     model = find_auxiliary(auxiliary_models, AUXILIARY_NAME)
     prompt = build_prompt(str(task.get("question", "")), accepted, prediction)
-    for _ in range(NUM_ATTEMPTS):
-        vote = await ask_for_vote(model, prompt)
-        if vote is not None:
-            return float(vote)
-    return None
+    vote = await ask_twice(model, prompt, parse_vote)
+    return None if vote is None else float(vote)

@@ -94,8 +94,14 @@ class HasReplies(Protocol):
 def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
     """Convert the assistant and tool messages of a conversation in chat completion format."""
     parsed = parse_messages(list(messages))
-    results = {m.tool_call_id: m.content for m in parsed if m.role == "tool"}
-    return Transcript(replies=tuple(_read_reply(m, results) for m in parsed if m.role == "assistant"))
+    replies = []
+    results: dict[str | None, list[str | None]] = {}
+    for message in reversed(parsed):  # ids may repeat: a call has the first result after it that no later call has
+        if message.role == "tool":
+            results.setdefault(message.tool_call_id, []).append(message.content)
+        elif message.role == "assistant":
+            replies.append(_read_reply(message, results))
+    return Transcript(replies=tuple(reversed(replies)))
 
 
 def read_transcript(response: Any) -> Transcript:
@@ -110,8 +116,8 @@ def read_transcript(response: Any) -> Transcript:
     return Transcript(replies=(_read_reply(Message(role="assistant", content=read_text(response)), {}),))
 
 
-def _read_reply(message: Message, results: Mapping[str | None, str]) -> Reply:
-    """Parse tags in the content; calls that are already structured are kept."""
+def _read_reply(message: Message, results: Mapping[str | None, list[str | None]]) -> Reply:
+    """Parse tags in the content; calls that are already structured are kept, and take the last of their results."""
     numbers = itertools.count()
     parser = ReplyParser(new_call_id=lambda: f"text{next(numbers)}", has_reasoning=True, has_tool_calls=True)
     parsed = parser.parse(message.content)
@@ -119,5 +125,8 @@ def _read_reply(message: Message, results: Mapping[str | None, str]) -> Reply:
     return Reply(
         reasoning="\n".join(part for part in (message.reasoning, parsed.reasoning) if part),
         content=parsed.content,
-        calls=tuple(ToolCallRecord(name=c.name, arguments=c.arguments, result=results.get(c.call_id)) for c in calls),
+        calls=tuple(
+            ToolCallRecord(name=c.name, arguments=c.arguments, result=(results.get(c.call_id) or [None]).pop())
+            for c in calls
+        ),
     )

@@ -102,10 +102,7 @@ class ChatModel(ModelClients):
         """Default request fields of each call."""
 
     async def __call__(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> ChatCompletion:
         """Send one chat completion request; `options` are request fields."""
         return await create_chat_completion(self, messages, tools=tools or (), **options)

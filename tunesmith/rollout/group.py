@@ -73,22 +73,10 @@ class RunningGroup:
 
 
 def build_requests(
-    tasks: Sequence[Task],
-    *,
-    size: int,
-    seed: int,
-    step: int = 0,
-    sampling: Sampling | None = None,
+    tasks: Sequence[Task], *, size: int, seed: int, step: int = 0, sampling: Sampling | None = None
 ) -> list[GroupRequest]:
     """Requests of an evaluation for tasks that are started together, one for each."""
     return [
-        GroupRequest(
-            number=index,
-            task=task,
-            size=size,
-            seed=(seed, step, index),
-            sampling=sampling,
-            is_trained=False,
-        )
+        GroupRequest(number=index, task=task, size=size, seed=(seed, step, index), sampling=sampling, is_trained=False)
         for index, task in enumerate(tasks)
     ]

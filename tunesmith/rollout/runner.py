@@ -277,11 +277,7 @@ async def _run_workflow_and_judge(run: _Run) -> _Outcome:
 
 
 async def _call_user_function(
-    where: FailureWhere,
-    run: _Run,
-    func: Callable[..., Any],
-    available: Mapping[str, Any],
-    output_type: type[Output],
+    where: FailureWhere, run: _Run, func: Callable[..., Any], available: Mapping[str, Any], output_type: type[Output]
 ) -> Output:
     """Call user code with the keyword arguments in its signature and a private copy of the task's row.
 

@@ -47,6 +47,14 @@ def test_invalid_bytes_do_not_hide_the_text_after_them() -> None:
     assert find_first_stop([*broken, *encode_bytes("stop")], ("stop",)) == 34
 
 
+@pytest.mark.parametrize("stop", ["日", "😀", "é"])
+def test_a_stop_string_directly_after_invalid_bytes_is_found_at_its_last_byte(stop: str) -> None:
+    for num_broken in range(30):
+        for broken in (encode_bytes("日")[:1], encode_bytes("日")[1:2], encode_bytes("😀")[:3]):
+            ids = [*broken * num_broken, *encode_bytes(stop)]
+            assert find_first_stop(ids, (stop,)) == len(ids), (broken, num_broken)
+
+
 def test_the_text_of_a_special_token_can_stop() -> None:
     ids = [*encode_bytes("abc"), TOKENIZER.eos_token_id]
     assert find_first_stop(ids, ("<|im_end|>",)) == 4

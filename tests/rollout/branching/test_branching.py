@@ -81,6 +81,32 @@ async def test_groups_do_not_depend_on_concurrency_or_timing():
     assert parents[0] == parents[1] == parents[2]
 
 
+class SideAgent(ToolAgent):
+    """Sends a text beside its conversation, whatever becomes of it."""
+
+    async def __call__(self, task, model):
+        beside = asyncio.ensure_future(model([{"role": "user", "content": "x y " * 20_000}]))
+        await asyncio.sleep(0)
+        output = await super().__call__(task, model)
+        await asyncio.gather(beside, return_exceptions=True)
+        return output
+
+
+async def test_no_branch_leaves_its_parent_while_an_earlier_call_is_tokenized_in_a_thread():
+    branching = build_branching(base_probability=1.0, entropy_weight=0.0, initial_rollouts=1)
+    (group,) = await run_branched(SideAgent(), branching, group_size=6)
+    assert [run.failure for run in group.trajectories] == [None] * 6
+
+
+async def test_branches_leave_their_parent_after_a_call_that_was_refused():
+    service = build_service()
+    service.recorder.engine.max_model_len = 2000
+    branching = build_branching(base_probability=1.0, entropy_weight=0.0, initial_rollouts=1)
+    (group,) = await run_branched(SideAgent(), branching, service=service, group_size=6)
+    assert [run.failure for run in group.trajectories] == [None] * 6
+    assert sum(run.parent is not None for run in group.trajectories) > 2
+
+
 async def test_steps_are_independent_of_each_other():
     branching = build_branching(base_probability=0.5)
     first = await run_branched(ToolAgent(), branching, tasks=TASKS)

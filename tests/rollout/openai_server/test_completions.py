@@ -45,6 +45,17 @@ async def test_a_text_is_completed_and_recorded():
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (len(prompt_ids), len(sampled_ids))
 
 
+async def test_text_offsets_of_a_stream_are_those_of_the_whole_text():
+    fields = {"prompt": [[40], [41]], "n": 2, "logprobs": 0}
+    whole, _ = await complete(build_service("one two \u00e9"), **fields)
+    chunks, _ = await complete(build_service("one two \u00e9"), stream=True, **fields)
+    streamed = [each for chunk in chunks for each in chunk.choices if each.logprobs]
+    for choice in whole.choices:
+        parts = [each.logprobs for each in streamed if each.index == choice.index]
+        assert [offset for part in parts for offset in part.text_offset] == choice.logprobs.text_offset
+        assert len(choice.logprobs.text_offset) == len(choice.logprobs.tokens) > 5
+
+
 async def test_token_id_prompts_are_used_unchanged():
     service = build_service("fine")
     completion, (turn,) = await complete(

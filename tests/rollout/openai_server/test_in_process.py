@@ -55,6 +55,15 @@ async def test_fast_path_and_transport_parse_messages_equally(messages):
     assert seen[0] == seen[1] == seen[2]
 
 
+async def test_messages_of_an_iterator_are_read():
+    service = build_service("fine")
+    bound = service.open(seed=1)
+    await bound.model.client.chat.completions.create(model="m", messages=iter([MESSAGE]))
+    await bound.model.client.chat.completions.create(model="m", messages=[MESSAGE])
+    first, second = service.close(bound)
+    assert first.prompt_ids == second.prompt_ids
+
+
 async def test_in_place_changes_reach_the_next_request_of_that_session_only():
     service = build_service("first", "second", "third")
     messages, tools = [{"role": "user", "content": "hi"}], copy.deepcopy(TOOLS)

@@ -7,9 +7,13 @@ from itertools import pairwise
 
 import openai
 import pytest
-from served import ADD, SUB, USER, build_service, get_engine
+from served import ADD, DEFAULTS, SUB, USER, build_service, get_engine
 
+from call_templates import HARMONY, build_family_tokenizer
 from chat_templates import QWEN25, THINKING
+from fakes import FakeEngine, say
+from tunesmith.chat.renderer import Renderer
+from tunesmith.rollout.service import ModelService
 
 pytestmark = pytest.mark.anyio
 
@@ -17,6 +21,11 @@ TOOLS = [
     {"type": "function", "name": name, "description": "d", "parameters": {"type": "object"}, "strict": True}
     for name in ("add", "sub")
 ]
+
+
+THOUGHT = "<|channel|>analysis<|message|>{}<|end|>"
+HARMONY_TEXT = "<|channel|>commentary<|message|>I add.<|end|>"
+HARMONY_CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 
 
 async def stream_events(client, **fields):
@@ -76,6 +85,59 @@ async def test_a_tool_conversation_is_one_sequence(stream, is_stored):
         whole = before.prompt_ids + before.sampled_ids
         assert after.prompt_ids[: len(whole)] == whole
     assert [(turn.prompt_ids, list(turn.sampled_ids)) for turn in turns] == get_engine(service).ledger
+
+
+async def test_text_after_a_streamed_call_stays_in_the_turn_of_the_call():
+    service = build_service(f"<think>hm</think>{ADD}\nthat was a call", "done")
+    bound = service.open(seed=1)
+    first = await respond(bound.model.client, stream=True, input="hi", tools=TOOLS)
+    assert [item.type for item in first.output] == ["reasoning", "function_call", "message"]
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "42"}
+    items = [USER[0], *(item.to_dict() for item in first.output), result]
+    await respond(bound.model.client, input=items, tools=TOOLS)
+    before, after = service.close(bound)
+    whole = before.prompt_ids + before.sampled_ids
+    assert after.prompt_ids[: len(whole)] == whole
+
+
+@pytest.mark.parametrize(
+    ("parts", "kinds", "reasoning"),
+    [
+        (
+            [THOUGHT.format("one"), HARMONY_TEXT, THOUGHT.format("two")],
+            ["reasoning", "message", "reasoning"],
+            "one\ntwo",
+        ),
+        ([HARMONY_TEXT, THOUGHT.format("two")], ["message", "reasoning"], "two"),
+    ],
+)
+async def test_every_reasoning_of_a_streamed_reply_is_an_item_and_stays_in_its_turn(parts, kinds, reasoning):
+    tokenizer = build_family_tokenizer(HARMONY, eos_token="<|call|>")
+    reply = "<|start|>assistant".join([*parts, HARMONY_CALL])
+    engine = FakeEngine(tokenizer, say(tokenizer, reply))
+    service = ModelService(engine, Renderer(tokenizer), model_name="m", sampling=DEFAULTS)
+    bound = service.open(seed=1)
+    first = await respond(bound.model.client, stream=True, input="hi", tools=TOOLS)
+    *others, call = first.output
+    assert ([item.type for item in others], call.type) == (kinds, "function_call")
+    assert "".join(item.content[0].text for item in others if item.type == "reasoning") == reasoning
+    assert len({item.id for item in first.output}) == len(first.output)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+    await respond(bound.model.client, input=[USER[0], *(item.to_dict() for item in first.output), result], tools=TOOLS)
+    before, after = service.close(bound)
+    whole = before.prompt_ids + before.sampled_ids
+    assert after.prompt_ids[: len(whole)] == whole
+
+
+async def test_a_response_of_one_client_is_continued_by_another_over_http():
+    service = build_service("fine", "again")
+    async with service.serve() as url:
+        bound = service.open(seed=1)
+        first = await respond(bound.model.client, input="hi")
+        async with openai.AsyncOpenAI(base_url=url, api_key=bound.session.key, max_retries=0) as client:
+            second = await respond(client, input="more", previous_response_id=first.id)
+        assert second.output_text == "again"
+        assert len(service.close(bound)) == 2
 
 
 async def test_events_come_in_the_order_of_the_api():

@@ -9,12 +9,13 @@ import random
 import httpx
 import openai
 import pytest
-from served import ADD, DEFAULTS, SUB, TOOLS, USER, build_service, create_completion, get_engine
+from served import ADD, DEFAULTS, SUB, TOKENIZERS, TOOLS, USER, build_service, create_completion, get_engine
 
-from chat_templates import THINKING
+from chat_templates import QWEN25, THINKING
 from fakes import FakeEngine
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt
+from tunesmith.engine.vllm.support import check_parameters
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution
 
@@ -55,6 +56,32 @@ async def test_calls_in_json_that_the_parser_does_not_read_are_reported(caplog):
     assert [record.getMessage().rpartition(": set ")[2] for record in caplog.records] == [
         "model.tool_call_parser: json"
     ]
+
+
+async def test_without_parallel_tool_calls_min_tokens_delays_no_stop_string_and_further_calls_are_dropped():
+    service = build_service(f"{ADD}\n{SUB}")
+    completion, (turn,) = await create_completion(
+        service, tools=TOOLS, parallel_tool_calls=False, extra_body={"min_tokens": 5}
+    )
+    sampling = get_engine(service).requests[0][1]
+    assert (sampling.distribution.min_tokens, sampling.stop, sampling.stop_token_ids) == (5, (), ())
+    assert [each.function.name for each in completion.choices[0].message.tool_calls] == ["add"]
+    assert turn.stop_reason == "eos"
+
+
+async def test_min_tokens_bans_what_ends_the_reply_and_nothing_else():
+    eos = TOKENIZERS[QWEN25].eos_token_id
+    for fields, expected in (
+        ({"min_tokens": 2}, {eos}),
+        ({"min_tokens": 2, "stop_token_ids": [7]}, {7, eos}),
+        ({"min_tokens": 2, "stop_token_ids": [7], "ignore_eos": True}, {7}),
+        ({"min_tokens": 2, "ignore_eos": True}, set()),
+    ):
+        service = build_service("fine")
+        await create_completion(service, top_p=1.0, max_tokens=4, extra_body=fields)
+        sampling = get_engine(service).requests[0][1]
+        assert set(sampling.distribution.end_ids) == expected
+        check_parameters(sampling, eos_ids=get_engine(service).eos_ids)  # vLLM delays all that ends a reply, or nothing
 
 
 async def test_without_parallel_tool_calls_sampling_stops_after_one_call():

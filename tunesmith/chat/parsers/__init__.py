@@ -40,10 +40,7 @@ __all__ = [
     "parse_reply",
 ]
 
-REASONING_TAGS = {
-    "deepseek_r1": THINK,
-    "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]"),
-}
+REASONING_TAGS = {"deepseek_r1": THINK, "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]")}
 
 
 def load_call_format(name: str, place: str) -> CallFormat:

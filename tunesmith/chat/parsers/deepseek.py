@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import re
 
-from tunesmith.chat.parsers.call_format import (
-    NAME_PATTERN,
-    Block,
-    CallFormat,
-    ReadCall,
-    Tools,
-    find_close,
-    parse_call,
-)
+from tunesmith.chat.parsers.call_format import NAME_PATTERN, Block, CallFormat, ReadCall, Tools, find_close, parse_call
 
 CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"

@@ -112,7 +112,7 @@ class HarmonyParser(IncrementalParser):
         """A message to a function, complete, or as much of it as there is at the end of the reply."""
         if not is_end and not any(tag in self._buffer for tag in (*ENDS, START)):
             return False
-        text, has_ended = self._split(is_end=True)
+        text, _ = self._split(is_end=True)
         call = self._read_call(text) if self._has_tool_calls else None
         if call is None:
             self._add_content(self._header.removeprefix(f"{START}assistant") + MESSAGE + text)
@@ -121,7 +121,7 @@ class HarmonyParser(IncrementalParser):
             if self._is_single_call:
                 self._parse_state = HarmonyParser._parse_discarded
                 return True
-        return self._end_message(has_ended)
+        return self._end_message(True)  # at a stop string too, since the end of the text comes after it
 
     def _read_call(self, text: str) -> ReadCall | None:
         recipient = _RECIPIENT.search(self._header)

@@ -26,9 +26,5 @@ def _parse(body: str) -> ReadCall | None:
 
 
 HERMES = CallFormat(
-    name="hermes",
-    openers=(CALL_OPEN,),
-    template_tags=(CALL_OPEN,),
-    close=CALL_CLOSE,
-    read_block=read_hermes,
+    name="hermes", openers=(CALL_OPEN,), template_tags=(CALL_OPEN,), close=CALL_CLOSE, read_block=read_hermes
 )

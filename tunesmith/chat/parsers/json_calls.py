@@ -237,9 +237,4 @@ MISTRAL = CallFormat(
     markup=(TOOL_CALLS, CALL_ID, ARGS),
     read_block=read_mistral,
 )
-JSON = CallFormat(
-    name="json",
-    openers=(FENCE, "{", CALL_OPEN),
-    template_tags=(),
-    read_block=read_json,
-)
+JSON = CallFormat(name="json", openers=(FENCE, "{", CALL_OPEN), template_tags=(), read_block=read_json)

@@ -16,8 +16,8 @@ from tunesmith.types import Sampling, StopReason
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for bytes that do not form a whole character."""
 
-MAX_CHARACTER_TOKENS = 8
-"""A character has at most four bytes: with more pending tokens than this the bytes are invalid, not incomplete."""
+MAX_PARTIAL_TOKENS = 3
+"""A character has at most four bytes, so at most three tokens are the start of one."""
 
 
 def check_stops(sampling: Sampling, *, vocab_size: int, has_tokenizer: bool) -> None:
@@ -84,11 +84,14 @@ class StopMatcher:
         read = self._decode(self._ids[: self._num_read])
         text = self._decode(self._ids)
         window = self._tail + text[len(read) :]
-        is_partial = text.endswith(REPLACEMENT) and len(self._ids) - self._num_read < MAX_CHARACTER_TOKENS
-        if len(text) > len(read) and not is_partial:
-            self._tail = window[-self._num_kept :] if self._num_kept else ""
+        num_ready, ready = len(self._ids), text
+        if text.endswith(REPLACEMENT):
+            num_ready = max(num_ready - MAX_PARTIAL_TOKENS, self._num_read)
+            ready = self._decode(self._ids[:num_ready])
+        if len(ready) > len(read) and text.startswith(ready):  # else it ends within a character
+            self._tail = (self._tail + ready[len(read) :])[-self._num_kept :] if self._num_kept else ""
             self._ids = self._ids[self._num_read :]
-            self._num_read = len(self._ids)
+            self._num_read = num_ready - self._num_read
         return any(stop in window for stop in self._stop)
 
     def _decode(self, ids: list[int]) -> str:

@@ -15,6 +15,7 @@ import math
 import shutil
 import subprocess
 import tempfile
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ copy() {
 }
 """
 COMMAND_TIMEOUT_S = 30.0
+"""Of all commands of a reply: more than `step_timeout_s` of slow ones would be a failure, not an observation."""
 MAX_CHARS = 10_000
 UNSUPPORTED = {
     "environment": ("docker_image", "gpus", "tpu", "mcp_servers", "healthcheck"),
@@ -142,7 +144,8 @@ class Episode:
     def step(self, action: Reply) -> tuple[Observation, float, bool]:
         if not action.calls:
             return "", self.finish(), True
-        return [write_result(each.call_id, self._answer(each)) for each in action.calls], 0.0, False
+        ends_at = time.monotonic() + COMMAND_TIMEOUT_S
+        return [write_result(each.call_id, self._answer(each, ends_at)) for each in action.calls], 0.0, False
 
     def finish(self) -> float:
         """The reward that the tests write; numbers beside it are metrics."""
@@ -189,12 +192,12 @@ class Episode:
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
 
-    def _answer(self, call: Segment) -> str:
+    def _answer(self, call: Segment, ends_at: float) -> str:
         command = (call.arguments or {}).get("command")
         if call.tool != "bash" or not isinstance(command, str):
             return "Error: the only tool is bash, with a command."
         try:
-            text, status = self.run(command, COMMAND_TIMEOUT_S, {})
-        except TimeoutError as error:
-            return f"Error: {error}"
+            text, status = self.run(command, max(ends_at - time.monotonic(), 0.0), {})
+        except TimeoutError:
+            return f"Error: {command[:80]!r} was stopped: the commands of a reply have {COMMAND_TIMEOUT_S:g} s together"
         return f"{text}\n[status {status}]".lstrip() if status else text

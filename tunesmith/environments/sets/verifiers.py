@@ -33,10 +33,7 @@ def load(member: str, args: dict[str, Any]) -> TaskEnvironment:
     python = args.pop("python")
     environment = load_environment(member, json.dumps(args, sort_keys=True), python or sys.executable)
     return TaskEnvironment(
-        name=f"verifiers:{member}",
-        create=Prompt,
-        describe=environment.describe,
-        run=environment.run,
+        name=f"verifiers:{member}", create=Prompt, describe=environment.describe, run=environment.run
     )
 
 

@@ -47,7 +47,8 @@ from tunesmith.et_agent.flywheel.state import (
     is_correct,
     plan_iteration,
 )
-from tunesmith.judges.redundancy import ask_for_vote
+from tunesmith.judges.llm import ask
+from tunesmith.judges.redundancy import parse_vote
 from tunesmith.judges.squad import list_accepted
 from tunesmith.judges.tir import build_prompt
 from tunesmith.monitor.console import format_duration
@@ -401,7 +402,7 @@ async def judge_by_votes(model: Any, row: Mapping[str, Any], transcript: Transcr
     if not transcript.answer:
         return 0.0
     prompt = build_prompt(transcript.question, list_accepted(row), transcript.answer)
-    return count_votes([await ask_for_vote(model, prompt) for _ in range(num_votes)])
+    return count_votes([parse_vote(await ask(model, prompt) or "") for _ in range(num_votes)])
 
 
 def count_votes(votes: Sequence[bool | None]) -> float | None:

@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -24,10 +25,10 @@ from tunesmith.http_server import BodyTooLargeError, DisconnectWatch, read_body,
 from tunesmith.rollout.openai_server.completion import PendingCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, ErrorTranslation
 from tunesmith.rollout.openai_server.fields import ApiError
-from tunesmith.rollout.openai_server.messages_api import MessagesApi
+from tunesmith.rollout.openai_server.messages_api import admit_message, count_tokens
 from tunesmith.rollout.openai_server.messages_api import build_error_body as build_message_error
 from tunesmith.rollout.openai_server.response import build_error_body, encode_json
-from tunesmith.rollout.openai_server.responses_api import ResponsesApi
+from tunesmith.rollout.openai_server.responses_api import admit_response
 from tunesmith.rollout.recording.recorder import Session
 
 Answer = TypeVar("Answer")
@@ -45,13 +46,12 @@ class EndpointApp:
         """Without `max_body_bytes`, the body size is not limited."""
         self._endpoint = endpoint
         self._max_body_bytes = math.inf if max_body_bytes is None else max_body_bytes
-        messages = MessagesApi(endpoint)
         self._handlers: dict[str, Callable[[Session, Any], Awaitable[PendingCompletion[Any] | dict[str, Any]]]] = {
             "chat/completions": endpoint.admit,
             "completions": endpoint.admit_text,
-            "responses": ResponsesApi(endpoint).admit,
-            "messages": messages.admit,
-            "messages/count_tokens": messages.count_tokens,
+            "responses": partial(admit_response, endpoint),
+            "messages": partial(admit_message, endpoint),
+            "messages/count_tokens": partial(count_tokens, endpoint),
         }
         """By route: what admits a request that samples, or returns the answer."""
 

@@ -101,6 +101,8 @@ def _choose_fields(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not {"messages", "model"} <= fields.keys() or isinstance(fields.get("response_format"), type):
         return None
+    if not isinstance(fields["messages"], list | tuple):  # an iterator, which is read once
+        return None
     # JSON has no bytes, and `_to_json_values` would make text of them
     if any(bytes in map(type, each.values()) for each in fields["messages"] if isinstance(each, dict)):
         return None

@@ -193,7 +193,7 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
                 request.called_tool, call.prompt_ids, has_grammar=bool(request.sampling.distribution.grammar)
             )
         self._is_single_call = request.is_single_call and request.has_callable_tools
-        if self._is_single_call:  # sampling stops after the call
+        if self._is_single_call and not request.sampling.distribution.min_tokens:  # sampling stops after the call
             self.sampling = renderer.limit_to_one_call(request.sampling)
 
     @property
@@ -289,6 +289,8 @@ class ChoiceStream:
         self._deltas: list[Delta] = []
         """One for each chunk."""
         self._num_calls = 0
+        self._num_characters = 0
+        """Of the tokens whose `text_offset` has been sent."""
         self._tokens: list[TokenLogprobs] = []
         self._entropies: list[float] = []
         """Both since the last chunk."""
@@ -319,7 +321,11 @@ class ChoiceStream:
         pending, is_first = self._pending, not self._deltas
         content = pending.build_delta(delta, num_calls=self._num_calls, is_first=is_first)
         chunk = pending.start_body(pending.chunk_object)
-        chunk["choices"] = [pending.build_part(self._index, content, self._tokens, self._entropies)]
+        choice = pending.build_part(self._index, content, self._tokens, self._entropies)
+        if (logprobs := choice["logprobs"]) and "text_offset" in logprobs:
+            logprobs["text_offset"] = [self._num_characters + each for each in logprobs["text_offset"]]
+            self._num_characters += sum(map(len, logprobs["tokens"]))
+        chunk["choices"] = [choice]
         if is_first and pending.request.has_token_ids:
             pending.add_prompt_ids(chunk)
         self._deltas.append(delta)

@@ -42,10 +42,16 @@ INVALID_KEY_MESSAGE = "the API key belongs to no open trajectory: it is wrong, o
 class ErrorTranslation:
     """Converts errors of sessions and engines to `ApiError`; a generator would take longer, and a call enters two."""
 
+    def __init__(self, session: Session | None = None) -> None:
+        """`session`: of the request that is being admitted."""
+        self._session = session
+
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if self._session is not None and isinstance(error, RequestError):
+            self._session.refuse()
         if isinstance(error, SamplingRefusedError | ReplayError):
             raise ApiError(400, str(error)) from error
         if isinstance(error, SessionClosedError):
@@ -85,7 +91,7 @@ class ChatEndpoint:
         """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled. `open_events`: of an API
         whose responses have another form."""
         renderer = self.recorder.renderer
-        with ErrorTranslation():
+        with ErrorTranslation(session):
             request, prompt = self._parse_request(session, fields)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
@@ -110,7 +116,7 @@ class ChatEndpoint:
 
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
-        with ErrorTranslation():
+        with ErrorTranslation(session):
             request = parse_text_request(fields, session.sampling)
             self._check_model(request.model)
             calls = []
@@ -145,9 +151,8 @@ class ChatEndpoint:
         distribution = sampling.distribution
         if not (grammar or request.bad_words or distribution.min_tokens):
             return request
-        end_ids: set[int] = set()
-        if distribution.min_tokens:
-            end_ids = {*self.recorder.engine.eos_ids, *sampling.stop_token_ids}
+        eos_ids = frozenset() if sampling.ignore_eos else frozenset(self.recorder.engine.eos_ids)
+        end_ids = eos_ids.union(sampling.stop_token_ids) if distribution.min_tokens else ()
         texts = [text for word in request.bad_words for text in (word, f" {word}")]
         encode = partial(self.recorder.renderer.encode_prompt, adds_special_tokens=False)
         words = tuple(dict.fromkeys(map(encode, texts)))

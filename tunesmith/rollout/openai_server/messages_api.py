@@ -274,18 +274,13 @@ class MessageEvents(Events):
             self._add("content_block_stop", index=len(self._content) - 1)
 
 
-class MessagesApi:
-    """Admits Messages requests, and counts the tokens of their prompts."""
+async def admit_message(endpoint: ChatEndpoint, session: Session, fields: Any) -> PendingChatCompletion:
+    """Admit a Messages request."""
+    chat_fields = translate_request(fields, endpoint.recorder.renderer.uses_variable)
+    return await endpoint.admit(session, chat_fields, open_events=MessageEvents)
 
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        self._endpoint = endpoint
-        self._uses_variable = endpoint.recorder.renderer.uses_variable
 
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
-        chat_fields = translate_request(fields, self._uses_variable)
-        return await self._endpoint.admit(session, chat_fields, open_events=MessageEvents)
-
-    async def count_tokens(self, session: Session, fields: Any) -> dict[str, Any]:
-        """Number of prompt tokens that a request with these fields would have; nothing is sampled or recorded."""
-        chat_fields = translate_prompt(fields, COUNTED_FIELDS, self._uses_variable)
-        return {"input_tokens": await self._endpoint.count_prompt_tokens(session, chat_fields)}
+async def count_tokens(endpoint: ChatEndpoint, session: Session, fields: Any) -> dict[str, Any]:
+    """Number of prompt tokens that a request with these fields would have; nothing is sampled or recorded."""
+    chat_fields = translate_prompt(fields, COUNTED_FIELDS, endpoint.recorder.renderer.uses_variable)
+    return {"input_tokens": await endpoint.count_prompt_tokens(session, chat_fields)}

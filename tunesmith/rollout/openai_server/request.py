@@ -193,6 +193,13 @@ IGNORED_FIELDS = (
     "store", "user",
 )  # fmt: skip
 """Who asks, and how it is billed, stored or sped up."""
+UNSUPPORTED_FIELDS = {
+    "add_generation_prompt": True, "allowed_token_ids": [], "best_of": 1, "continue_final_message": False,
+    "documents": [], "echo": False, "function_call": "none", "functions": [], "include_stop_str_in_output": False,
+    "length_penalty": 1, "modalities": ["text"], "skip_special_tokens": True, "suffix": "", "typical_p": 1,
+    "use_beam_search": False, "verbosity": "medium",
+}  # fmt: skip
+"""The values without effect, which alone are accepted."""
 SHARED_FIELDS: Fields = {
     **DISTRIBUTION_FIELDS,
     **SAMPLING_FIELDS,
@@ -207,22 +214,7 @@ SHARED_FIELDS: Fields = {
     "stream_options": read_object(
         {"include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": only(False)}
     ),
-    "add_generation_prompt": only(True),
-    "allowed_token_ids": only([]),
-    "best_of": only(1),
-    "continue_final_message": only(False),
-    "documents": only([]),
-    "echo": only(False),
-    "function_call": only("none"),
-    "functions": only([]),
-    "include_stop_str_in_output": only(False),
-    "length_penalty": only(1),
-    "modalities": only(["text"]),
-    "skip_special_tokens": only(True),
-    "suffix": only(""),
-    "typical_p": only(1),
-    "use_beam_search": only(False),
-    "verbosity": only("medium"),
+    **{name: only(value) for name, value in UNSUPPORTED_FIELDS.items()},
 }
 CHAT_FLAGS = (
     "add_generation_prompt", "continue_final_message", "include_stop_str_in_output", "logprobs", "parallel_tool_calls",

@@ -5,15 +5,14 @@ sampled, or is refused. Input items that belong to one reply (reasoning, message
 message, so that a conversation continues its recorded turn. Responses are stored with their session, unless `store` is
 false, so that `previous_response_id` can continue them.
 
-The events of a stream are made from the chunks of a chat completion. The reasoning item ends when content or a call
-starts. The message item stays open until the end, so that content after a call belongs to the same message as content
-before it. A complete response is the one in the last event.
+The events of a stream are made from the chunks of a chat completion. A reasoning item ends when content or a call
+starts; later reasoning is an item of its own. The message item stays open until the end, so that content after a call
+belongs to the same message as content before it. A complete response is the one in the last event.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -71,16 +70,18 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     if kind == "message":
         content = read_text(item.get("content"), f"{where}.content", MESSAGE_PARTS)
         if item.get("role") == "assistant":
-            _open_reply(messages, unless=("content", "tool_calls"))["content"] = content
+            _open_reply(messages, has_content=True)["content"] = content
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         text = read_text(parts, f"{where}.content", ("reasoning_text", "summary_text", "text"))
-        _open_reply(messages, unless=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = text
+        reply = _open_reply(messages)
+        before = f"{reply['reasoning_content']}\n" if "reasoning_content" in reply else ""
+        reply["reasoning_content"] = before + text.lstrip("\n")
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        reply = _open_reply(messages, unless=())
+        reply = _open_reply(messages)
         reply.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
     elif kind == "function_call_output":
         output = read_text(item.get("output"), f"{where}.output", MESSAGE_PARTS)
@@ -92,9 +93,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         )
 
 
-def _open_reply(messages: list[dict[str, Any]], *, unless: tuple[str, ...]) -> dict[str, Any]:
-    """The assistant message that the next item belongs to; a new one if the last has one of the fields."""
-    if not messages or messages[-1]["role"] != "assistant" or any(key in messages[-1] for key in unless):
+def _open_reply(messages: list[dict[str, Any]], *, has_content: bool = False) -> dict[str, Any]:
+    """The message that an item belongs to: the last of the assistant, whose items a stream has in any order, or a new
+    one, also for an item with content if the last one has some."""
+    if not messages or messages[-1]["role"] != "assistant" or (has_content and "content" in messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
 
@@ -153,7 +155,7 @@ FIELDS: Fields = {
     "top_logprobs": lambda value, name: {"logprobs": True, name: value},
     "truncation": only("disabled"),
 }  # fmt: skip
-"""`instructions`, `previous_response_id` and `store` are read by `ResponsesApi`."""
+"""`instructions`, `previous_response_id` and `store` are read by `admit_response`."""
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
 """Request fields that the response repeats."""
 
@@ -166,10 +168,18 @@ def build_text(kind: TextKind, text: str, *, logprobs: list[dict[str, Any]]) -> 
     return {"type": kind, "text": text} | ({"annotations": [], "logprobs": logprobs} if kind == "output_text" else {})
 
 
-def build_item(response_id: str, kind: TextKind, content: list[dict[str, Any]], *, status: str) -> dict[str, Any]:
-    """A reasoning or message item; without `content` it is still to come."""
+def build_item(
+    response_id: str, index: int, kind: TextKind, content: list[dict[str, Any]], *, status: str
+) -> dict[str, Any]:
+    """The reasoning or message item at an index of the output; without `content` it is still to come."""
     if kind == "reasoning_text":
-        return {"id": f"rs_{response_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {
+            "id": f"rs_{response_id}_{index}",
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": status,
+        }
     return {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
@@ -207,8 +217,9 @@ class ResponseEvents(Events):
         """Output items by index; open ones without their content."""
         self._texts: dict[TextKind, str] = {"reasoning_text": "", "output_text": ""}
         self._indices: dict[TextKind, int] = {}
-        """Of the items of the texts."""
-        self._is_reasoning_open = False
+        """Of the open items of the texts."""
+        self._reasoning = ""
+        """The text of the reasoning items that have ended."""
         self._logprobs: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
         self._status = "in_progress"
@@ -225,7 +236,6 @@ class ResponseEvents(Events):
                 self._status = "incomplete" if choice["finish_reason"] == "length" else "completed"
             logprobs = (choice.get("logprobs") or {}).get("content") or []
             if delta.get("reasoning_content"):
-                self._is_reasoning_open |= "reasoning_text" not in self._indices
                 self._add_text("reasoning_text", delta["reasoning_content"])
             self._logprobs += logprobs
             if delta.get("content"):
@@ -241,9 +251,8 @@ class ResponseEvents(Events):
             self._open_text("output_text")
         if "output_text" in self._indices:
             self._end_text("output_text", status=self._status, logprobs=self._logprobs)
-        reasoning = self._texts["reasoning_text"]
         reply: dict[str, Any] = {"role": "assistant", "content": self._texts["output_text"]}
-        reply |= {"reasoning_content": reasoning} if reasoning else {}
+        reply |= {"reasoning_content": self._reasoning} if self._reasoning else {}
         reply |= {"tool_calls": self._calls} if self._calls else {}
         if self._fields.get("store") is not False:
             self._stored[self._response_id] = [*self._messages, reply]
@@ -280,8 +289,7 @@ class ResponseEvents(Events):
 
     def _build_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Token counts; those of the reasoning are the tokens of its text."""
-        reasoning = self._texts["reasoning_text"]
-        num_reasoning = len(self._pending.renderer.encode(reasoning)) if reasoning else 0
+        num_reasoning = len(self._pending.renderer.encode(self._reasoning))
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": dict(usage["prompt_tokens_details"]),
@@ -309,7 +317,7 @@ class ResponseEvents(Events):
         return place | ({"content_index": 0} if has_part else {})
 
     def _open_text(self, kind: TextKind) -> None:
-        item = build_item(self._response_id, kind, [], status="in_progress")
+        item = build_item(self._response_id, len(self._items), kind, [], status="in_progress")
         self._indices[kind] = self._open(item)
         part = build_text(kind, "", logprobs=[])
         self._add("response.content_part.added", **self._place(self._indices[kind]), part=part)
@@ -325,12 +333,14 @@ class ResponseEvents(Events):
         place, part = self._place(index), build_text(kind, text, logprobs=self._logprobs)
         self._add(f"response.{kind}.done", **place, text=text, **fields)
         self._add("response.content_part.done", **place, part=part)
-        self._end(index, build_item(self._response_id, kind, [part], status=status))
+        self._end(index, build_item(self._response_id, index, kind, [part], status=status))
 
     def _end_reasoning(self) -> None:
-        if self._is_reasoning_open:
-            self._is_reasoning_open = False
+        if "reasoning_text" in self._indices:
             self._end_text("reasoning_text", status="completed")
+            del self._indices["reasoning_text"]
+            self._reasoning += self._texts["reasoning_text"]
+            self._texts["reasoning_text"] = ""
 
     def _add_call(self, call: dict[str, Any]) -> None:
         self._end_reasoning()
@@ -343,27 +353,16 @@ class ResponseEvents(Events):
         self._end(index, build_call(call))
 
 
-class ResponsesApi:
-    """Admits Responses requests and stores their conversations."""
-
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        self._endpoint = endpoint
-        self._stored: weakref.WeakKeyDictionary[Session, dict[str, ChatMessages]] = weakref.WeakKeyDictionary()
-        """Messages up to each stored response, without the instructions."""
-
-    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
-        chat_fields = translate_request(fields)
-        stored = self._stored.setdefault(session, {})
-        response_id = fields.get("previous_response_id")
-        if response_id is not None and response_id not in stored:
-            message = (
-                f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
-            )
-            raise RequestError(message, param="previous_response_id")
-        messages = stored.get(response_id, []) + chat_fields["messages"]
-        instructions = fields.get("instructions")
-        system = [{"role": "system", "content": instructions}] if instructions else []
-        open_events = partial(ResponseEvents, fields=fields, messages=messages, stored=stored)
-        return await self._endpoint.admit(
-            session, chat_fields | {"messages": [*system, *messages]}, open_events=open_events
-        )
+async def admit_response(endpoint: ChatEndpoint, session: Session, fields: Any) -> PendingChatCompletion:
+    """Admit a Responses request, whose conversation is stored with the session."""
+    chat_fields = translate_request(fields)
+    stored = session.stored_responses
+    response_id = fields.get("previous_response_id")
+    if response_id is not None and response_id not in stored:
+        message = f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
+        raise RequestError(message, param="previous_response_id")
+    messages = stored.get(response_id, []) + chat_fields["messages"]
+    instructions = fields.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    open_events = partial(ResponseEvents, fields=fields, messages=messages, stored=stored)
+    return await endpoint.admit(session, chat_fields | {"messages": [*system, *messages]}, open_events=open_events)

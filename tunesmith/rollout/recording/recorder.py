@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
@@ -117,6 +117,8 @@ class Session:
         """By digest of the conversation up to the reply, and scope."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
+        self.stored_responses: dict[str, list[dict[str, Any]]] = {}
+        """Messages up to each stored response of the Responses API, without the instructions."""
         self._reply_texts = ReplyTexts(renderer)
         self._seen_requests: set[tuple[int, str]] = set()
 
@@ -160,7 +162,15 @@ class Session:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         self.num_repeats += request_key in self._seen_requests
         self._seen_requests.add(request_key)
+        if self.record is not None:
+            self.record.arriving[index] = asyncio.current_task()
         return index
+
+    def refuse(self) -> None:
+        """The current task's call is refused before it samples, as it will be when a branch repeats it."""
+        if self.record is not None:
+            task, arriving = asyncio.current_task(), self.record.arriving
+            self.record.arriving = {index: each for index, each in arriving.items() if each is not task}
 
     def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""

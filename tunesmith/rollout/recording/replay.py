@@ -80,6 +80,8 @@ class RolloutRecord:
         """Called with each call that this rollout sampled itself, when all its choices are finished."""
         self.tools = ToolLog(() if point is None else point.tool_calls)
         self.calls: dict[int, RecordedCall] = {}
+        self.arriving: dict[int, object] = {}
+        """Calls that have an index and do not sample yet, as while they are tokenized, and their asyncio tasks."""
         self.error: str | None = None
         """The first difference to the parent's calls."""
         self.num_prefill_tokens = 0
@@ -103,6 +105,7 @@ class RolloutRecord:
     ) -> RecordedChoice | None:
         """Begin one choice of a call; returns the parent's if the call is before the branch point."""
         index, choice = choice_id
+        self.arriving.pop(index, None)
         sampling = replace(sampling, seed=0)
         if self.point is not None and index <= self.point.index:
             recorded = self._find_recorded(index, choice, prompt_ids, sampling)
@@ -178,7 +181,7 @@ class RolloutRecord:
         """Whether a branch could sample this call anew: it extends an earlier turn, and all earlier calls are done."""
         if sampling.distribution.temperature == 0 or (self.point is not None and index <= self.point.index):
             return False  # the parent has decided on its calls already, the one at the branch point included
-        if any(call.num_open for call in self.calls.values()):
+        if any(call.num_open for call in self.calls.values()) or min(self.arriving, default=index) < index:
             return False
         earlier = [turn for call in self.calls.values() for turn in call.turns if extends(prompt_ids, turn)]
         return any(len(prompt_ids) > len(turn.prompt_ids) + len(turn.sampled_ids) for turn in earlier)

@@ -31,13 +31,7 @@ from tunesmith.types import Group, Trajectory
 class GroupRunner:
     """The groups that run, and those that have finished and that nobody has taken; a context that ends them."""
 
-    def __init__(
-        self,
-        actors: Actors,
-        *,
-        keeps_cache: bool = False,
-        progress: RolloutProgress | None = None,
-    ) -> None:
+    def __init__(self, actors: Actors, *, keeps_cache: bool = False, progress: RolloutProgress | None = None) -> None:
         """`keeps_cache`: as `rollout.stale_cache=keep`."""
         self._actors = actors
         self._keeps_cache = keeps_cache

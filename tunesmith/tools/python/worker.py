@@ -238,10 +238,7 @@ class ForkServer:
         report, at = self._report, ctypes.addressof(self._report)
         while True:
             pid: int = self._libc.wait4(
-                -1,
-                ctypes.c_void_p(at + Report.wait_status.offset),
-                options,
-                ctypes.c_void_p(at + Report.user_s.offset),
+                -1, ctypes.c_void_p(at + Report.wait_status.offset), options, ctypes.c_void_p(at + Report.user_s.offset)
             )
             if pid >= 0 or ctypes.get_errno() != errno.EINTR:
                 break

@@ -3,9 +3,8 @@
     passages -> each cut at max_passage_chars -> joined by blank lines
 
 A query that is empty or too long is an error that the model reads; lone surrogates in it, which no request can carry,
-are U+FFFD. A source that does not answer raises
-`ToolUnavailableError`: the rollout becomes a `Failure`, never an observation. Equal queries that run at the same time,
-as in the rollouts of a group, are one request.
+are U+FFFD. A source that does not answer raises `ToolUnavailableError`: the rollout becomes a `Failure`, never an
+observation. Equal queries that run at the same time, as in the rollouts of a group, are one request.
 
 A source (a search server, an index in this process, Serper, Bing) returns passages for a query or raises
 `ToolUnavailableError`; it never returns an empty list because something failed. `find_version` names what the results
