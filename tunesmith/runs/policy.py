@@ -175,7 +175,7 @@ def load_policy(
     if sharded_over is None:
         model = load_section_model(section)
     else:
-        model = load_sharded_model(section.path, section, sharded_over, base_path=section.base_path)
+        model = load_sharded_model(section, sharded_over)
     check_vocabulary(model, tokenizer)
     engine = build_engine(
         model,
@@ -204,20 +204,18 @@ def load_policy(
     return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
 
 
-def load_sharded_model(
-    path: str, section: ModelSection, ranks: Ranks, *, base_path: str | None = None, is_trained: bool = True
-) -> PreTrainedModel:
-    """Load the model at `path`, in the dtype and on the device of the section, sharded over the ranks."""
+def load_sharded_model(section: ModelSection, ranks: Ranks, *, is_trained: bool = True) -> PreTrainedModel:
+    """Load a model sharded over the ranks."""
     device = resolve_device(section.device)
     options: dict[str, Any] = {
         "dtype": resolve_dtype(section.dtype, device),
         "trust_remote_code": section.trust_remote_code,
-        "base_path": base_path,
+        "base_path": section.base_path,
     }
     if ranks.is_first:
-        model = load_model(path, device=torch.device("cpu"), **options)
+        model = load_model(section.path, device=torch.device("cpu"), **options)
     else:
-        model = build_empty_model(path, **options)
+        model = build_empty_model(section.path, **options)
     shard_model(train_all_weights(model) if is_trained else model.requires_grad_(False), ranks, device)
     return model
 

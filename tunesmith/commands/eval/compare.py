@@ -136,10 +136,7 @@ def find_model(path: str) -> str:
 
 def with_model_path(config: RunConfig, path: str) -> RunConfig:
     """The config with another model. `lora` and, for another path, `base_path` are reset: they describe one model."""
-    section = config.model
-    if path != section.path:
-        section = section.model_copy(update={"path": path, "base_path": None})
-    return config.model_copy(update={"model": section.model_copy(update={"lora": None})})
+    return config.model_copy(update={"model": config.model.with_path(path).model_copy(update={"lora": None})})
 
 
 def evaluate_model(
