@@ -92,7 +92,7 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
         "algorithm.grop_size is not a known key: did you mean 'group_size'?"
     )
     assert fault_of({"algoritm": {}}) == "algoritm is not a known key: did you mean 'algorithm'?"
-    assert "known keys: path, name" in fault_of({"train_dataset": {"path": "d", "zzz": 1}})
+    assert "known: path, name" in fault_of({"train_dataset": {"path": "d", "zzz": 1}})
     assert fault_of({"auxiliary_models": {"judge": {"path": "m", "base_ulr": "u"}}}) == (
         "auxiliary_models.judge.base_ulr is not a known key: did you mean 'base_url'?"
     )
