@@ -31,6 +31,7 @@ from tunesmith.compat.agentscope_config import (
 )
 from tunesmith.config import AuxiliaryModelSection, DatasetSection, EngineSection, ModelSection
 from tunesmith.errors import ConfigError
+from tunesmith.model.load import check_section
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.failures import list_causes
@@ -39,7 +40,7 @@ from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import BoundModel, ExternalModel, ModelProvider
 from tunesmith.rollout.statistics import describe_failures
-from tunesmith.runs.policy import BuildModel, LoadedModel, check_policy, load_auxiliary, load_policy
+from tunesmith.runs.policy import BuildModel, LoadedModel, load_auxiliary, load_policy
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Engine, Sampling, Task, Trajectory, Turn
 
@@ -59,7 +60,7 @@ def check_candidate(candidate: Candidate) -> None:
     """Raise ConfigError or ModelError for a model that cannot be loaded, before any weights are read."""
     source = candidate.source
     if isinstance(source, ModelSection):
-        check_policy(source)
+        check_section(source)
     elif isinstance(source, AuxiliaryModelSection):
         read_api_key(source.api_key_env, knob=f"{candidate.label}: api_key_env")
     elif not callable(source):

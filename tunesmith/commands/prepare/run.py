@@ -42,9 +42,8 @@ from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, R
 from tunesmith.config.prepare import PassRateSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
-from tunesmith.model.load import load_tokenizer
+from tunesmith.model.load import check_section, load_tokenizer
 from tunesmith.model.source.fingerprint import describe_weights
-from tunesmith.runs.policy import check_policy
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, storage_errors
@@ -318,7 +317,7 @@ def check_settings(settings: PrepareSection) -> ConversationReader | None:
     if paraphrase is not None:
         read_api_key(paraphrase.api_key_env, knob="paraphrase.api_key_env")
     for model in () if settings.pass_rate is None else settings.pass_rate.models.values():
-        check_policy(model)
+        check_section(model)
     if tokens is None:
         return None
     return ConversationReader(

@@ -50,6 +50,7 @@ from tunesmith.et_agent.flywheel.state import (
 from tunesmith.judges.redundancy import ask_for_vote
 from tunesmith.judges.squad import list_accepted
 from tunesmith.judges.tir import build_prompt
+from tunesmith.model.load import check_section
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
@@ -58,7 +59,7 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import build_sampling, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.policy import build_sampling, check_auxiliary, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import check_finite, load_tasks, write_rows
@@ -78,7 +79,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
-    check_policy(config.model)
+    check_section(config.model)
     functions = load_role_functions(config)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
