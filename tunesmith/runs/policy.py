@@ -1,8 +1,8 @@
 """Load the actors of a run: the policy and auxiliary models with their engines and endpoints, and the user's functions.
 
-The engine and the trainer share one module. `check_section` validates settings and files before any weights are read. Of
-a model that is sharded over ranks (`cluster.has_sharded_weights`) the first rank reads the weights into CPU memory, and
-the others build it without weights; then each layer is placed and sharded before the next one.
+The engine and the trainer share one module; settings and files are checked before any weights are read. Of a model that
+is sharded over ranks (`cluster.has_sharded_weights`) the first rank reads the weights into CPU memory, and the others
+build it without weights; then each layer is placed and sharded before the next one.
 """
 
 from __future__ import annotations
