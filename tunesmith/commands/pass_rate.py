@@ -18,7 +18,7 @@ from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import PassRateConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.experience.operators import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.experience.operators import compute_pass_rates
 from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.actors import Actors
@@ -30,7 +30,7 @@ from tunesmith.runs.result import Result
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
 from tunesmith.storage import Journal, load_json_lines, save_text
-from tunesmith.types import Group, JudgeType, Task, WorkflowType
+from tunesmith.types import Group, JudgeType, Task, WorkflowType, compute_outcome, read_metric
 
 SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
 """Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""

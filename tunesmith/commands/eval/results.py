@@ -25,14 +25,13 @@ from tunesmith.commands.eval.sample_scores import (
 )
 from tunesmith.config import BehaviorSection, RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.experience.operators import compute_outcome, read_metric
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.progress import RolloutProgress, StatusLine
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.statistics import collect_reported
 from tunesmith.runs.policy import build_sampling
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.types import Group, Task, Trajectory, compute_outcome, read_metric
 
 MEASURES = ("efficiency", "successful_execution", "reasoning_length")
 TOKENS = 1000

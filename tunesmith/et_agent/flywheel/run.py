@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from tunesmith.commands.eval.comparison import format_table
-from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_models, check_run, describe_device
 from tunesmith.config import FlywheelConfig
 from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -50,7 +50,6 @@ from tunesmith.et_agent.flywheel.state import (
 from tunesmith.judges.redundancy import ask_for_vote
 from tunesmith.judges.squad import list_accepted
 from tunesmith.judges.tir import build_prompt
-from tunesmith.model.load import check_section
 from tunesmith.monitor.console import format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
@@ -79,7 +78,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
-    check_section(config.model)
+    check_models(config.model, [config.model.path])
     functions = load_role_functions(config)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
