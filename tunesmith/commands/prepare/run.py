@@ -37,13 +37,13 @@ from tunesmith.commands.prepare.rows import (
 )
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
-from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
 from tunesmith.config.prepare import PassRateSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import check_section, load_tokenizer
 from tunesmith.model.source.fingerprint import describe_weights
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, storage_errors
@@ -155,7 +155,7 @@ def measure_model(
             config,
             workflow=calculator_agent,
             judge=numeric_judge,
-            build_model=build_openai_chat_model,
+            build_model=ChatModel,
             field=name + PASS_RATE_SUFFIX,
             num_runs=section.num_samples,
             out=out,
