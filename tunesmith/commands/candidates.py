@@ -148,6 +148,7 @@ class RunLimits(Section):
     max_failure_rate: float = Field(ge=0, lt=1)
     """Share of failed runs above which a candidate cannot be chosen."""
     seed: int = Field(ge=0)
+    """Seed of local models and of the bootstrap."""
 
 
 async def run_agent(
