@@ -18,6 +18,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from tunesmith.arguments import suggest_name
+from tunesmith.errors import ConfigError
+
 StopReason = Literal["eos", "stop", "length", "context", "deadline", "cancelled"]
 """Why a turn ended: an end-of-sequence token, a stop string or stop token, `max_tokens`, the model's context, the
 request's deadline, or a client disconnect."""
@@ -447,6 +450,23 @@ class Group:
     def map(self, change: Callable[[Trajectory], Trajectory]) -> Group:
         """The group with each trajectory changed."""
         return replace(self, trajectories=tuple(map(change, self.trajectories)))
+
+
+def compute_outcome(run: Trajectory, outcome_key: str | None, *, knob: str = "experience.outcome_key") -> float:
+    """The outcome of a scored rollout; `knob` names the key."""
+    assert run.reward is not None
+    return run.reward if outcome_key is None else read_metric(run, outcome_key, knob=knob)
+
+
+def read_metric(run: Trajectory, key: str, *, knob: str) -> float:
+    """A metric that every scored rollout must report, because an unknown number is not 0; `knob` names it."""
+    if key not in run.metrics:
+        nearest = suggest_name(key, list(run.metrics)) if run.metrics else "it reports none"
+        raise ConfigError(
+            f"{key!r} is not a metric of rollout {run.run_index} of task {run.task.task_id} ({nearest}): report it for "
+            f"every rollout from the workflow or the judge, or change {knob}"
+        )
+    return run.metrics[key]
 
 
 RunAdvantage = float | tuple[float, ...] | None

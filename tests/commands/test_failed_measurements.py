@@ -12,10 +12,10 @@ import pytest
 from tunesmith import JudgeOutput, WorkflowOutput
 from tunesmith.commands.eval.compare import run_eval
 from tunesmith.commands.pass_rate import measure_pass_rates
-from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import FlywheelConfig, RunConfig
 from tunesmith.errors import RolloutError
 from tunesmith.et_agent.flywheel.run import run_stage
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import build_section
 
 FAKE = Path(__file__).parents[1] / "fake_vllm"
@@ -36,13 +36,13 @@ async def judge(task, response) -> JudgeOutput:
 
 def evaluate(values, data):
     config = build_section(RunConfig, values | {"eval_datasets": {"a": data}})
-    run_eval(config, build_model=build_openai_chat_model, workflow=ask, judge=judge)
+    run_eval(config, build_model=ChatModel, workflow=ask, judge=judge)
 
 
 def measure(values, data):
     config = build_section(RunConfig, values | {"train_dataset": data})
     measure_pass_rates(
-        config, workflow=ask, judge=judge, build_model=build_openai_chat_model, field="rate", num_runs=1,
+        config, workflow=ask, judge=judge, build_model=ChatModel, field="rate", num_runs=1,
         out=Path("out.jsonl"),
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def turn_flywheel(values, data):
     config = build_section(
         FlywheelConfig, values | {"train_dataset": data, "judge": "judge.py:judge", "environment": {"tools": []}}
     )
-    run_stage(config, out_dir=Path("out"), choose_model=lambda config: build_openai_chat_model)
+    run_stage(config, out_dir=Path("out"), choose_model=lambda config: ChatModel)
 
 
 @pytest.mark.parametrize("command", [evaluate, measure, turn_flywheel])

@@ -9,9 +9,9 @@ import pytest
 
 from tunesmith import JudgeOutput, WorkflowOutput
 from tunesmith.commands.pass_rate import measure_pass_rates
-from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, DataError, StorageError
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import load_section
 from tunesmith.runs.workspace import Workspace
 
@@ -43,7 +43,7 @@ def measure(tmp_path, pocket_folder):
 
     def call(field="rate", out="out.jsonl", workflow=ask, num_runs=2, max_tasks=None):
         return measure_pass_rates(
-            config, workflow=workflow, judge=judge, build_model=build_openai_chat_model,
+            config, workflow=workflow, judge=judge, build_model=ChatModel,
             field=field, num_runs=num_runs, out=tmp_path / out, max_tasks=max_tasks,
         )  # fmt: skip
 

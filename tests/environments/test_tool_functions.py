@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from tunesmith.errors import ToolUnavailableError
-from tunesmith.tools.tool import Tool, ToolInputError, ToolResult, tool
+from tunesmith.tools.tool import Tool, ToolInputError, tool
 
 pytestmark = pytest.mark.anyio
 
@@ -142,5 +142,3 @@ def test_malformed_tools_are_refused():
         Tool.from_function(find.run, name="answer")
     with pytest.raises(ValueError, match="text_argument='other' is no parameter"):
         Tool.from_function(find.run, text_argument="other")
-    with pytest.raises(ValueError, match="a failed call, and no other, has a failure"):
-        ToolResult(text="", ok=False)

@@ -10,7 +10,7 @@ from tunesmith import JudgeOutput, StepEnd, Stop, WorkflowOutput, tune
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
+from tunesmith.commands.tune.callbacks import load_callbacks
 from tunesmith.config import AlgorithmSection, CallbacksSection
 from tunesmith.runs.load_function import CustomComponents
 
@@ -74,6 +74,6 @@ def test_the_callbacks_in_the_docs_have_the_right_signatures():
     example = run_example("pipeline.md", "my_callbacks.py")
     given = {"on_step_end": example["watch"], "on_evaluation": example["report"], "on_checkpoint": example["push"]}
     custom = CustomComponents(functions={f"callbacks.{name}": function for name, function in given.items()})
-    assert load_callbacks(CallbacksSection(), custom) == Callbacks(**given)
+    assert load_callbacks(CallbacksSection(), custom) == given
     record = StepEnd(step=1, total_steps=2, folder=ROOT, metrics={"train/kl": 0.6}, groups=(), advantages=())
     assert example["watch"](record) == Stop("the policy is too far from the starting model")

@@ -101,7 +101,7 @@ async def grouped(task, model):
         (absurd, "the workflow returned reward 1e+308; it must be within 1e+09 of 0"),
         (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),
         (no_reward, "neither the workflow nor a judge returned a reward"),
-        (bad_metric, "the workflow returned metric m=inf; metrics must be finite numbers"),
+        (bad_metric, "the workflow returned metric m=inf; it must be a finite number"),
         (silent, "the workflow made no call to `model`, so there is nothing to train on"),
         (leaving, "SystemExit: 3"),
         (cancelling, "CancelledError: the workflow or the judge cancelled itself"),

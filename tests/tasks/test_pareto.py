@@ -175,7 +175,7 @@ def test_nothing_to_select_from_is_an_empty_selection():
 def test_missing_and_misaligned_rollouts_are_errors():
     with pytest.raises(DataError, match="question 1 has 2 values of correctness and 1 of tool calls"):
         select_pareto([[0, 1], [0, 1]], [[1, 1], [1]], num_selected=1, seed=0)
-    with pytest.raises(DataError, match="row 3 has no 'correctness', one number for each rollout; its fields are a"):
+    with pytest.raises(DataError, match="row 3 has no 'correctness'; its fields are a"):
         read_rollouts({"a": 1}, key="correctness", where="row 3")
     for wrong in ("1", [1, None], [math.nan], 3):
         with pytest.raises(DataError, match="must be a list of finite numbers"):

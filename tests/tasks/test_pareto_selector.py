@@ -103,7 +103,9 @@ def test_rows_may_hold_earlier_rollouts():
     rows = [{"c": [0, 1], "t": [i, 0]} for i in range(4)] + [{"c": [1, 1], "t": [1, 1]}]
     tasks = [Task(task_id=f"t/{i}", index=i, row=row) for i, row in enumerate(rows)]
     assert build(tasks, correctness_key="c", tool_calls_key="t", keep=0.4, explore=0).select(2) == [3, 2]
-    with pytest.raises(DataError, match="task t/0 has no 'x', one number for each rollout"):
+    with pytest.raises(
+        DataError, match="task t/0 has no 'x'; its fields are c, t. It needs one number for each rollout"
+    ):
         build(tasks, correctness_key="c", tool_calls_key="x")
     with pytest.raises(ConfigError, match="needs both correctness_key and tool_calls_key"):
         build(tasks, correctness_key="c")
@@ -111,9 +113,11 @@ def test_rows_may_hold_earlier_rollouts():
 
 def test_a_missing_metric_is_an_error():
     group = make_group(0, *MIXED)
-    with pytest.raises(ConfigError, match=r"needs the metric 'searches'.*\(tool_calls\)"):
+    with pytest.raises(
+        ConfigError, match=r"'searches' is not a metric of rollout 0 .*tool_calls.*tool_keys of task_selector"
+    ):
         build(tool_keys=["tool_calls", "searches"]).observe([0], [group])
-    with pytest.raises(ConfigError, match="needs the metric 'accuracy'"):
+    with pytest.raises(ConfigError, match="'accuracy' is not a metric of rollout 0 .*outcome_key of task_selector"):
         build(outcome_key="accuracy").observe([0], [group])
 
 

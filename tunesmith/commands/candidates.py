@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from tunesmith.arguments import read_api_key
 from tunesmith.commands.eval.compare import find_model
 from tunesmith.compat.agentscope_config import (
@@ -29,17 +31,17 @@ from tunesmith.compat.agentscope_config import (
     translate_dataset,
     translate_model_fields,
 )
-from tunesmith.config import AuxiliaryModelSection, DatasetSection, EngineSection, ModelSection
+from tunesmith.config import AuxiliaryModelSection, DatasetSection, EngineSection, ModelSection, Section
 from tunesmith.errors import ConfigError
+from tunesmith.model.load import check_section
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
-from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import BoundModel, ExternalModel, ModelProvider
 from tunesmith.rollout.statistics import describe_failures
-from tunesmith.runs.policy import BuildModel, LoadedModel, check_policy, load_auxiliary, load_policy
+from tunesmith.runs.policy import BuildModel, LoadedModel, load_auxiliary, load_policy
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Engine, Sampling, Task, Trajectory, Turn
 
@@ -59,7 +61,7 @@ def check_candidate(candidate: Candidate) -> None:
     """Raise ConfigError or ModelError for a model that cannot be loaded, before any weights are read."""
     source = candidate.source
     if isinstance(source, ModelSection):
-        check_policy(source)
+        check_section(source)
     elif isinstance(source, AuxiliaryModelSection):
         read_api_key(source.api_key_env, knob=f"{candidate.label}: api_key_env")
     elif not callable(source):
@@ -136,16 +138,17 @@ def load_fixed_tasks(dataset: DatasetConfig, *, knob: str) -> list[Task]:
     return load_tasks(section, name=knob)[: dataset.total_steps]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLimits:
+class RunLimits(Section):
     """Limits and seed of all runs of one comparison."""
 
-    max_concurrency: int
-    timeout_s: float
+    max_threads: int = Field(ge=1)
+    """Workflows that run at once."""
+    timeout_s: float = Field(gt=0)
     """Time limit of a workflow and its judge."""
-    max_failure_rate: float
+    max_failure_rate: float = Field(ge=0, lt=1)
     """Share of failed runs above which a candidate cannot be chosen."""
-    seed: int
+    seed: int = Field(ge=0)
+    """Seed of local models and of the bootstrap."""
 
 
 async def run_agent(
@@ -154,7 +157,7 @@ async def run_agent(
     """One trajectory per task, in their order; a task has the same seed in every call. `engine`: the model's, if it is
     in this process."""
     requests = [GroupRequest(number=task.index, task=task, size=1, seed=(limits.seed, 0, task.index)) for task in tasks]
-    actors = Actors(engine=engine, model=model, agent=agent, max_concurrency=limits.max_concurrency)
+    actors = Actors(engine=engine, model=model, agent=agent, max_concurrency=limits.max_threads)
     async with build_evaluator(actors) as dispatcher:
         groups = await dispatcher.evaluate(requests)
     return [group.trajectories[0] for group in groups]
@@ -162,11 +165,6 @@ async def run_agent(
 
 def count_failures(trajectories: Sequence[Trajectory]) -> int:
     return sum(each.failure is not None for each in trajectories)
-
-
-def list_run_causes(trajectories: Sequence[Trajectory]) -> list[str]:
-    """The most frequent causes of failures, one line each."""
-    return list_causes(each.failure for each in trajectories)
 
 
 def find_problem(trajectories: Sequence[Trajectory], limits: RunLimits) -> str | None:

@@ -18,18 +18,19 @@ from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import PassRateConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.experience.operators import compute_outcome, compute_pass_rates, read_metric
+from tunesmith.experience.operators import compute_pass_rates
+from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.group import build_requests
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.policy import BuildModel, check_policy, load_actors
+from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.result import Result
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
 from tunesmith.storage import Journal, load_json_lines, save_text
-from tunesmith.types import Group, JudgeType, Task, WorkflowType
+from tunesmith.types import Group, JudgeType, Task, WorkflowType, compute_outcome, read_metric
 
 SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
 """Sections that pass rates depend on; others, such as `engine`, may change when a measurement is resumed."""
@@ -74,7 +75,7 @@ def measure_pass_rates(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
     )
     tasks = rows[:max_tasks]
-    check_policy(config.model)
+    check_section(config.model)
     batch_size = config.algorithm.batch_size
     inputs = describe_inputs(config, rows, num_runs=num_runs, tool_keys=tool_keys)
     with open_part(out, inputs) as journal:

@@ -8,10 +8,10 @@ from tunesmith.arguments import read_api_key
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.commands.tune.ranks import Server
 from tunesmith.commands.tune.tune import TuneResult, run_tuning
-from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.http_server import check_port
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function
 from tunesmith.rollout.task_server.app import KNOB, ServerLimits, serve_live, serve_tasks
 from tunesmith.rollout.task_server.live import LiveSessions
@@ -72,6 +72,6 @@ def run_serving(config: RunConfig, *, judge: JudgeType | None, build_model: Buil
         workflow=workflow,
         judge=judge,
         # rollouts have a model that no function in this process calls
-        build_model=build_model if config.auxiliary_models else build_openai_chat_model,
+        build_model=build_model if config.auxiliary_models else ChatModel,
         server=server,
     )

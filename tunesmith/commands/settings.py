@@ -38,7 +38,6 @@ from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
     AnySection,
     change_section,
-    config_schema,
     describe_options,
     dump_config,
     load_section,
@@ -130,7 +129,7 @@ def describe(
     if chosen and (ignored := [name for name, value in given.items() if value]):
         raise ValueError(f"{', '.join(ignored)} has no effect with {chosen[0]}: leave it out")
     if schema:
-        return json.dumps(config_schema(find_config_class(stage)), indent=2)
+        return json.dumps(find_config_class(stage).model_json_schema(), indent=2)
     if options:
         return format_options(find_config_class(stage))
     if algorithms:

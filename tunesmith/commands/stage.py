@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import EnvironmentSection, ModelSection, RunConfig
-from tunesmith.model.load import resolve_device
+from tunesmith.model.load import check_section, resolve_device
 from tunesmith.model.memory import MemorySettings
 from tunesmith.runs.load_function import has_environment_tasks, load_functions
 from tunesmith.runs.memory import describe_memory
-from tunesmith.runs.policy import BuildModel, check_policy
+from tunesmith.runs.policy import BuildModel
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.tasks.load import load_rows
 
@@ -121,7 +121,7 @@ def check_models(section: ModelSection, paths: Iterable[str]) -> None:
         return
     for path in paths:
         if read_reference(path) is None:
-            check_policy(section.model_copy(update={"path": path}))
+            check_section(section.model_copy(update={"path": path}))
 
 
 def check_rows(path: str, *, name: str | None = None, split: str | None = "train") -> None:

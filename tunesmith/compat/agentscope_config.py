@@ -263,16 +263,13 @@ def check_datasets(datasets: Any, *, knob: str) -> None:
 
 def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
     given = algorithm.model_dump(include=algorithm.model_fields_set)
-    overrides: dict[str, Any] = {}
-    if "learning_rate" in given:
-        overrides["trainer"] = {"learning_rate": given.pop("learning_rate")}
+    elsewhere = {"learning_rate": ("trainer", "learning_rate"), "eval_interval_steps": ("evaluation", "interval_steps")}
+    overrides: dict[str, Any] = {
+        section: {key: given.pop(name)} for name, (section, key) in elsewhere.items() if name in given
+    }
     if "save_interval_steps" in given:
         overrides["save_interval_steps"] = given.pop("save_interval_steps")
-    if "eval_interval_steps" in given:
-        overrides["evaluation"] = {"interval_steps": given.pop("eval_interval_steps")}
-    if given:
-        overrides["algorithm"] = given
-    return overrides
+    return overrides | ({"algorithm": given} if given else {})
 
 
 def translate_tune_arguments(

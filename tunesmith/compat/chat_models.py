@@ -88,11 +88,7 @@ def choose_chat_model(kind: str) -> Callable[[Endpoint, Mapping[str, Any]], Any]
         raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")
     if kind == "agentscope" or (kind == "auto" and is_installed):
         return build_agentscope_model
-    return build_openai_chat_model
-
-
-def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
-    return ChatModel(endpoint, options=options)
+    return ChatModel
 
 
 OUTPUT_VARIABLE = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"

@@ -81,6 +81,16 @@ def move(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Ru
     return apply
 
 
+def keep(section: dict[str, Any], target: str) -> Rule:
+    """Set a key of a section that is built apart from the draft; None keeps our default."""
+
+    def apply(draft: Draft, key: str, value: Any) -> None:
+        if value is not None:
+            section[target] = value
+
+    return apply
+
+
 def accept(note: str = "", *, silent: Collection[Any] = ()) -> Rule:
     """Accept any value without effect; `note` gives the reason, except for `silent` values, which hold anyway."""
 
@@ -136,12 +146,6 @@ def read_mapping(value: Any, key: str) -> Mapping[str, Any]:
 
 def read_mappings(value: Any, key: str) -> list[Mapping[str, Any]]:
     return [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
-
-
-def check_keys(given: Mapping[str, Any], known: Collection[str], key: str) -> None:
-    """Refuse a mapping with a key other than the known ones."""
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"{key}.{unknown[0]} is not a known key: known are {', '.join(known)}")
 
 
 def read_list(value: Any, key: str) -> Sequence[Any]:

@@ -25,7 +25,7 @@ from tunesmith.compat.trinity_algorithms import (
     read_sample_strategy,
     read_sample_strategy_args,
 )
-from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, allow_neutral, check_keys, move, read_mapping
+from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, allow_neutral, keep, move, read_mapping, walk
 from tunesmith.compat.trinity_sections import (
     ADAPTER,
     CLUSTER_KEYS,
@@ -108,12 +108,16 @@ def read_auto_tool_choice(draft: Draft, key: str, value: Any) -> None:
 
 def read_tinker(draft: Draft, key: str, value: Any) -> None:
     """The adapter that Trinity-RFT trains by the Tinker service; it is trained in this process."""
-    given = dict(read_mapping(value, key))
-    if not given.pop("enable", False):
+    given, fields = read_mapping(value, key), dict[str, Any]()
+    if not given.get("enable"):
         return
-    check_keys(given, TinkerConfig.model_fields, key)
-    adapter = TinkerConfig(**{name: each for name, each in given.items() if each is not None})
-    draft.set("model.lora", translate_adapter(adapter), source=key)
+    walk(
+        draft,
+        {name: keep(fields, name) for name in TinkerConfig.model_fields} | {"enable": accept()},
+        given,
+        parent=f"{key}.",
+    )
+    draft.set("model.lora", translate_adapter(TinkerConfig(**fields)), source=key)
     draft.notes.append(f"{key}.enable=True: an adapter is trained in this process, not by the Tinker service")
 
 

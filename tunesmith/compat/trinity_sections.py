@@ -15,7 +15,7 @@ from tunesmith.compat.trinity_draft import (
     accept,
     allow,
     allow_neutral,
-    check_keys,
+    keep,
     move,
     read_list,
     read_mapping,
@@ -85,17 +85,10 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
     """A data set section; the set's sampling parameters and repeats are set in the sections that have them."""
     section: dict[str, Any] = {}
 
-    def keep(target: str) -> Rule:
-        def apply(draft: Draft, key: str, value: Any) -> None:
-            if value is not None:
-                section[target] = value
-
-        return apply
-
     def keep_selector(draft: Draft, key: str, value: Any) -> None:
         if "task_selector" in section:
             raise ConfigError(f"{key}: task_selector and data_selector are the same key; set one of them")
-        section["task_selector"] = read_selector(read_mapping(value, key), key)
+        section["task_selector"] = read_selector(draft, key, value)
 
     def add_field(draft: Draft, key: str, value: Any) -> None:
         if value := dict(read_mapping(value, key)):
@@ -124,7 +117,7 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
         "task_selector": no_selector if is_evaluation else keep_selector,
         "data_selector": no_selector if is_evaluation else keep_selector,
         "enable_progress_bar": accept(),
-        **{name: keep(target) for name, target in TASKSET_KEYS.items()},
+        **{name: keep(section, target) for name, target in TASKSET_KEYS.items()},
     }
     walk(draft, rules, given, parent=f"{key}.")
     return section
@@ -174,11 +167,12 @@ def resolve_functions(draft: Draft) -> None:
         draft.notes.append(f"default_reward_fn_type={reward!r} {is_ours if reward in REWARDS else missing}")
 
 
-def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+def read_selector(draft: Draft, key: str, value: Any) -> dict[str, Any]:
     """Our selector section; names and arguments are the same and are checked when the selector is built."""
-    names = {"selector_type": "selector_type", "seed": "seed", "feature_keys": "feature_keys", "kwargs": "args"}
-    check_keys(given, names, key)
-    return {names[name]: value for name, value in given.items() if value is not None}
+    section: dict[str, Any] = {}
+    rules = {name: keep(section, name) for name in ("selector_type", "seed", "feature_keys")}
+    walk(draft, rules | {"kwargs": keep(section, "args")}, read_mapping(value, key), parent=f"{key}.")
+    return section
 
 
 def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
@@ -301,25 +295,23 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
     With it, each step replays as many groups of earlier steps as it has new ones.
     """
     given = read_mapping(value, key)
-    check_keys(given, ("enable", "priority_fn", "reuse_cooldown_time", "priority_fn_args"), key)
-    if not given.get("enable"):
-        return
-    if given.get("reuse_cooldown_time") is None:
+    is_used = given.get("enable") and given.get("reuse_cooldown_time") is not None
+    names = ("linear_decay", "decay_limit_randomization")
+    rules = dict.fromkeys(("enable", "reuse_cooldown_time", "priority_fn", "priority_fn_args"), accept())
+    if is_used:
+        del rules["priority_fn_args"]
+        rules["priority_fn"] = allow(*names, reason=f"use {' or '.join(names)}")
+        targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
+        rules |= {f"priority_fn_args.{name}": move(f"experience.replay.{each}") for name, each in targets.items()}
+        num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+        draft.set("experience.replay.num_groups", num_groups, source=key)
+        draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
+    elif given.get("enable"):
         draft.notes.append(
             f"{key}.enable=True has no effect without reuse_cooldown_time: every step trains the experience that it "
             "sampled, and only that"
         )
-        return
-    allow("linear_decay", "decay_limit_randomization", reason="use linear_decay or decay_limit_randomization")(
-        draft, f"{key}.priority_fn", given.get("priority_fn")
-    )
-    num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
-    draft.set("experience.replay.num_groups", num_groups, source=key)
-    draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
-    targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
-    rules = {name: move(f"experience.replay.{target}") for name, target in targets.items()}
-    args_key = f"{key}.priority_fn_args"
-    walk(draft, rules, read_mapping(given.get("priority_fn_args"), args_key), parent=f"{args_key}.")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def read_auxiliary_models(draft: Draft, key: str, value: Any) -> None:
@@ -346,18 +338,19 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
         "max_tokens": "max_tokens", "max_response_tokens": "max_tokens", "enable_thinking": "enable_thinking",
         "tool_call_parser": "tool_call_parser", "reasoning_parser": "reasoning_parser", "base_url": "base_url",
     }  # fmt: skip
-    rules: dict[str, Rule] = dict.fromkeys(kept, accept())
-    rules |= {name: accept() for name in ("name", "enable_openai_api", "enable_history", "enable_auto_tool_choice")}
-    rules |= {name: accept() for name in ("enforce_eager", "enable_prefix_caching", "seed", "gpu_memory_utilization")}
-    rules |= {
+    without_effect = (
+        "name", "enable_openai_api", "enable_history", "enable_auto_tool_choice", "enforce_eager",
+        "enable_prefix_caching", "seed", "gpu_memory_utilization", "max_prompt_tokens", "engine_type",
+    )  # fmt: skip
+    section: dict[str, Any] = {}
+    rules = {name: keep(section, target) for name, target in kept.items()} | {
+        **dict.fromkeys(without_effect, accept()),
         "engine_num": accept(ONE_AUXILIARY_ENGINE, silent=(1,)),
         "tensor_parallel_size": accept(f"{ONE_AUXILIARY_ENGINE}: start one for a large model", silent=(1,)),
-        "max_prompt_tokens": accept(),
         "dtype": allow("auto", "bfloat16", "float32", reason="the dtype of an auxiliary model is chosen by the device"),
-        "engine_type": accept(),
     }
     walk(draft, rules, given, parent=f"{key}.")
-    return {kept[name]: value for name, value in given.items() if name in kept and value is not None}
+    return section
 
 
 CLUSTER_KEYS = ("ray_namespace", "cluster.node_num", "cluster.gpu_per_node", "cluster.ray_address")

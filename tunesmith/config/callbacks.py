@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.arguments import suggest_name
 from tunesmith.config.section import Section
 
 Mode = Literal["max", "min"]
@@ -78,8 +78,7 @@ def check_metric_name(knob: str, metric: str, *, eval_sets: Collection[str], int
     named = [each for each in eval_sets if metric.startswith(f"{EVAL_PREFIX}{each}/")]
     if not named:
         found = metric.removeprefix(EVAL_PREFIX).split("/")[0]
-        close = difflib.get_close_matches(found, eval_sets, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(eval_sets) or 'none'}"
+        hint = suggest_name(found, list(eval_sets)) if eval_sets else "known: none"
         raise ValueError(f"{knob}.metric={metric!r} names no set of eval_datasets: {hint}")
     if interval_steps == 0:
         raise ValueError(f"{knob}.metric={metric!r} has no effect with evaluation.interval_steps=0: set an interval")

@@ -113,6 +113,10 @@ class ModelSection(ServedModelSection):
     lora: LoraSection | None = None
     """Train an adapter: a new one, or the one in `path`. null trains all weights."""
 
+    def with_path(self, path: str) -> ModelSection:
+        """The section of another model that is loaded as this one; `base_path` describes the model at `path` alone."""
+        return self if path == self.path else self.model_copy(update={"path": path, "base_path": None})
+
 
 LOCAL_ONLY = Needs("base_url", None, reason="the server parses its model's output")
 

@@ -30,7 +30,7 @@ from tunesmith.config.section import (
     Temperature,
     Unused,
 )
-from tunesmith.config.serve import ServeSection, check_serve
+from tunesmith.config.serve import ServeSection
 
 AGENTSCOPE_PROJECT = "AgentScope"
 """The default of `project` in earlier versions, and in AgentScope's form of `tune`."""
@@ -307,12 +307,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:
-        check_serve(
-            self.serve,
-            num_ranks=self.cluster.num_workers or 1,
-            launcher=self.cluster.launcher,
-            has_branching=self.rollout.branching is not None,
-        )
         for knob, section in (("early_stopping", self.early_stopping), ("keep_best", self.keep_best)):
             if section is not None:
                 sets, interval_steps = self.eval_datasets, self.evaluation.interval_steps
@@ -375,6 +369,8 @@ def list_conflicts(config: RunConfig) -> Iterator[str]:
         yield "trainer.routing_replay needs engine.kind=tunesmith: vLLM returns no experts; remove one"
     if engine.kind == "vllm" and rollout.max_staleness:
         yield "rollout.max_staleness needs engine.kind=tunesmith: requests of vLLM end with the step"
+    if config.serve is not None:
+        yield from list_serve_conflicts(config, config.serve, num_ranks)
     if model.numerics == "exact":
         yield from list_exact_conflicts(config)
     if cluster.has_sharded_weights:
@@ -383,6 +379,24 @@ def list_conflicts(config: RunConfig) -> Iterator[str]:
         yield from list_branching_conflicts(rollout, rollout.branching, algorithm.group_size, model.temperature)
     if rollout.max_staleness:
         yield from list_staleness_conflicts(config, rollout.max_staleness)
+
+
+def list_serve_conflicts(config: RunConfig, serve: ServeSection, num_ranks: int) -> Iterator[str]:
+    """Why the run cannot be trained on the work of external programs."""
+    if config.cluster.launcher == "ray":
+        yield "tunesmith serve with cluster.launcher=ray: workers reach the ranks of one host only; leave out launcher"
+    if serve.mode == "online" and num_ranks > 1:
+        yield (
+            f"serve.mode=online with {num_ranks} ranks: live conversations run on one rank only; leave out "
+            "cluster.num_workers"
+        )
+    if serve.public_url is not None and "{rank}" not in serve.public_url and num_ranks > 1:
+        yield (
+            f"serve.public_url={serve.public_url!r} is one address for {num_ranks} ranks, each of which serves its "
+            "own model endpoint: write {rank} where the address has the number of the rank"
+        )
+    if config.rollout.branching is not None:
+        yield "rollout.branching with tunesmith serve: workers in other processes cannot be rerun from a branch point"
 
 
 def list_sharding_conflicts(config: RunConfig) -> Iterator[str]:

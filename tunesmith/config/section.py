@@ -15,7 +15,6 @@ default, or null, which turns its feature off, is never an error.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -33,6 +32,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tunesmith.arguments import suggest_name
 from tunesmith.types import MIN_TEMPERATURE
 
 
@@ -143,8 +143,7 @@ class Section(BaseModel):
             return values
         for key in values:
             if key not in cls.model_fields:
-                close = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
-                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(cls.model_fields)}"
+                hint = suggest_name(str(key), list(cls.model_fields))
                 raise PydanticCustomError("unknown_key", "unknown key {key}: {hint}", {"key": str(key), "hint": hint})
         return values
 

@@ -55,27 +55,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def check_serve(section: ServeSection | None, *, num_ranks: int, launcher: str, has_branching: bool) -> None:
-    """Raise a ValueError if the run cannot be trained on the work of external programs."""
-    if section is None:
-        return
-    if launcher == "ray":
-        raise ValueError(
-            "tunesmith serve with cluster.launcher=ray: workers reach the ranks of one host only; leave out launcher"
-        )
-    if section.mode == "online" and num_ranks > 1:
-        raise ValueError(
-            f"serve.mode=online with {num_ranks} ranks: live conversations run on one rank only; leave out "
-            "cluster.num_workers"
-        )
-    if section.public_url is not None and "{rank}" not in section.public_url and num_ranks > 1:
-        raise ValueError(
-            f"serve.public_url={section.public_url!r} is one address for {num_ranks} ranks, each of which serves its "
-            "own model endpoint: write {rank} where the address has the number of the rank"
-        )
-    if has_branching:
-        raise ValueError(
-            "rollout.branching with tunesmith serve: workers in other processes cannot be rerun from a branch point"
-        )

@@ -104,13 +104,13 @@ class Toolbox:
         if tool is None:
             names = ", ".join(self.tools) or "none"
             text = f"Error: there is no tool {call.tool[:60]!r}; the tools are {names}."
-            return ToolResult(text=text, ok=False, failure="unknown_tool")
+            return ToolResult(text=text, failure="unknown_tool")
         if tool.max_calls is not None and self.num_calls[tool.name] >= tool.max_calls:
             return _build_limit(f"The limit of {tool.max_calls} calls of {tool.name} is reached")
         if call.arguments is None:
             names = ", ".join(tool.parameters.get("properties", {}))
             text = f"Error: the call of {tool.name} cannot be read; its arguments are {names}."
-            return ToolResult(text=text, ok=False, failure="arguments")
+            return ToolResult(text=text, failure="arguments")
         return None
 
     def _format(self, tool: Tool, result: ToolResult) -> str:
@@ -139,4 +139,4 @@ async def _count(open_session: OpenSession) -> AsyncIterator[Any]:
 
 def _build_limit(sentence: str) -> ToolResult:
     text = f"{sentence}: this call was not run. Give the final answer now."
-    return ToolResult(text=text, ok=False, failure="call_limit")
+    return ToolResult(text=text, failure="call_limit")

@@ -32,28 +32,20 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from typing_extensions import TypedDict
 
-from tunesmith.arguments import suggest_name
 from tunesmith.data_juicer import apply_recipe
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count, Max, Mean, Min
-from tunesmith.types import MAX_REWARD, TRUNCATED, Group, Trajectory, are_equal, is_above, is_at_least
-
-
-def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
-    """The outcome of a scored rollout."""
-    assert run.reward is not None
-    return run.reward if outcome_key is None else read_metric(run, outcome_key, knob="experience.outcome_key")
-
-
-def read_metric(run: Trajectory, key: str, *, knob: str) -> float:
-    """A metric that every scored rollout must report, because an unknown number is not 0; `knob` names it."""
-    if key not in run.metrics:
-        nearest = suggest_name(key, list(run.metrics)) if run.metrics else "it reports none"
-        raise ConfigError(
-            f"{key!r} is not a metric of rollout {run.run_index} of task {run.task.task_id} ({nearest}): report it for "
-            f"every rollout from the workflow or the judge, or change {knob}"
-        )
-    return run.metrics[key]
+from tunesmith.types import (
+    MAX_REWARD,
+    TRUNCATED,
+    Group,
+    Trajectory,
+    are_equal,
+    compute_outcome,
+    is_above,
+    is_at_least,
+    read_metric,
+)
 
 
 def compute_pass_rates(groups: Sequence[Group], outcome_key: str | None) -> list[float | None]:

@@ -92,7 +92,7 @@ def find_http_library(sdk: ModuleType) -> ModuleType:
 class ChatModel(ModelClients):
     """A chat model: `await model(messages, tools=..., temperature=...)` returns an OpenAI `ChatCompletion`."""
 
-    def __init__(self, endpoint: Endpoint, *, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, options: Mapping[str, Any] | None = None) -> None:
         self.endpoint = endpoint
         self.api_key = endpoint.api_key
         self.model_name = endpoint.model_name

@@ -337,12 +337,7 @@ def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | N
 def _check_reward(where: FailureWhere, func: Callable[..., Any], reward: float | None, none_message: str) -> float:
     if reward is None:
         raise _UserCodeError(where, none_message, find_definition_line(func))
-    if not math.isfinite(reward):
-        message = f"the {where} returned reward {reward}; it must be a finite number"
-        raise _UserCodeError(where, message, find_definition_line(func))
-    if abs(reward) > MAX_REWARD:
-        message = f"the {where} returned reward {reward:g}; it must be within {MAX_REWARD:g} of 0"
-        raise _UserCodeError(where, message, find_definition_line(func))
+    _check_number(where, func, reward, f"reward {reward:g}", limit=MAX_REWARD)
     return float(reward)
 
 
@@ -350,13 +345,14 @@ def _check_metrics(
     where: FailureWhere, func: Callable[..., Any], metrics: Mapping[str, float] | None
 ) -> dict[str, float]:
     for name, value in (metrics or {}).items():
-        if not math.isfinite(value):
-            message = f"the {where} returned metric {name}={value}; metrics must be finite numbers"
-            raise _UserCodeError(where, message, find_definition_line(func))
-        if abs(value) > MAX_METRIC:
-            message = f"the {where} returned metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0"
-            raise _UserCodeError(where, message, find_definition_line(func))
+        _check_number(where, func, value, f"metric {name}={value:g}", limit=MAX_METRIC)
     return dict(metrics or {})
+
+
+def _check_number(where: FailureWhere, func: Callable[..., Any], value: float, shown: str, *, limit: float) -> None:
+    if not abs(value) <= limit:  # also NaN
+        rule = f"it must be within {limit:g} of 0" if math.isfinite(value) else "it must be a finite number"
+        raise _UserCodeError(where, f"the {where} returned {shown}; {rule}", find_definition_line(func))
 
 
 def describe_response(response: Any) -> str:

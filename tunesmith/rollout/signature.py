@@ -67,7 +67,7 @@ def check_workflow_branches(func: Callable[..., Any]) -> None:
     environment that it is bound to.
     """
     bound = getattr(func, "keywords", {}).get(ENVIRONMENT)
-    parts = (func, _find_innermost(func), bound)
+    parts = (func, find_innermost(func), bound)
     reason = next(filter(None, (getattr(each, "cannot_branch", None) for each in parts)), None)
     if reason is None and AUXILIARY_MODELS in list_parameters(func):
         reason = "it takes auxiliary_models, whose replies a branch cannot receive from its parent"
@@ -82,7 +82,7 @@ def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
 
 def is_sync_function(func: Callable[..., Any]) -> bool:
     """Whether a call returns the result itself: no coroutine and no generator."""
-    inner = _find_innermost(func)
+    inner = find_innermost(func)
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     return not any(is_kind(each) for is_kind in kinds for each in (inner, type(inner).__call__))
 
@@ -100,7 +100,7 @@ def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Paramet
     return {name: parameter for name, parameter in parameters.items() if name not in bound}
 
 
-def _find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
+def find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function inside nested partials."""
     while isinstance(func, functools.partial):
         func = func.func
@@ -111,7 +111,7 @@ def _check_parameters(func: Callable[..., Any], role: str, essential: frozenset[
     try:
         _check_names(func, essential, optional)
     except ValueError as error:
-        place = find_definition_line(_find_innermost(func)) or _find_name(func)
+        place = find_definition_line(find_innermost(func)) or _find_name(func)
         takes = ", ".join(sorted(essential, key=ORDER.index)) + "".join(f"[, {name}]" for name in sorted(optional))
         raise ValueError(f"{error}. The {role} ({place}) takes {takes}") from None
 
@@ -134,12 +134,12 @@ def _check_names(func: Callable[..., Any], essential: frozenset[str], optional: 
 
 
 def _find_name(func: Callable[..., Any]) -> str:
-    inner = _find_innermost(func)
+    inner = find_innermost(func)
     return str(getattr(inner, "__qualname__", type(inner).__name__))
 
 
 def _check_async(func: Callable[..., Any], role: str) -> None:
-    inner = _find_innermost(func)
+    inner = find_innermost(func)
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     if not is_async:
         raise ValueError(f"the {role} function {_find_name(func)} must be async: define it with `async def`")

@@ -104,11 +104,10 @@ def load_extra_models(
     """Load the extra models that the algorithm needs; reference and teacher are sharded if the policy is."""
     teacher = critic = None
     if section.teacher is not None:
-        teacher = load_frozen(section.teacher.path, model, policy=policy)
+        teacher = load_frozen(model.with_path(section.teacher.path), policy=policy)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
-        base_path = model.base_path if section.critic.path is None else None
-        model_with_head = load_beside(section.critic.path or model.path, model, policy=policy, base_path=base_path)
+        model_with_head = load_beside(model.with_path(section.critic.path or model.path), policy=policy)
         critic = ValueModel(model_with_head.get_decoder()).eval()
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return ExtraModels(reference=reference, teacher=teacher, critic=critic)
@@ -116,31 +115,25 @@ def load_extra_models(
 
 def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy of the starting model; with an adapter the policy itself, scored with the adapter disabled."""
-    if model.lora is not None:
-        return policy
-    return load_frozen(model.path, model, policy=policy, base_path=model.base_path)
+    return policy if model.lora is not None else load_frozen(model, policy=policy)
 
 
-def load_frozen(
-    path: str, model: ModelSection, *, policy: PreTrainedModel, base_path: str | None = None
-) -> PreTrainedModel:
+def load_frozen(section: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
     """A model that is not trained, where the policy is and as it is sharded."""
     if (sharding := find_sharding(policy)) is not None:
-        return load_sharded_model(path, model, sharding.ranks, base_path=base_path, is_trained=False)
-    frozen = load_beside(path, model, policy=policy, base_path=base_path).requires_grad_(False)
+        return load_sharded_model(section, sharding.ranks, is_trained=False)
+    frozen = load_beside(section, policy=policy).requires_grad_(False)
     verify_model(frozen)
     return frozen
 
 
-def load_beside(
-    path: str, model: ModelSection, *, policy: PreTrainedModel, base_path: str | None = None
-) -> PreTrainedModel:
+def load_beside(section: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
     """A model in the dtype and on the device of the policy."""
     return load_model(
-        path,
+        section.path,
         dtype=policy.dtype,
         device=policy.device,
-        trust_remote_code=model.trust_remote_code,
-        base_path=base_path,
-        has_fp32_residual=model.residual_dtype == "float32",
+        trust_remote_code=section.trust_remote_code,
+        base_path=section.base_path,
+        has_fp32_residual=section.residual_dtype == "float32",
     )

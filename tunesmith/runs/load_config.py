@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import RunConfig, Section
+from tunesmith.config import Section
 from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError, first_line
 
@@ -214,13 +214,8 @@ def escape_interpolations(value: Any) -> Any:
     return value
 
 
-def config_schema(kind: type[Section] = RunConfig) -> dict[str, Any]:
-    """JSON schema of a run file, or of another command's file."""
-    return kind.model_json_schema()
-
-
-def describe_options(kind: type[Section] = RunConfig) -> list[Knob]:
-    """Every knob of a run file in the order of `config/run.py`, or of another command's file."""
+def describe_options(kind: type[Section]) -> list[Knob]:
+    """Every knob of a command's file, in the order of its config."""
     return list(iter_options(kind, prefix=""))
 
 

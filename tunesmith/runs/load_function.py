@@ -25,6 +25,7 @@ from tunesmith.rollout.signature import (
     ENVIRONMENT,
     check_judge_function,
     check_workflow_function,
+    find_innermost,
     list_parameters,
 )
 from tunesmith.runs.load_config import build_section
@@ -248,11 +249,11 @@ def load_tool(section: ToolSection) -> Tool:
     elif name == "search":
         # numpy and httpx, which a check of a run file does not wait for
         from tunesmith.tools.search.settings import SearchToolSection
-        from tunesmith.tools.search.tool import build_search_tool
+        from tunesmith.tools.search.tool import SearchTool
 
         try:
             search = build_section(SearchToolSection, section.settings)
-            tool = build_search_tool(search, total_timeout_s=section.timeout_s)
+            tool = SearchTool(search, total_timeout_s=section.timeout_s).build_tool()
         except ConfigError as error:
             raise ConfigError(f"{knob}: settings: {error}") from error
         section = section.model_copy(update={"timeout_s": None})  # what exceeds a limit of a Tool is an observation
@@ -287,8 +288,7 @@ def load_component(spec: str, *, knob: str) -> Callable[..., Any]:
 
 def name_function(function: Callable[..., Any]) -> str:
     """`module:name` of a function or object, under which a run's config records it."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = find_innermost(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 

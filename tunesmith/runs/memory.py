@@ -66,10 +66,10 @@ def collect_run_settings(config: RunConfig, algorithm: Algorithm, model: PreTrai
     if "reference" in algorithm.needs and config.model.lora is None:
         extra["reference"] = count_weight_bytes(model, None)
     if section.teacher is not None:
-        teacher = build_planned_model(config.model, section.teacher.path, model.dtype)
+        teacher = build_planned_model(config.model.with_path(section.teacher.path), model.dtype)
         extra["teacher"] = count_weight_bytes(teacher, None)
     if "values" in algorithm.needs:
-        critic = build_planned_model(config.model, section.critic.path or config.model.path, model.dtype)
+        critic = build_planned_model(config.model.with_path(section.critic.path or config.model.path), model.dtype)
         states = (STATE_BYTES + GRADIENT_BYTES) * critic.num_parameters()
         extra["critic"] = count_weight_bytes(critic, None) + states
     return MemorySettings(
@@ -84,11 +84,8 @@ def collect_run_settings(config: RunConfig, algorithm: Algorithm, model: PreTrai
     )
 
 
-def build_planned_model(section: ModelSection, path: str, dtype: torch.dtype) -> PreTrainedModel:
+def build_planned_model(section: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     """A model without its weights."""
     return build_empty_model(
-        path,
-        dtype=dtype,
-        trust_remote_code=section.trust_remote_code,
-        base_path=section.base_path if path == section.path else None,
+        section.path, dtype=dtype, trust_remote_code=section.trust_remote_code, base_path=section.base_path
     )

@@ -6,7 +6,7 @@ import logging
 
 from tunesmith.cluster.rank_info import RankInfo, is_ray_worker
 from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
-from tunesmith.config.serve import check_serve
+from tunesmith.config.run import list_serve_conflicts
 from tunesmith.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,8 @@ def place_port(port: int | None, place: RankInfo, *, knob: str) -> int | None:
 
 def place_server(serve: ServeSection, config: RunConfig, place: RankInfo) -> ServeSection:
     """The server of this rank; raise ConfigError if its ranks cannot share the work of external programs."""
-    try:
-        check_serve(serve, num_ranks=place.world_size, launcher=config.cluster.launcher, has_branching=False)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    for conflict in list_serve_conflicts(config, serve, place.world_size):
+        raise ConfigError(conflict)
     if place.local_size < place.world_size:
         raise ConfigError(
             f"serve runs on ranks of one host, and {place.world_size - place.local_size} of {place.world_size} ranks "

@@ -1,8 +1,8 @@
 """Load the actors of a run: the policy and auxiliary models with their engines and endpoints, and the user's functions.
 
-The engine and the trainer share one module. `check_policy` validates settings and files before any weights are read. Of
-a model that is sharded over ranks (`cluster.has_sharded_weights`) the first rank reads the weights into CPU memory, and
-the others build it without weights; then each layer is placed and sharded before the next one.
+The engine and the trainer share one module; settings and files are checked before any weights are read. Of a model that
+is sharded over ranks (`cluster.has_sharded_weights`) the first rank reads the weights into CPU memory, and the others
+build it without weights; then each layer is placed and sharded before the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.arguments import read_api_key
 from tunesmith.chat.renderer import Renderer
@@ -81,18 +81,13 @@ class LoadedModel:
     engine: Engine | None = None
 
 
-def check_policy(section: ModelSection) -> PretrainedConfig:
-    """Validate a model's path, lengths, tokenizer and device without reading weights."""
-    return check_section(section)
-
-
 WITHOUT_TOPK = ("longcat_flash", "phimoe")
 """Types of models whose routers do not choose the largest scores in their `forward`, so that no route is replayed."""
 
 
 def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
-    """Like `check_policy`, for a model that will be trained."""
-    config = check_policy(section)
+    """Like `check_section`, for a model that will be trained."""
+    config = check_section(section)
     text, code = config.get_text_config(), inspect.getmodule(find_model_class(config))
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     members = {} if code is None else vars(code)  # None: code of the model's own, which may have any routers
@@ -175,7 +170,7 @@ def load_policy(
     if sharded_over is None:
         model = load_section_model(section)
     else:
-        model = load_sharded_model(section.path, section, sharded_over, base_path=section.base_path)
+        model = load_sharded_model(section, sharded_over)
     check_vocabulary(model, tokenizer)
     engine = build_engine(
         model,
@@ -204,20 +199,18 @@ def load_policy(
     return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
 
 
-def load_sharded_model(
-    path: str, section: ModelSection, ranks: Ranks, *, base_path: str | None = None, is_trained: bool = True
-) -> PreTrainedModel:
-    """Load the model at `path`, in the dtype and on the device of the section, sharded over the ranks."""
+def load_sharded_model(section: ModelSection, ranks: Ranks, *, is_trained: bool = True) -> PreTrainedModel:
+    """Load a model sharded over the ranks."""
     device = resolve_device(section.device)
     options: dict[str, Any] = {
         "dtype": resolve_dtype(section.dtype, device),
         "trust_remote_code": section.trust_remote_code,
-        "base_path": base_path,
+        "base_path": section.base_path,
     }
     if ranks.is_first:
-        model = load_model(path, device=torch.device("cpu"), **options)
+        model = load_model(section.path, device=torch.device("cpu"), **options)
     else:
-        model = build_empty_model(path, **options)
+        model = build_empty_model(section.path, **options)
     shard_model(train_all_weights(model) if is_trained else model.requires_grad_(False), ranks, device)
     return model
 
@@ -261,7 +254,7 @@ def build_sampling(section: ModelSection, *, temperature: float | None = None) -
 def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
     if section.base_url is None:
         try:
-            check_policy(_to_model_section(section))
+            check_section(_to_model_section(section))
         except ConfigError as error:
             raise ConfigError(f"auxiliary_models.{name}: {error}") from error
     else:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 from tunesmith.config import RunConfig
 from tunesmith.config.run import AGENTSCOPE_PROJECT
@@ -49,32 +49,23 @@ MUTABLE_KEYS = (
 limits, the number of ranks, memory and speed."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RunFolder:
+class RunFolder(Workspace):
     """The folder of a run, locked by this process until `close`."""
 
-    workspace: Workspace
-    checkpoint: Path | None
+    checkpoint: Path | None = None
     """The checkpoint that the run resumes from; None if it starts from the beginning."""
-    archive: Path | None
+    archive: Path | None = None
     """Folder that files of later steps were moved to; None if nothing was moved."""
-
-    @property
-    def paths(self) -> RunPaths:
-        return self.workspace.paths
 
     @property
     def committed_step(self) -> int | None:
         return None if self.checkpoint is None else parse_checkpoint_step(self.checkpoint)
 
-    def close(self) -> None:
-        self.workspace.close()
+    def __enter__(self) -> Self:
+        return self  # it is locked already
 
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None:
             remove_empty_run(self.paths)
         self.close()
 
@@ -104,33 +95,32 @@ def open_run_folder(
     config: RunConfig, *, sources: Mapping[str, str | None] | None = None, now: datetime | None = None
 ) -> RunFolder:
     """Create or reopen the folder of a run and save its config there; `sources` are digests of its data sets."""
-    workspace = lock_run_folder(config, now=now)
+    folder = lock_run_folder(config, now=now)
     try:
-        paths = workspace.paths
-        checkpoint: Path | None = None
+        paths = folder.paths
         if config.continue_from_checkpoint:
-            checkpoint = find_resume_point(paths, step=config.resume_from_step)
+            folder.checkpoint = find_resume_point(paths, step=config.resume_from_step)
         elif is_used(paths):
             raise ConfigError(
                 f"{paths.root} already holds a run: choose another name, or resume it with "
                 "continue_from_checkpoint=true (--resume)"
             )
-        if checkpoint is not None:
-            workspace.check_config(config, mutable_keys=MUTABLE_KEYS, sources=sources)
-        archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
-        workspace.begin(config.model_copy(update={"resume_from_step": None}), sources)
+        if folder.checkpoint is not None:
+            folder.check_config(config, mutable_keys=MUTABLE_KEYS, sources=sources)
+        folder.archive = clear_later_steps(paths, folder.checkpoint, is_chosen=config.resume_from_step is not None)
+        folder.begin(config.model_copy(update={"resume_from_step": None}), sources)
         paths.error.unlink(missing_ok=True)
     except BaseException:
-        workspace.close()
+        folder.close()
         raise
-    return RunFolder(workspace=workspace, checkpoint=checkpoint, archive=archive)
+    return folder
 
 
-def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> Workspace:
+def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
     """Create the folder if it does not exist and lock it; a run without a name always gets a new folder."""
     first = resolve_run_root(config, now=now)
     if config.name is not None:
-        return Workspace(first).lock()
+        return RunFolder(first).lock()
     with storage_errors(first, "write"):
         first.parent.mkdir(parents=True, exist_ok=True)
         for root in iter_numbered(first):
@@ -138,7 +128,7 @@ def lock_run_folder(config: RunConfig, *, now: datetime | None = None) -> Worksp
                 root.mkdir()
             except FileExistsError:
                 continue
-            return Workspace(root).lock()
+            return RunFolder(root).lock()
     raise AssertionError("unreachable: there is always another name")
 
 

@@ -29,7 +29,7 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
     rows = load_rows(dataset.path, name=dataset.name, split=dataset.split)
     if not rows:
         raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
-    check_required_fields(rows, dataset.required_fields, path=dataset.path)
+    check_required_fields(rows, dataset.required_fields, path=dataset.path, advice="change required_fields")
     rows = [add_fields(row, dataset.fields) for row in rows]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
 
@@ -59,15 +59,21 @@ def iter_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, row
 
 
-def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
-    """Refuse rows that lack a field; `datasets` fills missing fields with None, so None counts as missing."""
+def check_required_fields(
+    rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str, advice: str, knob: str = ""
+) -> None:
+    """Refuse rows that lack a field; `knob`: of the data set."""
     for index, row in enumerate(rows):
         for field in fields:
-            if row.get(field) is None:
-                raise DataError(
-                    f"row {index} of {path!r} {describe_missing_field(row, field)}. Fix the data or change "
-                    "required_fields"
-                )
+            read_field(row, field, where=f"{knob}row {index} of {path!r}", advice=f". Fix the data, or {advice}")
+
+
+def read_field(row: Mapping[str, Any], field: str, *, where: str, advice: str = "") -> Any:
+    """The value of a field that the row `where` must have; `datasets` fills missing fields with None, so None counts as
+    missing."""
+    if row.get(field) is None:
+        raise DataError(f"{where} {describe_missing_field(row, field)}{advice}")
+    return row[field]
 
 
 def check_finite(rows: Iterable[Mapping[str, Any]], *, path: Path | str) -> None:

@@ -26,7 +26,7 @@ from tunesmith.data_juicer import apply_recipe
 from tunesmith.errors import DataError
 from tunesmith.storage import Journal
 from tunesmith.tasks.contamination import iter_ngrams, split_words
-from tunesmith.tasks.load import describe_missing_field
+from tunesmith.tasks.load import read_field
 from tunesmith.types import Task
 
 ChangedTasks = tuple[list[Task], dict[str, float]]
@@ -137,12 +137,12 @@ def compute_unique_share(items: Sequence[Any]) -> float:
 
 
 def read_text(task: Task, field: str) -> str:
-    value = _read(task.row, field, task)
+    value = read_field(task.row, field, where=f"task {task.task_id}")
     return value if isinstance(value, str) else str(value)
 
 
 def read_number(task: Task, field: str) -> float:
-    value = _read(task.row, field, task)
+    value = read_field(task.row, field, where=f"task {task.task_id}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a number")
     if not math.isfinite(value):
@@ -155,12 +155,6 @@ def read_pass_rate(task: Task, field: str) -> float:
     if not 0 <= value <= 1:
         raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a pass rate from 0 to 1")
     return value
-
-
-def _read(row: Mapping[str, Any], field: str, task: Task) -> Any:
-    if row.get(field) is None:
-        raise DataError(f"task {task.task_id} {describe_missing_field(row, field)}")
-    return row[field]
 
 
 def _add_scores(tasks: Sequence[Task], to: str, scores: Sequence[float]) -> ChangedTasks:

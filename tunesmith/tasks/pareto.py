@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.tasks.load import read_field
 from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.types import Group, Task, Trajectory, compute_outcome, read_metric
 
 CORRECT_AT = 0.75
 """Correctness from which a rollout counts as right: 1 of 0 and 1, or a token F1 of 0.75 as in ET-Agent."""
@@ -113,11 +114,7 @@ def sort_by_front(points_N2: Floats, *, rng: np.random.Generator) -> tuple[Indic
 
 def read_rollouts(row: Mapping[str, Any], *, key: str, where: str) -> list[float]:
     """The numbers of a question's rollouts in field `key`; DataError if it is missing or holds anything else."""
-    values = row.get(key)
-    if values is None:
-        raise DataError(
-            f"{where} has no {key!r}, one number for each rollout; its fields are {', '.join(map(str, row))}"
-        )
+    values = read_field(row, key, where=where, advice=". It needs one number for each rollout")
     is_numeric = isinstance(values, list | tuple) and all(
         isinstance(value, int | float) and np.isfinite(value) for value in values
     )
@@ -126,6 +123,7 @@ def read_rollouts(row: Mapping[str, Any], *, key: str, where: str) -> list[float
     return [float(value) for value in values]
 
 
+OUTCOME_KNOB, TOOL_KNOB = (f"{name} of task_selector.args" for name in ("outcome_key", "tool_keys"))
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 UNKNOWN = -1
 """Number of the state of a task without rollouts, beside 0 (all right or all wrong) and 1 (mixed outcomes)."""
@@ -239,23 +237,12 @@ class ParetoSelector:
                 seen.setdefault(index, []).extend(group.scored)
         self._learn(
             list(seen),
-            [[self._read(run, None) for run in runs] for runs in seen.values()],
-            [[sum(self._read(run, key) for key in self._tool_keys) for run in runs] for runs in seen.values()],
+            [[compute_outcome(run, self._outcome_key, knob=OUTCOME_KNOB) for run in runs] for runs in seen.values()],
+            [
+                [sum(read_metric(run, key, knob=TOOL_KNOB) for key in self._tool_keys) for run in runs]
+                for runs in seen.values()
+            ],
         )
-
-    def _read(self, run: Trajectory, key: str | None) -> float:
-        """The metric `key` of a rollout, or its correctness if `key` is None."""
-        name = self._outcome_key if key is None else key
-        if name is None:
-            assert run.reward is not None
-            return run.reward
-        if name not in run.metrics:
-            raise ConfigError(
-                f"selector 'pareto' needs the metric {name!r}, which rollout {run.run_index} of task "
-                f"{run.task.task_id} does not report ({', '.join(run.metrics) or 'it reports none'}): report it from "
-                "the workflow or the judge, or change outcome_key or tool_keys of task_selector.args"
-            )
-        return run.metrics[name]
 
     def _learn(
         self, indices: Sequence[int], correctness: Sequence[Sequence[float]], calls: Sequence[Sequence[float]]

@@ -153,10 +153,10 @@ class McpServer:
         except TimeoutError:
             self._check_alive(connection, tool)
             text = f"Error: {tool} took longer than {self._timeout_s:g} s and was stopped."
-            return ToolResult(text=text, ok=False, failure="timeout")
+            return ToolResult(text=text, failure="timeout")
         except RpcError as error:
             if error.code == INVALID_PARAMS:
-                return ToolResult(text=f"Error: {error}", ok=False, failure="arguments")
+                return ToolResult(text=f"Error: {error}", failure="arguments")
             raise ToolUnavailableError(f"the tool {tool} of {self.label} failed: {error} ({error.code})") from error
         except ServerLostError:
             self._shared.forget(connection)
@@ -217,8 +217,7 @@ class McpServer:
         text = "\n".join(str(part["text"]) for part in content)
         if not content and result.get("structuredContent") is not None:
             text = json.dumps(result["structuredContent"], ensure_ascii=False)
-        is_error = bool(result.get("isError"))
-        return ToolResult(text=text, ok=not is_error, failure="error" if is_error else "")
+        return ToolResult(text=text, failure="error" if result.get("isError") else "")
 
     def _fill_in(self, name: str, value: str) -> str:
         filled = os.path.expandvars(value)

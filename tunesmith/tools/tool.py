@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, overload
 
@@ -196,14 +196,13 @@ class ToolResult:
     """The text that the model reads, and whether the call succeeded."""
 
     text: str
-    ok: bool = True
     failure: FailureKind = ""
     ms: float = 0.0
     """Wall time of the call."""
 
-    def __post_init__(self) -> None:
-        if self.ok != (self.failure == ""):
-            raise ValueError(f"ok={self.ok} with failure={self.failure!r}: a failed call, and no other, has a failure")
+    @property
+    def ok(self) -> bool:
+        return not self.failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +287,7 @@ class Tool:
         started = time.perf_counter()
         wrong = self.checker.find_wrong(arguments)
         if wrong is not None:
-            return ToolResult(text=f"Error: {wrong}.", ok=False, failure="arguments")
+            return ToolResult(text=f"Error: {wrong}.", failure="arguments")
         given: str | ToolResult
         limit = asyncio.timeout(None if self.has_own_start else self.timeout_s)
         _limit.set((limit, self.timeout_s if self.has_own_start else None))
@@ -296,17 +295,16 @@ class Tool:
             async with limit:
                 given = await (run or self.run)(**arguments)
         except ToolInputError as error:
-            given = ToolResult(text=f"Error: {error}", ok=False, failure="error")
+            given = ToolResult(text=f"Error: {error}", failure="error")
         except TimeoutError:
             if not limit.expired():
                 raise
             text = f"Error: {self.name} took longer than {self.timeout_s:g} s and was stopped."
-            given = ToolResult(text=text, ok=False, failure="timeout")
+            given = ToolResult(text=text, failure="timeout")
         if not isinstance(given, str | ToolResult):
             raise TypeError(f"tool {self.name!r} returned {name_kind(given)}; it must return str or ToolResult")
         result = ToolResult(text=given) if isinstance(given, str) else given
-        ms = 1000 * (time.perf_counter() - started)
-        return ToolResult(text=result.text, ok=result.ok, failure=result.failure, ms=ms)
+        return replace(result, ms=1000 * (time.perf_counter() - started))
 
 
 def name_kind(value: Any) -> str:

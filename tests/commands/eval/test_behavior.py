@@ -9,13 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
-from tunesmith.commands.eval.results import (
-    add_behavior,
-    compute_efficiency,
-    compute_evaluation,
-    compute_reasoning_length,
-    compute_successful_execution,
-)
+from tunesmith.commands.eval.results import add_behavior, compute_evaluation
 from tunesmith.config import BehaviorSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
@@ -53,19 +47,22 @@ def measure(*runs, outcome_key=None, **section):
 
 @pytest.mark.parametrize(("correctness", "num_calls", "value"), [(1, 4, 0.25), (0.8, 0, 0.8), (1, 1, 1.0), (0, 3, 0.0)])
 def test_efficiency_is_correctness_per_call_and_correctness_without_calls(correctness, num_calls, value):
-    assert compute_efficiency(correctness=correctness, num_calls=num_calls) == value
+    (found,) = measure(run_of(0, correctness, tool_calls=num_calls, tool_errors=0))
+    assert found["efficiency"] == value
 
 
 @pytest.mark.parametrize(("correctness", "num_errors", "value"), [(1, 0, 1.0), (1, 1, 1.0), (0.9, 3, 0.3), (0, 2, 0.0)])
 def test_successful_execution_is_correctness_per_failed_call_from_the_second_on(correctness, num_errors, value):
-    assert compute_successful_execution(correctness=correctness, num_errors=num_errors) == pytest.approx(value)
+    (found,) = measure(run_of(0, correctness, tool_calls=9, tool_errors=num_errors))
+    assert found["successful_execution"] == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
     ("correctness", "num_tokens", "value"), [(1, 250, 4.0), (0.6, 200, 3.0), (0, 9, 0.0), (1, 0, None)]
 )
 def test_reasoning_length_is_correctness_per_thousand_tokens(correctness, num_tokens, value):
-    assert compute_reasoning_length(correctness=correctness, num_tokens=num_tokens) == value
+    (found,) = measure(run_of(0, correctness, (num_tokens,), tool_calls=0, tool_errors=0))
+    assert found.get("reasoning_length") == value
 
 
 def test_measures_are_read_from_metrics_and_sampled_tokens():

@@ -19,9 +19,10 @@ from tunesmith.commands.prepare.calculator_agent import (
 )
 from tunesmith.commands.prepare.rows import build_messages, check_calculations
 from tunesmith.commands.sft.conversations import ConversationReader
-from tunesmith.compat.chat_models import build_agentscope_model, build_openai_chat_model, has_agentscope
+from tunesmith.compat.chat_models import build_agentscope_model, has_agentscope
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import gsm8k_judge
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.signature import check_workflow_function
 from tunesmith.tasks.solutions import parse_solution
@@ -60,7 +61,7 @@ def run(*replies, template=QWEN25, build_model=None, max_tokens=2000, script=Non
     return output, service.close(bound), [tokenizer.decode(prompt) for prompt, _, _ in engine.requests]
 
 
-MODELS = [lambda endpoint: build_openai_chat_model(endpoint, {})]
+MODELS = [ChatModel]
 if has_agentscope():
     MODELS.append(build_agentscope_model)
 

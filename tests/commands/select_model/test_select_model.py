@@ -215,7 +215,7 @@ def test_weights_are_loaded_and_their_tokens_counted(select, pocket_folder):
         ({"candidate_models": [Model("a")]}, ConfigError, "At least two candidate models must be provided"),
         ({"candidate_models": [Model("a"), 3]}, ConfigError, r"candidate_models\[1\] must be a chat model"),
         ({"candidate_models": [Model("a"), "./none"]}, ModelError, "./none"),
-        ({"max_threads": 0}, ConfigError, "max_threads=0 must be an integer of at least 1"),
+        ({"max_threads": 0}, ConfigError, "max_threads must be greater than or equal to 1, got 0"),
         ({"train_dataset": [{"number": 1}]}, ConfigError, "train_dataset must be a DatasetConfig, got list"),
         ({"train_dataset": DatasetConfig(path="./none.jsonl")}, DataError, "none.jsonl"),
         ({"judge_func": workflow}, ValueError, r"Missing essential parameters: \['response'\]"),

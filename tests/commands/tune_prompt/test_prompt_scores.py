@@ -49,7 +49,7 @@ def build_runs(max_failure_rate=0.5):
         workflow=workflow,
         judge=judge,
         model=LoadedModel(provider=ExternalModel(None)),
-        limits=RunLimits(max_concurrency=2, timeout_s=60.0, max_failure_rate=max_failure_rate, seed=1),
+        limits=RunLimits(max_threads=2, timeout_s=60.0, max_failure_rate=max_failure_rate, seed=1),
         show=lines.append,
     )
     return runs, lines

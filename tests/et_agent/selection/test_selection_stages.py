@@ -91,10 +91,10 @@ def test_a_pareto_stage_refuses_missing_fields_and_questions_without_mixed_outco
         section = ParetoSection(data=str(path), **values)
         return run_stage(section, out_dir=tmp_path / "out", choose_model=lambda config: None).figures
 
-    with pytest.raises(DataError, match=r"row 0 of .* has no 'pass_rate_correctness', one number for each rollout"):
+    with pytest.raises(DataError, match=r"row 0 of .* has no 'pass_rate_correctness'.*one number for each rollout"):
         select({"question": "q"})
     numbers = {"pass_rate_correctness": [1, 0], "pass_rate_tool_calls": [1, 2]}
-    with pytest.raises(DataError, match="no 'source', the field of stratify_by"):
+    with pytest.raises(DataError, match="no 'source'; its fields are .*change stratify_by"):
         select(numbers, stratify_by="source")
     with pytest.raises(DataError, match="no question of .* has a right and a wrong rollout"):
         select(numbers | {"pass_rate_correctness": [1, 1]})

@@ -27,7 +27,6 @@ from tunesmith.tools.search.tool import (
     Passage,
     ResultCache,
     SearchTool,
-    build_search_tool,
     format_passages,
     read_bing,
 )
@@ -124,7 +123,7 @@ def test_a_server_that_does_not_answer_is_a_failure_and_never_a_result(step, num
 
 
 def test_a_dead_server_is_a_failure_of_the_tool_and_names_what_to_do():
-    tool = build_search_tool(SearchToolSection(url=CLOSED_PORT, num_retries=1, backoff_s=0))
+    tool = SearchTool(SearchToolSection(url=CLOSED_PORT, num_retries=1, backoff_s=0)).build_tool()
     with pytest.raises(ToolUnavailableError, match=r"127.0.0.1:9/search failed 2 times.*Start the server, or set url"):
         asyncio.run(tool.call({"query": "q"}))
 
@@ -146,7 +145,7 @@ def test_a_time_limit_in_the_environment_makes_a_dead_server_no_observation(step
 
 
 def test_a_wrong_query_is_an_error_of_the_model():
-    tool = build_search_tool(SearchToolSection(url=CLOSED_PORT, max_query_chars=10))
+    tool = SearchTool(SearchToolSection(url=CLOSED_PORT, max_query_chars=10)).build_tool()
     empty = asyncio.run(tool.call({"query": " \n"}))
     long = asyncio.run(tool.call({"query": "x" * 11}))
     assert (empty.ok, empty.failure, empty.text) == (False, "error", "Error: the query is empty")
@@ -169,7 +168,7 @@ def test_a_lone_surrogate_in_a_query_is_replaced(source, monkeypatch):
 
 
 def test_results_fit_the_limit_that_the_tool_announces():
-    tool = build_search_tool(SearchToolSection(url=CLOSED_PORT, top_n=3, max_passage_chars=100))
+    tool = SearchTool(SearchToolSection(url=CLOSED_PORT, top_n=3, max_passage_chars=100)).build_tool()
     longest = format_passages([Passage(str(number), "x" * 500) for number in range(3)], 100)
     assert len(longest) <= tool.max_result_chars
     assert tool.text_argument == "query" and tool.timeout_s is None
@@ -334,7 +333,7 @@ def test_a_web_service_without_a_key_and_wrong_settings_are_refused(monkeypatch,
 @needs_bm25
 def test_an_index_is_searched_in_process_without_a_server(tmp_path):
     folder = build_small_index(tmp_path)
-    tool = build_search_tool(SearchToolSection(source="index", index=str(folder), top_n=2))
+    tool = SearchTool(SearchToolSection(source="index", index=str(folder), top_n=2)).build_tool()
     result = asyncio.run(tool.call({"query": "flour"}))
     assert result.ok and result.text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
     assert asyncio.run(tool.call({"query": "zebra"})).text == "No results found."
@@ -346,12 +345,12 @@ def test_passages_of_a_file_are_searched_without_an_index_folder(tmp_path, monke
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     corpus = write_corpus(tmp_path / "corpus.jsonl")
-    tool = build_search_tool(SearchToolSection(source="index", index=str(corpus), top_n=2))
+    tool = SearchTool(SearchToolSection(source="index", index=str(corpus), top_n=2)).build_tool()
     assert list((tmp_path / "temporary").iterdir()) == []
     assert asyncio.run(tool.call({"query": "flour"})).text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
     corpus.write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match="line 1 of .* has no text"):
-        build_search_tool(SearchToolSection(source="index", index=str(corpus)))
+        SearchTool(SearchToolSection(source="index", index=str(corpus))).build_tool()
 
 
 @needs_bm25

@@ -19,9 +19,10 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.experience.samples import build_samples
+from tunesmith.model.load import check_section
 from tunesmith.runs.load_config import change_section
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.policy import BuildModel, check_policy, load_actors
+from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
 
@@ -166,7 +167,7 @@ def run_check(
     config: RunConfig, task: Task, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
 ) -> WorkflowCheck:
     """Run the workflow twice on the task; the first run's samples and the problems of both."""
-    check_policy(config.model)
+    check_section(config.model)
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
     observe = partial(
         observe_rollout, task, rollout=config.rollout, seed=config.seed, model_name=config.model.path, policy=policy,

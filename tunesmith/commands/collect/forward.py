@@ -24,6 +24,7 @@ from tunesmith.http_server import read_key, serve_app
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 from tunesmith.rollout.service import IN_PROCESS_URL, BoundModel, ModelProvider
+from tunesmith.rollout.task_server.app import answer_error
 from tunesmith.runs.policy import BuildModel
 from tunesmith.types import Sampling, Turn
 
@@ -111,7 +112,7 @@ class RecordingModel:
         """Forward a chat completion, and record each of its choices."""
         bound = self._open.get(read_key(request.scope) or "")
         if bound is None:
-            return _fail(401, "the API key belongs to no open rollout")
+            return answer_error(401, "the API key belongs to no open rollout")
         body = json.loads(await request.body())
         is_stream, with_usage = body.pop("stream", False), body.pop("stream_options", None) is not None
         model = bound.source.model
@@ -123,7 +124,9 @@ class RecordingModel:
             detail = error.body if isinstance(error.body, dict) else {"message": str(error)}
             return JSONResponse({"error": detail}, error.status_code)
         except openai.APIConnectionError as error:
-            return _fail(502, f"the model at {model.client.base_url} does not answer: {error.__cause__ or error}")
+            return answer_error(
+                502, f"the model at {model.client.base_url} does not answer: {error.__cause__ or error}"
+            )
         for choice in completion["choices"]:
             call = RecordedCall(
                 messages=body["messages"],
@@ -138,11 +141,7 @@ class RecordingModel:
 
 
 async def _refuse(request: Request) -> Response:
-    return _fail(404, f"{request.url.path} cannot be recorded as messages: use chat completions in the workflow")
-
-
-def _fail(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)
+    return answer_error(404, f"{request.url.path} cannot be recorded as messages: use chat completions in the workflow")
 
 
 def _clean_reply(message: Mapping[str, Any]) -> dict[str, Any]:

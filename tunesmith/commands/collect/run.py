@@ -25,6 +25,7 @@ from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import CollectConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import DataError
+from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.rollout.actors import Actors
@@ -34,7 +35,6 @@ from tunesmith.runs.policy import (
     Policy,
     build_actors,
     check_auxiliary,
-    check_policy,
     load_actors,
     load_auxiliary,
 )
@@ -81,7 +81,7 @@ def collect(
     rows = load_unmeasured_tasks(config, fields=[])
     tasks = rows[: config.max_tasks]
     if config.teacher is None:
-        check_policy(config.model)
+        check_section(config.model)
     else:
         check_auxiliary("teacher", config.teacher)
     settings = config.model_dump(mode="json", include=set(OWN_SETTINGS))

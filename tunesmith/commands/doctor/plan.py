@@ -113,7 +113,7 @@ def plan_memory(
     if card.type == "cuda":
         columns |= {"4 bits, ckpt": (*adapter, NF4, *CHECKPOINTING)}
     runs = {name: plan_run(config, changes, card) for name, changes in columns.items()}
-    model = build_planned_model(config.model, config.model.path, torch.bfloat16)
+    model = build_planned_model(config.model, torch.bfloat16)
     check_lengths(model.config, config.model.max_model_len)
     return MemoryPlan(model=config.model.path, num_parameters=model.num_parameters(), card=card, runs=runs)
 
@@ -136,7 +136,7 @@ def plan_run(config: RunConfig, changes: Sequence[str], card: Card) -> PlannedRu
 def build_trained_model(section_json: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a section without its weights, with its adapter; columns and cards share it."""
     section = ModelSection.model_validate_json(section_json)
-    model = build_planned_model(section, section.path, dtype)
+    model = build_planned_model(section, dtype)
     if section.lora is not None:
         model.requires_grad_(False)
         add_adapter(model, section.lora, base=section.path, dtype=dtype)

@@ -37,12 +37,13 @@ from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError
 from tunesmith.judges.tir import describe_scorers
+from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.runs.load_function import load_functions
-from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, load_actors
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
@@ -91,7 +92,7 @@ def run_eval(
         name: load_set(dataset, name=name)[: run.evaluation.max_tasks] for name, dataset in run.eval_datasets.items()
     }
     for path in models.values():
-        check_policy(with_model_path(run, path).model)
+        check_section(with_model_path(run, path).model)
     for name, section in run.auxiliary_models.items():
         check_auxiliary(name, section)
     if has_plot:
@@ -136,10 +137,7 @@ def find_model(path: str) -> str:
 
 def with_model_path(config: RunConfig, path: str) -> RunConfig:
     """The config with another model. `lora` and, for another path, `base_path` are reset: they describe one model."""
-    section = config.model
-    if path != section.path:
-        section = section.model_copy(update={"path": path, "base_path": None})
-    return config.model_copy(update={"model": section.model_copy(update={"lora": None})})
+    return config.model_copy(update={"model": config.model.with_path(path).model_copy(update={"lora": None})})
 
 
 def evaluate_model(

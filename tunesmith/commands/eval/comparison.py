@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from itertools import combinations
@@ -284,26 +284,22 @@ class EvalResult(Result):
     sets: Comparison
     """Task set -> the results of each model and their paired differences."""
 
+    def _iter_estimates(self) -> Iterator[tuple[str, str, str, Estimate]]:
+        """Every estimate with its task set, model and quantity."""
+        for name, comparison in self.sets.items():
+            for label, result in comparison.results.items():
+                yield from ((name, label, quantity, each) for quantity, each in result.estimates.items())
+
     @property
     def metrics(self) -> dict[str, float]:
         """Every mean, by `<task set>/<model>/<quantity>`."""
-        return {
-            f"{name}/{label}/{quantity}": each.mean
-            for name, comparison in self.sets.items()
-            for label, result in comparison.results.items()
-            for quantity, each in result.estimates.items()
-        }
+        return {f"{name}/{label}/{quantity}": each.mean for name, label, quantity, each in self._iter_estimates()}
 
     def to_pandas(self) -> DataFrame:
         """One row per task set, model and quantity: mean, 95 % interval, number of tasks."""
         from pandas import DataFrame  # half a second to import
 
-        rows = [
-            (name, label, quantity, each.mean, *each.interval, each.num_tasks)
-            for name, comparison in self.sets.items()
-            for label, result in comparison.results.items()
-            for quantity, each in result.estimates.items()
-        ]
+        rows = [(*names, each.mean, *each.interval, each.num_tasks) for *names, each in self._iter_estimates()]
         return DataFrame(rows, columns=["set", "model", "quantity", "mean", "low", "high", "num_tasks"])
 
     def list_facts(self) -> Mapping[str, str]:

@@ -25,48 +25,35 @@ from tunesmith.commands.eval.sample_scores import (
 )
 from tunesmith.config import BehaviorSection, RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.experience.operators import compute_outcome, read_metric
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.progress import RolloutProgress, StatusLine
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.statistics import collect_reported
 from tunesmith.runs.policy import build_sampling
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.types import Group, Task, Trajectory, compute_outcome, read_metric
 
 MEASURES = ("efficiency", "successful_execution", "reasoning_length")
 TOKENS = 1000
 """Reasoning length is correctness per this many tokens."""
 
 
-def compute_efficiency(*, correctness: float, num_calls: float) -> float:
-    """Correctness per tool call, `P / T`; P itself for a rollout without calls."""
-    return correctness / num_calls if num_calls else correctness
-
-
-def compute_successful_execution(*, correctness: float, num_errors: float) -> float:
-    """Correctness per failed tool call, `P / max(failed, 1)`: one failed call costs nothing, two cost half."""
-    return correctness / max(num_errors, 1.0)
-
-
-def compute_reasoning_length(*, correctness: float, num_tokens: int) -> float | None:
-    """Correctness per 1000 sampled tokens, `1000 * P / L`, higher for shorter reasoning; None without tokens."""
-    return TOKENS * correctness / num_tokens if num_tokens else None
-
-
 def measure_behavior(run: Trajectory, section: BehaviorSection, *, outcome_key: str | None) -> dict[str, float]:
-    """The measures of a scored rollout by name."""
+    """The measures of a scored rollout by name: correctness per tool call, per failed call and per 1000 sampled tokens.
+
+    A rollout without calls has efficiency P. One failed call costs nothing, two cost half. Without tokens there is no
+    reasoning length, which is higher for shorter reasoning.
+    """
 
     def add_up(knob: str) -> float:
         return sum(read_metric(run, key, knob=f"evaluation.behavior.{knob}") for key in getattr(section, knob))
 
-    correctness, num_calls, num_errors = compute_outcome(run, outcome_key), add_up("tool_keys"), add_up("error_keys")
-    reasoning_length = compute_reasoning_length(correctness=correctness, num_tokens=run.num_sampled_tokens)
+    correctness, num_tokens = compute_outcome(run, outcome_key), run.num_sampled_tokens
     measures = {
-        "efficiency": compute_efficiency(correctness=correctness, num_calls=num_calls),
-        "successful_execution": compute_successful_execution(correctness=correctness, num_errors=num_errors),
+        "efficiency": correctness / (add_up("tool_keys") or 1.0),
+        "successful_execution": correctness / max(add_up("error_keys"), 1.0),
     }
-    return measures if reasoning_length is None else measures | {"reasoning_length": reasoning_length}
+    return measures | ({"reasoning_length": TOKENS * correctness / num_tokens} if num_tokens else {})
 
 
 def add_behavior(groups: Sequence[Group], section: BehaviorSection | None, *, outcome_key: str | None) -> list[Group]:

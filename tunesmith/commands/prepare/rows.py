@@ -177,44 +177,37 @@ class DroppedRows:
         }
 
 
-def read_training_rows(
-    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
+def read_rows(
+    rows: Sequence[Mapping[str, Any]],
+    settings: PrepareSection,
+    dropped: DroppedRows,
+    check: Callable[[RowCandidate], RowCandidate],
 ) -> list[RowCandidate]:
-    """Rows whose solution parses, is confirmed by the calculator, and whose conversation the agent's judge accepts."""
+    """The rows whose solution parses, as `check` returns them; a SolutionError drops a row."""
     candidates = []
     for index, row in enumerate(rows):
         try:
-            candidate = read_row(index, row, settings)
-            candidate = replace(candidate, solution=check_calculations(candidate.solution))
+            candidates.append(check(read_row(index, row, settings)))
         except SolutionError as error:
             dropped.add(error.reason, index, str(error))
-            continue
-        reason = find_rejection_reason(
-            candidate.question, candidate.build_messages(settings.style), candidate.solution.answer
-        )
-        if reason is None:
-            candidates.append(candidate)
-        else:
-            dropped.add(reason, index, candidate.text)
     return candidates
 
 
-def read_evaluation_rows(
-    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
-) -> list[RowCandidate]:
-    """Every row with a readable answer; the form of the solution must not change which test questions remain."""
-    candidates = []
-    for index, row in enumerate(rows):
-        try:
-            candidate = read_row(index, row, settings)
-        except SolutionError as error:
-            dropped.add(error.reason, index, str(error))
-            continue
-        try:
-            candidates.append(replace(candidate, solution=check_calculations(candidate.solution)))
-        except SolutionError:
-            candidates.append(replace(candidate, is_verified=False))
-    return candidates
+def check_training_row(candidate: RowCandidate, *, style: Style) -> RowCandidate:
+    """The solution is confirmed by the calculator, and the agent's judge accepts the conversation."""
+    candidate = replace(candidate, solution=check_calculations(candidate.solution))
+    reason = find_rejection_reason(candidate.question, candidate.build_messages(style), candidate.solution.answer)
+    if reason is not None:
+        raise SolutionError(reason, candidate.text)
+    return candidate
+
+
+def check_evaluation_row(candidate: RowCandidate) -> RowCandidate:
+    """Every answer that can be read; the form of the solution must not change which test questions remain."""
+    try:
+        return replace(candidate, solution=check_calculations(candidate.solution))
+    except SolutionError:
+        return replace(candidate, is_verified=False)
 
 
 def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> RowCandidate:

@@ -16,6 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,20 +30,20 @@ from tunesmith.commands.prepare.rows import (
     Style,
     add_paraphrases,
     check_contamination,
+    check_evaluation_row,
+    check_training_row,
     compute_format_report,
-    read_evaluation_rows,
-    read_training_rows,
+    read_rows,
 )
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
-from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
 from tunesmith.config.prepare import PassRateSection
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
-from tunesmith.model.load import load_tokenizer
+from tunesmith.model.load import check_section, load_tokenizer
 from tunesmith.model.source.fingerprint import describe_weights
-from tunesmith.runs.policy import check_policy
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.result import Result
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, storage_errors
@@ -154,7 +155,7 @@ def measure_model(
             config,
             workflow=calculator_agent,
             judge=numeric_judge,
-            build_model=build_openai_chat_model,
+            build_model=ChatModel,
             field=name + PASS_RATE_SUFFIX,
             num_runs=section.num_samples,
             out=out,
@@ -267,8 +268,8 @@ def prepare_folder(
     with storage_errors(work, "write"):
         work.mkdir(exist_ok=True)
     dropped, eval_dropped = DroppedRows(), DroppedRows()
-    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_dropped)
-    candidates = read_training_rows(rows, settings, dropped)
+    evaluation = None if held_out is None else read_rows(held_out, settings, eval_dropped, check_evaluation_row)
+    candidates = read_rows(rows, settings, dropped, partial(check_training_row, style=settings.style))
     # one section of the report for each step, None for a step that is off; paraphrases are checked as their sources are
     report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
     questions, overlaps = [candidate.question for candidate in evaluation or ()], list[dict[str, Any]]()
@@ -316,7 +317,7 @@ def check_settings(settings: PrepareSection) -> ConversationReader | None:
     if paraphrase is not None:
         read_api_key(paraphrase.api_key_env, knob="paraphrase.api_key_env")
     for model in () if settings.pass_rate is None else settings.pass_rate.models.values():
-        check_policy(model)
+        check_section(model)
     if tokens is None:
         return None
     return ConversationReader(
@@ -332,12 +333,9 @@ def load_source(
     rows = load_rows(section.path, name=section.name, split=split, num_rows=settings.max_rows)
     if not rows:
         raise DataError(f"{knob}: {section.path!r} (split {split!r}) has no rows")
-    try:
-        check_required_fields(rows, (settings.question_field, settings.answer_field), path=section.path)
-    except DataError as error:
-        hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
-        what, _, _ = str(error).rpartition(". ")  # the last sentence names required_fields, a knob of run files
-        raise DataError(f"{knob}: {what}. Fix the data, or {hint}") from error
+    hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
+    fields = (settings.question_field, settings.answer_field)
+    check_required_fields(rows, fields, path=section.path, advice=hint, knob=f"{knob}: ")
     return rows
 
 

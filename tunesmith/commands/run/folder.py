@@ -84,10 +84,6 @@ class PipelineFolder:
 
     root: Path
 
-    def output_folder(self, name: str) -> Path:
-        """Folder of the stage's output."""
-        return self.root / name
-
     def load_start(self, name: str) -> StartRecord | None:
         path = self.root / STATES / name / START
         return StartRecord(**load_json(path)) if path.exists() else None
@@ -105,7 +101,7 @@ class PipelineFolder:
 
     def check_output(self, stage: PlannedStage) -> None:
         """Raise StorageError if output of a completed stage is missing or damaged."""
-        done, output = self.load_done(stage.name), self.output_folder(stage.name)
+        done, output = self.load_done(stage.name), self.root / stage.name
         assert done is not None
         try:
             match STAGES[stage.kind].output:
@@ -178,7 +174,7 @@ class PipelineFolder:
 
     def set_aside(self, name: str) -> Path | None:
         """Rename the stage's output and remove its records; returns the new path, None if there was no output."""
-        state, output, aside = self.root / STATES / name, self.output_folder(name), None
+        state, output, aside = self.root / STATES / name, self.root / name, None
         if output.exists():
             aside = name_aside(self.root / f"{name}.old-")
             with storage_errors(output, "rename"):
@@ -337,7 +333,7 @@ def load_outcome(folder: PipelineFolder, stage: PlannedStage) -> StageOutcome:
         name=stage.name,
         kind=stage.kind,
         state=state,
-        folder=folder.output_folder(stage.name),
+        folder=folder.root / stage.name,
         model_folder=None if done is None or done.model is None else folder.root / done.model,
         metrics={} if done is None else done.figures,
     )

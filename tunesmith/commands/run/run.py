@@ -100,7 +100,7 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
                 continue
             screen.print(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}", markup=False)
             settings = stage.resolve(partial(resolve_reference, folder=folder, stage_name=stage.name))
-            out_dir, started = folder.output_folder(stage.name), time.monotonic()
+            out_dir, started = folder.root / stage.name, time.monotonic()
             try:
                 result = run_stage(stage.kind, settings, out_dir=out_dir, choose_model=choose_model)
             finally:
@@ -190,7 +190,7 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
 def resolve_reference(reference: StageReference, folder: PipelineFolder, *, stage_name: str) -> str:
     """Path that a reference to a completed stage stands for."""
     if reference.file is not None:
-        path = folder.output_folder(reference.stage) / reference.file
+        path = folder.root / reference.stage / reference.file
         if not path.exists():
             raise StorageError(
                 f"stages.{stage_name}: stage {reference.stage!r} wrote no {reference.file!r} to {path.parent}, or it "

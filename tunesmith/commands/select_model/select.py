@@ -27,7 +27,6 @@ from tunesmith.commands.candidates import (
     count_failures,
     counted_calls,
     find_problem,
-    list_run_causes,
     load_candidate,
     load_fixed_tasks,
     run_agent,
@@ -37,8 +36,8 @@ from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.eval.sample_scores import Difference, Interval, compare_paired, compute_bootstrap_interval
 from tunesmith.compat.agentscope_config import DatasetConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
-from tunesmith.config.section import MAX_INTEGER
 from tunesmith.errors import ConfigError, RolloutError
+from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.signature import (
     check_selection_judge_function,
@@ -48,6 +47,7 @@ from tunesmith.rollout.signature import (
 )
 from tunesmith.rollout.statistics import collect_reported
 from tunesmith.rollout.user_code import ThreadCall
+from tunesmith.runs.load_config import build_section
 from tunesmith.types import JudgeOutput, JudgeType, Trajectory, WorkflowOutput, WorkflowType
 
 if TYPE_CHECKING:
@@ -165,11 +165,13 @@ async def select_model(
     check_selection_judge_function(judge_func)
     if len(candidate_models) < 2:
         raise ConfigError("At least two candidate models must be provided.")
-    check_limits(max_threads=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
+    limits = build_section(
+        RunLimits,
+        {"max_threads": max_threads, "timeout_s": timeout_s, "max_failure_rate": max_failure_rate, "seed": seed},
+    )
     build_model = choose_chat_model(chat_model)
     candidates = build_candidates(candidate_models)
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
-    limits = RunLimits(max_concurrency=max_threads, timeout_s=timeout_s, max_failure_rate=max_failure_rate, seed=seed)
     for candidate in candidates:
         check_candidate(candidate)
     workflow, judge = measure_workflow(workflow_func), rename_task(judge_func)
@@ -186,22 +188,9 @@ async def select_model(
             release_memory()
             runs[candidate.label] = trajectories
             if num_failed := count_failures(trajectories):
-                causes = "\n  ".join(list_run_causes(trajectories))
+                causes = "\n  ".join(list_causes(run.failure for run in trajectories))
                 logger.warning("%s: %d of %d runs failed:\n  %s", candidate.label, num_failed, len(tasks), causes)
     return choose_best(candidates, runs, limits)
-
-
-def check_limits(*, max_threads: int, timeout_s: float, max_failure_rate: float, seed: int) -> None:
-    """Raise a ConfigError that names the first argument out of its range."""
-    allowed = {
-        f"max_threads={max_threads}": (isinstance(max_threads, int) and max_threads >= 1, "an integer of at least 1"),
-        f"timeout_s={timeout_s}": (timeout_s > 0, "a number of seconds above 0"),
-        f"max_failure_rate={max_failure_rate}": (0 <= max_failure_rate < 1, "at least 0 and below 1"),
-        f"seed={seed}": (isinstance(seed, int) and 0 <= seed <= MAX_INTEGER, "an integer of at least 0"),
-    }
-    for given, (is_allowed, expected) in allowed.items():
-        if not is_allowed:
-            raise ConfigError(f"{given} must be {expected}")
 
 
 class MeasuredResponse(dict[str, Any]):
@@ -298,14 +287,15 @@ def score_candidate(
         interval=None if own is None else compute_bootstrap_interval(own, seed=seed),
         num_tasks=len(trajectories),
         num_scored=len(scored),
-        causes=tuple(list_run_causes(trajectories)),
+        causes=tuple(list_causes(run.failure for run in trajectories)),
         metrics={f"{name}_avg": statistics.fmean(values) for name, values in collect_reported(scored).items()},
         lead=lead,
     )
 
 
 def list_all_causes(runs: Mapping[str, Sequence[Trajectory]]) -> str:
+    failures = {label: [run.failure for run in each] for label, each in runs.items()}
     return "\n".join(
-        f"  {label}: {count_failures(each)} of {len(each)} failed: {'; '.join(list_run_causes(each))}"
-        for label, each in runs.items()
+        f"  {label}: {len(each) - each.count(None)} of {len(each)} failed: {'; '.join(list_causes(each))}"
+        for label, each in failures.items()
     )

@@ -28,7 +28,7 @@ from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.template import ChatTemplate
 from tunesmith.errors import DataError
 from tunesmith.experience.samples import build_samples
-from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
+from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn, count_equal
 
 
 class ConversationReader:
@@ -284,11 +284,7 @@ def split_conversations(
     prompt: Messages | None, chosen: Messages, rejected: Messages, where: str
 ) -> tuple[Messages, Messages, Messages]:
     """Split two conversations into shared prefix and completions; a `prompt` must match the prefix's last message."""
-    num_shared = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        num_shared += 1
+    num_shared = count_equal(chosen, rejected)
     tails = chosen[num_shared:], rejected[num_shared:]
     if not num_shared or any(not tail or tail[0].get("role") != "assistant" for tail in tails):
         raise DataError(f"{where}: chosen and rejected must share a prefix and differ from an assistant message on")

@@ -74,24 +74,19 @@ OnEvaluation = Callable[[EvaluationEnd], Stop | None] | Callable[[EvaluationEnd]
 OnCheckpoint = Callable[[CheckpointEnd], None] | Callable[[CheckpointEnd], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Callbacks:
-    """The callbacks of a run; None calls nothing."""
-
-    on_step_end: OnStepEnd | None = None
-    on_evaluation: OnEvaluation | None = None
-    on_checkpoint: OnCheckpoint | None = None
+Callbacks = Mapping[str, Callable[[Any], Any]]
+"""The callbacks of a run by name, as far as it has them."""
 
 
 def load_callbacks(section: CallbacksSection, custom: CustomComponents) -> Callbacks:
     """The callbacks that were passed as objects or that the section names. Signatures are checked."""
-    loaded: dict[str, Any] = {}
+    loaded: dict[str, Callable[[Any], Any]] = {}
     for name, spec in section:
         knob = f"callbacks.{name}"
         if (function := custom.load(spec, knob=knob)) is not None:
             check_callback(function, knob=knob)
             loaded[name] = function
-    return Callbacks(**loaded)
+    return loaded
 
 
 def check_callback(function: Callable[..., Any], *, knob: str) -> None:

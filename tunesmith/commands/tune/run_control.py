@@ -6,7 +6,7 @@ its checkpoint and then decides as the uninterrupted run does. A run that a call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -83,8 +83,7 @@ class RunControl:
     async def end_step(self, step: int, result: StepResult) -> None:
         """Call `on_step_end` and check the metrics of the step."""
         self._add(step, "train", result.metrics)
-        function = self._callbacks.on_step_end
-        if function is not None:
+        if "on_step_end" in self._callbacks:
             advantages = result.batch.spread(result.advantages)
             record = StepEnd(
                 **self._place(step),
@@ -92,30 +91,28 @@ class RunControl:
                 groups=tuple(result.batch.collected),
                 advantages=tuple(map(tuple, advantages)),
             )
-            await self._call(function, record, name="on_step_end")
+            await self._call("on_step_end", record)
 
     async def end_evaluation(
         self, step: int, results: Mapping[str, EvaluationResult], metrics: Mapping[str, float]
     ) -> None:
         """Call `on_evaluation` and check the metrics of the evaluation."""
         self._add(step, "eval", metrics)
-        function = self._callbacks.on_evaluation
-        if function is not None:
+        if "on_evaluation" in self._callbacks:
             record = EvaluationEnd(
                 **self._place(step), metrics=MappingProxyType(dict(metrics)), results=MappingProxyType(dict(results))
             )
-            await self._call(function, record, name="on_evaluation")
+            await self._call("on_evaluation", record)
 
     async def end_checkpoint(self, step: int) -> None:
-        function = self._callbacks.on_checkpoint
-        if function is not None:
+        if "on_checkpoint" in self._callbacks:
             record = CheckpointEnd(
                 **self._place(step),
                 path=self._paths.checkpoint(step),
                 is_best=self.best is not None and self.best.step == step,
                 is_last=self.is_last(step),
             )
-            await call_callback(function, record, name="on_checkpoint")
+            await call_callback(self._callbacks["on_checkpoint"], record, name="on_checkpoint")
 
     def save_best(self) -> None:
         """Write `best.json` and the link `best`, or remove them if no evaluation is the best."""
@@ -151,9 +148,9 @@ class RunControl:
     def _place(self, step: int) -> dict[str, Any]:
         return {"step": step, "total_steps": self._total_steps, "folder": self._paths.root}
 
-    async def _call(self, function: Callable[[Any], Any], record: RunEvent, *, name: str) -> None:
+    async def _call(self, name: str, record: RunEvent) -> None:
         try:
-            stop = await call_callback(function, record, name=name)
+            stop = await call_callback(self._callbacks[name], record, name=name)
         except CallbackError as error:
             self._error = self._error or error
         else:

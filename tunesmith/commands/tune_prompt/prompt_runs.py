@@ -16,9 +16,10 @@ from typing import Any, Self
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import create_chat_completion
-from tunesmith.commands.candidates import RunLimits, count_failures, find_problem, list_run_causes, run_agent
+from tunesmith.commands.candidates import RunLimits, count_failures, find_problem, run_agent
 from tunesmith.commands.eval.sample_scores import Difference
 from tunesmith.errors import RolloutError, shorten
+from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.runs.policy import LoadedModel
@@ -119,7 +120,7 @@ def summarize(prompt: str, runs: Sequence[Trajectory]) -> PromptScore:
         reward=compute_mean(runs),
         num_runs=len(runs),
         num_failures=count_failures(runs),
-        causes=tuple(list_run_causes(runs)),
+        causes=tuple(list_causes(run.failure for run in runs)),
     )
 
 

@@ -135,7 +135,7 @@ async def run_prompt_tuning(
     """`model` is what the workflow receives; None if it has a model of its own. A proposer that is the same object
     shares its weights; without one the model of the config proposes."""
     limits = RunLimits(
-        max_concurrency=config.eval_num_threads,
+        max_threads=config.eval_num_threads,
         timeout_s=config.timeout_s,
         max_failure_rate=config.max_failure_rate,
         seed=config.seed,

@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from tunesmith.commands.eval.comparison import format_table
-from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run, describe_device
+from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_models, check_run, describe_device
 from tunesmith.config import FlywheelConfig
 from tunesmith.config.et_agent import OWN_MODEL
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -59,7 +59,7 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
-from tunesmith.runs.policy import build_sampling, check_auxiliary, check_policy, load_actors
+from tunesmith.runs.policy import build_sampling, check_auxiliary, load_actors
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import check_finite, load_tasks, write_rows
@@ -79,7 +79,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
-    check_policy(config.model)
+    check_models(config.model, [config.model.path])
     functions = load_role_functions(config)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)

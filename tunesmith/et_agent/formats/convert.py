@@ -21,7 +21,7 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
 from tunesmith.judges.tir import find_known_ability
 from tunesmith.storage import load_json_lines, storage_errors
-from tunesmith.tasks.load import check_finite, write_rows
+from tunesmith.tasks.load import check_finite, read_field, write_rows
 from tunesmith.tools.tool import FailureKind
 
 TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
@@ -303,9 +303,7 @@ def read_transcript(row: Mapping[str, Any], index: int) -> Transcript:
 
 
 def need(row: Mapping[str, Any], key: str, index: int) -> Any:
-    if row.get(key) is None:
-        raise DataError(f"row {index} has no {key!r}; its fields are {', '.join(map(str, row))}")
-    return row[key]
+    return read_field(row, key, where=f"row {index}")
 
 
 EXPORTS: dict[str, Callable[[Iterable[Mapping[str, Any]]], list[Row]]] = {

@@ -19,7 +19,7 @@ from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
 from tunesmith.config import ParetoSection
 from tunesmith.errors import DataError
 from tunesmith.storage import save_json
-from tunesmith.tasks.load import Row, check_finite, read_rows, write_rows
+from tunesmith.tasks.load import Row, check_finite, read_field, read_rows, write_rows
 from tunesmith.tasks.pareto import CORRECT_AT, compute_spreads, find_mixed, read_rollouts, sort_by_front
 from tunesmith.tasks.selector import Floats, Indices
 
@@ -86,12 +86,8 @@ def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel
 
 
 def read_sources(rows: list[Row], key: str, *, path: str) -> list[str]:
-    for index, row in enumerate(rows):
-        if row.get(key) is None:
-            raise DataError(
-                f"row {index} of {path!r} has no {key!r}, the field of stratify_by: fix the data or the knob"
-            )
-    return [str(row[key]) for row in rows]
+    advice = ". Fix the data, or change stratify_by"
+    return [str(read_field(row, key, where=f"row {i} of {path!r}", advice=advice)) for i, row in enumerate(rows)]
 
 
 def describe_row(row: Row, selection: ParetoSelection, at: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from tunesmith.environments.transcript import Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
-from tunesmith.tasks.load import Row, check_finite, read_rows, write_rows
+from tunesmith.tasks.load import Row, check_finite, read_field, read_rows, write_rows
 
 Floats = NDArray[np.float64]
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -201,14 +201,11 @@ def read_trajectories(path: str) -> list[TrajectoryRow]:
 
 
 def read_trajectory(row: Row, *, where: str) -> TrajectoryRow:
-    for key in ("transcript", "correctness"):
-        if row.get(key) is None:
-            raise DataError(f"{where} has no {key!r}; its fields are {', '.join(map(str, row))}")
+    found, correctness = (read_field(row, key, where=where) for key in ("transcript", "correctness"))
     try:
-        transcript = Transcript.from_json(row["transcript"])
+        transcript = Transcript.from_json(found)
     except (TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{where}: transcript is not one of tunesmith.environments: {error!r}") from error
-    correctness = row["correctness"]
     if not isinstance(correctness, int | float) or not math.isfinite(correctness):
         raise DataError(f"{where}: correctness must be a finite number, got {correctness!r}")
     return TrajectoryRow(

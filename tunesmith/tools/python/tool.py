@@ -27,7 +27,7 @@ from tunesmith.tools.python.pool import (
     run_in_threads,
 )
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
-from tunesmith.tools.tool import FailureKind, Run, Tool, ToolResult, get_start
+from tunesmith.tools.tool import Run, Tool, ToolResult, get_start
 
 
 class PythonSession:
@@ -194,8 +194,7 @@ class PythonTool:
         def bind(python: PythonTool | PythonSession) -> Run:
             async def run(code: str) -> ToolResult:
                 result = await python(code, on_start=get_start())
-                failure: FailureKind = "" if result.outcome == "ok" else result.outcome
-                return ToolResult(text=result.text, ok=not failure, failure=failure)
+                return ToolResult(text=result.text, failure="" if result.outcome == "ok" else result.outcome)
 
             return run
 

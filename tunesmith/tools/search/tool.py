@@ -292,7 +292,6 @@ class SearchTool:
 
     Args:
         settings: source, number and length of passages, retries, cache; see `docs/retrieval.md`.
-        source: a source of your own, in place of the one that the settings name.
         total_timeout_s: seconds of a search with all its attempts; None leaves it to `num_retries` and `timeout_s`.
 
     One tool serves all rollouts of a process, from any event loop.
@@ -303,18 +302,12 @@ class SearchTool:
         StorageError: the cache cannot be opened.
     """
 
-    def __init__(
-        self,
-        settings: SearchToolSection | None = None,
-        *,
-        source: SearchSource | None = None,
-        total_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, settings: SearchToolSection | None = None, *, total_timeout_s: float | None = None) -> None:
         self.settings = settings or SearchToolSection()
         self.total_timeout_s = total_timeout_s
         self.num_requests = 0
         self.num_cached = 0
-        self._source = source or open_source(self.settings)
+        self._source = open_source(self.settings)
         days = self.settings.cache_days
         max_age_s = None if days is None else days * DAY_S
         self._cache = None
@@ -326,7 +319,7 @@ class SearchTool:
         """The text for the model."""
         return format_passages(await self.find(query), self.settings.max_passage_chars)
 
-    async def find(self, query: str, top_n: int | None = None) -> list[Passage]:
+    async def find(self, query: str) -> list[Passage]:
         """The passages for a query, best first.
 
         Raises:
@@ -341,12 +334,10 @@ class SearchTool:
                 f"the query has {len(text)} characters; at most {self.settings.max_query_chars} are allowed"
             )
         state = self._find_state()
-        wanted = top_n or self.settings.top_n
-        key = json.dumps([text, wanted])
-        task = state.running.get(key)
+        task = state.running.get(text)
         if task is None:
-            task = state.running[key] = asyncio.create_task(self._search_in_time(state.client, text, wanted))
-            task.add_done_callback(lambda _: state.running.pop(key, None))
+            task = state.running[text] = asyncio.create_task(self._search_in_time(state.client, text))
+            task.add_done_callback(lambda _: state.running.pop(text, None))
         return await asyncio.shield(task)  # a caller that is cancelled leaves the search to the others
 
     def build_tool(self, *, name: str = NAME, description: str = DESCRIPTION) -> Tool:
@@ -375,11 +366,11 @@ class SearchTool:
         if self._cache is not None:
             self._cache.close()
 
-    async def _search_in_time(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
+    async def _search_in_time(self, client: httpx.AsyncClient, query: str) -> list[Passage]:
         limit = asyncio.timeout(self.total_timeout_s)
         try:
             async with limit:
-                return await self._search(client, query, top_n)
+                return await self._search(client, query)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -388,11 +379,12 @@ class SearchTool:
                 f"{self.total_timeout_s:g} s, retries included. Start the server, or raise timeout_s of the tool"
             ) from error
 
-    async def _search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
+    async def _search(self, client: httpx.AsyncClient, query: str) -> list[Passage]:
+        top_n = self.settings.top_n
         if self._cache is None:
             self.num_requests += 1
             return await self._source.search(client, query, top_n)
-        key = await self._build_key(client, query, top_n)
+        key = await self._build_key(client, query)
         cached = await asyncio.to_thread(self._cache.get, key)
         if cached is not None:
             self.num_cached += 1
@@ -400,12 +392,12 @@ class SearchTool:
         self.num_requests += 1
         passages = await self._source.search(client, query, top_n)
         # the server may have answered from another index than the one known before
-        await asyncio.to_thread(self._cache.put, await self._build_key(client, query, top_n), passages)
+        await asyncio.to_thread(self._cache.put, await self._build_key(client, query), passages)
         return passages
 
-    async def _build_key(self, client: httpx.AsyncClient, query: str, top_n: int) -> str:
+    async def _build_key(self, client: httpx.AsyncClient, query: str) -> str:
         version = await self._source.find_version(client)
-        return json.dumps([self.settings.source, version, query, top_n])
+        return json.dumps([self.settings.source, version, query, self.settings.top_n])
 
     def _find_state(self) -> _LoopState:
         loop = asyncio.get_running_loop()
@@ -420,7 +412,3 @@ class SearchTool:
 def format_passages(passages: list[Passage], max_chars: int) -> str:
     """Passages as the model reads them."""
     return "\n\n".join(shorten(each.contents, max_chars) for each in passages) or NO_RESULTS
-
-
-def build_search_tool(settings: SearchToolSection | None = None, *, total_timeout_s: float | None = None) -> Tool:
-    return SearchTool(settings, total_timeout_s=total_timeout_s).build_tool()

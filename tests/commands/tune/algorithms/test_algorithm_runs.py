@@ -13,10 +13,10 @@ from small_pocket import write_small_pocket
 from small_runs import ask, judge_letters, list_apples, write_splits
 from tunesmith import JudgeOutput
 from tunesmith.commands.tune.tune import run_tuning
-from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, DataError, ModelError
 from tunesmith.experience.store import load_rollouts
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import load_section
 
 
@@ -44,7 +44,7 @@ def run(tmp_path, pocket_folder):
             "monitor.trackers=[]", "monitor.has_progress=false",
         ]  # fmt: skip
         config = load_section(RunConfig, None, [*settings, *overrides])
-        return run_tuning(config, workflow=ask, judge=judge, build_model=build_openai_chat_model)
+        return run_tuning(config, workflow=ask, judge=judge, build_model=ChatModel)
 
     return call
 
