@@ -27,10 +27,10 @@ def score(prediction, gold, **fields):
     return asyncio.run(tir_judge({"question": "?", "answer": gold, **fields}, answer(prediction)))
 
 
-def score_with_model(prediction, gold, *texts):
+def score_with_model(prediction, gold, *texts, name="judge"):
     engine = FakeEngine(TOKENIZER, say(TOKENIZER, *texts))
     service = ModelService(engine, Renderer(TOKENIZER), model_name="j", sampling=Sampling(max_tokens=200))
-    models = {"judge": service.open(seed=0).model}
+    models = {name: service.open(seed=0).model}
     output = asyncio.run(tir_judge({"question": "?", "answer": gold}, answer(prediction), auxiliary_models=models))
     return output, engine.requests
 
@@ -88,6 +88,14 @@ def test_a_model_decides_on_math_that_is_not_equal():
     output, requests = score_with_model("five", "5", YES, *[NO] * 10)
     assert (output.reward, output.metrics["math_equal"], output.metrics["llm_equal"]) == (1.0, 0.0, 1.0)
     assert output.metrics["conciseness"] == 1.0
+
+
+def test_a_model_may_judge_conciseness_alone():
+    for prediction, equal in (("five", 0.0), ("5", 1.0)):
+        output, requests = score_with_model(prediction, "5", *[NO] * 10, name="conciseness")
+        assert output.reward == equal
+        assert output.metrics == {"em": equal, "math_equal": equal, "conciseness": 1.0}
+        assert len(requests) == 10
 
 
 def test_the_first_verdict_counts():

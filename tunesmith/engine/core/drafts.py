@@ -50,7 +50,7 @@ class ForwardCost:
 
 
 CPU_COST = ForwardCost(step=1.1, row=0.06, context=0.1)
-CUDA_COST = ForwardCost(step=2.0, row=0.01, context=0.4)
+CUDA_COST = ForwardCost(step=4.0, row=0.07, context=0.5)
 """Decode bursts need no answer from the host and split long contexts among programs; a verifying forward does
 neither."""
 
