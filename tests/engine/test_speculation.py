@@ -15,6 +15,7 @@ from engines import build_engine, build_prompts, compute_reference_logits
 from host_bursts import build_burst_engine
 from tiny_models import SIZES
 from tunesmith.config import EngineSection
+from tunesmith.engine.core.drafts import CPU_COST
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.forward.attention import use_plan_attention
@@ -24,6 +25,12 @@ Build = Callable[..., LocalEngine]
 BUILDS = pytest.mark.parametrize("build", [build_engine, build_burst_engine])
 FEW = Distribution(temperature=0.9, logit_bias=tuple((token_id, 20.0) for token_id in (5, 6, 7)))
 """Three tokens: most n-grams have occurred before, and what follows them often differs."""
+
+
+@pytest.fixture(autouse=True)
+def _cheap_verifying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the costs of a GPU such short replies would be sampled without drafts."""
+    monkeypatch.setattr("tunesmith.engine.engine.CUDA_COST", CPU_COST)
 
 
 def run_turns(engine: LocalEngine, turns: Sequence[Sequence[tuple[list[int], Sampling]]]) -> list[Completion]:

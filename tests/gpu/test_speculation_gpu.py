@@ -11,6 +11,7 @@ import torch
 
 from tiny_models import build_tiny
 from tunesmith.config import EngineSection
+from tunesmith.engine.core.drafts import CPU_COST
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.types import Completion, Distribution, Sampling
@@ -22,6 +23,12 @@ DISTRIBUTIONS = [
     Distribution(temperature=0.5, top_p=0.9),
     Distribution(temperature=0.9, logit_bias=tuple((token_id, 20.0) for token_id in (5, 6, 7))),  # the host samples it
 ]
+
+
+@pytest.fixture(autouse=True)
+def _cheap_verifying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the costs of a GPU such short replies would be sampled without drafts."""
+    monkeypatch.setattr("tunesmith.engine.engine.CUDA_COST", CPU_COST)
 
 
 def sample_twice(model: Any, num_speculating: int, **settings: Any) -> tuple[list[Completion], dict[str, float]]:
