@@ -67,7 +67,7 @@ TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "ppo": {"gamma": "gamma", "lam": "lam"},
     "reinforceplusplus": {"gamma": "gamma"},
     "on_policy_distill": {"kl_coef": "kl_coef"},
-    "jsd": {"kl_coef": "kl_coef"},
+    "jsd": {"kl_coef": "kl_coef", "lambda_coef": "beta"},
     "topr": {"advantage_threshold": "advantage_threshold"},
     "mix": {"mu": "mu"},
     "mix_chord": {name: name for name in ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")},
@@ -141,6 +141,8 @@ def read_advantage_args(draft: Draft, key: str, value: Any) -> None:
 def read_loss_args(draft: Draft, key: str, value: Any) -> None:
     """Arguments of the policy loss; some of them are keys of other sections here."""
     args = dict(read_mapping(value, key))
+    if find_algorithm(draft) in MIXTURES:
+        args = read_mixture_args(draft, key, args)
     if args.get("loss_agg_mode") is not None:
         draft.set("algorithm.loss_aggregation", args["loss_agg_mode"], source=f"{key}.loss_agg_mode")
     if args.get("clip_range") is not None:
@@ -150,9 +152,20 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
         draft.set("algorithm.correction.negative_sequence_delta", delta, source=f"{key}.enable_sequence_masking")
     for name in ("loss_agg_mode", "clip_range", "enable_sequence_masking", "delta_sequence_masking"):
         args.pop(name, None)
-    if find_algorithm(draft) in MIXTURES:
-        args = {name: given for name, given in args.items() if name not in MIXTURE_SIZES}
     _set_args(draft, key, "loss_args", args)
+
+
+def read_mixture_args(draft: Draft, key: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a mixture in the form of other losses: its two parts have one aggregation here, and `mix_chord`
+    without phi has the loss of `mix`."""
+    parts = [args.pop(f"{part}_loss_agg_mode", None) or args.get("loss_agg_mode") for part in ("grpo", "sft")]
+    if parts[0] != parts[1] and {*parts} != {None, "token-mean"}:
+        raise ConfigError(
+            f"{key}: grpo_loss_agg_mode and sft_loss_agg_mode must be equal, got {parts[0]!r}, {parts[1]!r}"
+        )
+    if find_algorithm(draft) == "mix_chord" and args.pop("enable_phi_function", None) is False:
+        draft.set("algorithm.loss", MIX_LOSS, source=f"{key}.enable_phi_function")
+    return {name: given for name, given in args.items() if name not in MIXTURE_SIZES} | {"loss_agg_mode": parts[1]}
 
 
 def read_kl_name(draft: Draft, key: str, value: Any) -> None:
@@ -262,6 +275,7 @@ def _list_partners(advantage: str | None, loss: str) -> str:
 
 
 MIXTURES = ("mix", "mix_chord")
+MIX_LOSS = "tunesmith.algorithms.losses.policy:compute_mix_losses"
 DEFAULT_DATASET = "sft_dataset"
 """The auxiliary buffer that the mix strategy reads by default."""
 
@@ -400,7 +414,12 @@ def _note_losses(draft: Draft, name: str) -> None:
             "Trinity-RFT the gate is a constant weight of the gradient: at ratio 1 it is 2 for A > 0 and 1.9 for "
             "A <= 0"
         )
-    if name in ("mix", "mix_chord"):
+    if name == "jsd":
+        draft.notes.append(
+            "jsd: the advantage is the gradient of the divergence, negative for tokens that the teacher finds less "
+            "probable; Trinity-RFT's is negative for none"
+        )
+    if name in MIXTURES:
         draft.notes.append(
             f"{name}: the losses of rollouts and of demonstrations are averaged separately, independent of "
             "micro-batches, so the batch sizes in policy_loss_fn_args are not needed"
