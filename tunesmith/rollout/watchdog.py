@@ -1,7 +1,7 @@
 """Detects user code that blocks the event loop, and sums up the blocked time.
 
 A synchronous call in a workflow (requests.get, time.sleep, a long computation) stops all other rollouts, and no timeout
-can fire. A watchdog thread detects that the loop does not leave one event and logs the blocking line. Blocked time counts
+can fire. A watchdog thread notices when the loop stays in one event, and logs the blocking line. Blocked time counts
 toward the timeout of the rollout that blocked, not of the others. After `MAX_OVERRUNS` rollouts that blocked past their
 timeout the phase is aborted.
 """
@@ -106,7 +106,7 @@ class EventLoopWatchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Self]:
-        """Within, a warning with the stack is logged when one event of the loop takes `limit_s` seconds; once per line."""
+        """Within, a warning with the stack is logged when one event takes `limit_s` seconds; once per line."""
         threading.Thread(target=self._watch, name="tunesmith-watchdog", daemon=True).start()
         try:
             yield self
