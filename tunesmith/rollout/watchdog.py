@@ -115,13 +115,18 @@ class EventLoopWatchdog:
 
     def _watch(self) -> None:
         while not self._is_stopped.wait(self._limit_s / 4):
-            frames = [entry for entry, _ in traceback.walk_stack(sys._current_frames().get(self._thread_id))]
-            handler = next((index for index, entry in enumerate(frames) if entry.f_code is HANDLER), None)
-            event = None if handler is None or self._paused_at is not None else frames[handler]
-            if event is not self._event:  # many events in a row, each of them short, do not block
-                self._event, self._event_seen_at, self._blocking_line = event, time.monotonic(), None
-            elif event is not None and time.monotonic() - self._event_seen_at > self._limit_s:
-                self._report_blocking_line(frames[: handler + 1])
+            self._look()  # a function, because its frames must not keep tensors alive until the next look
+
+    def _look(self) -> None:
+        """Note the event that the loop is in, and report the line that blocks when it has been in it for long."""
+        frames = [entry for entry, _ in traceback.walk_stack(sys._current_frames().get(self._thread_id))]
+        handler = next((index for index, entry in enumerate(frames) if entry.f_code is HANDLER), None)
+        if handler is None or self._paused_at is not None:
+            self._event = self._blocking_line = None
+        elif frames[handler] is not self._event:  # many events in a row, each of them short, do not block
+            self._event, self._event_seen_at, self._blocking_line = frames[handler], time.monotonic(), None
+        elif time.monotonic() - self._event_seen_at > self._limit_s:
+            self._report_blocking_line(frames[: handler + 1])
 
     def _report_blocking_line(self, frames: list[FrameType]) -> None:
         """Find and log the line of user code that blocks the loop's thread, in the frames of the event that it runs.
