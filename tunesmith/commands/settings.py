@@ -245,9 +245,7 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
                 find_model(section.path, section.base_path, section=key)
             case AuxiliaryModelSection(base_url=None):
                 find_model(section.path, section=key)
-            case DataSection():
-                check_data_path(section.path, knob=f"{key}.path")
-            case ConversationDataSection():
+            case DataSection() | ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
                     check_data_path(path, knob=f"{key}.path")
     if isinstance(config, RunConfig | EvalConfig):

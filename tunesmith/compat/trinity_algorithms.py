@@ -59,10 +59,9 @@ REFUSED_TYPES = {
     "grpo_verl": "in Trinity-RFT its advantage function and its trainer are incompatible; nearest is grpo",
     "cpt": "training on plain text is not implemented; nearest is sft, on conversations",
 }
-REFUSED_ADVANTAGES = {
-    "clipb": "tokens are not masked by how much they change the entropy; nearest is clip_cov",
-    "clipv": "tokens are not masked by how much they change the entropy; nearest is clip_cov",
-}
+REFUSED_ADVANTAGES = dict.fromkeys(
+    ("clipb", "clipv"), "tokens are not masked by how much they change the entropy; nearest is clip_cov"
+)
 TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "ppo": {"gamma": "gamma", "lam": "lam"},
     "reinforceplusplus": {"gamma": "gamma"},
@@ -156,8 +155,7 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_mixture_args(draft: Draft, key: str, args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a mixture in the form of other losses: its two parts have one aggregation here, and `mix_chord`
-    without phi has the loss of `mix`."""
+    """In the form of other losses: both parts have one aggregation here, `mix_chord` without phi has the loss of `mix`."""
     parts = [args.pop(f"{part}_loss_agg_mode", None) or args.get("loss_agg_mode") for part in ("grpo", "sft")]
     if parts[0] != parts[1] and {*parts} != {None, "token-mean"}:
         raise ConfigError(
@@ -183,7 +181,8 @@ def read_kl_name(draft: Draft, key: str, value: Any) -> None:
 def read_kl_args(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     unused = accept("the KL coefficient is constant, because adaptive is off")
-    rules: dict[str, Rule] = {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
+    rules = dict.fromkeys(("target_kl", "horizon"), unused)
+    rules |= {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
     if given.get("adaptive"):
         if given.get("target_kl") is None:
             raise ConfigError(f"{key}.adaptive=True needs {key}.target_kl, the target KL in nats per token")
@@ -191,8 +190,6 @@ def read_kl_args(draft: Draft, key: str, value: Any) -> None:
             "target_kl": move("algorithm.kl_adaptive.target", float),
             "horizon": move("algorithm.kl_adaptive.horizon", int),
         }
-    else:
-        rules |= {"target_kl": unused, "horizon": unused}
     walk(draft, rules, given, parent=f"{key}.")
 
 
@@ -215,13 +212,9 @@ def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
     if draft.find("algorithm.kl_penalty_fn", "none") == "none":
         accept("kl_penalty_fn is none")(draft, key, value or None)
         return
-    constant = allow(False, 0, reason="the coefficient of the KL in the reward is constant")
-    rules: dict[str, Rule] = {
-        "kl_coef": move("algorithm.terms_args.reward_kl_coef", float),
-        "adaptive": constant,
-        "target_kl": accept("the coefficient of the KL in the reward is constant"),
-        "horizon": accept("the coefficient of the KL in the reward is constant"),
-    }
+    constant, target = "the coefficient of the KL in the reward is constant", "algorithm.terms_args.reward_kl_coef"
+    rules = dict.fromkeys(("target_kl", "horizon"), accept(constant))
+    rules |= {"kl_coef": move(target, float), "adaptive": allow(False, 0, reason=constant)}
     walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
@@ -343,6 +336,24 @@ DIFFERENT_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "trainer.save_interval": (RunConfig.model_fields["save_interval_steps"].default, 0),
 }
 """Key -> our default and Trinity-RFT's; noted if the file has the key's section but not the key."""
+DIFFERENT_ARGS: dict[str, tuple[str, str, Any]] = {
+    "gigpo": ("advantage_args", "gamma", 1.0),
+    "topr": ("terms_args", "ratio_level", "token"),
+}
+"""Arguments whose defaults differ, with Trinity-RFT's; topr has ratios of sequences in its paper."""
+NOTES = {
+    "sapo": "the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; in "
+    "Trinity-RFT the gate is a constant weight of the gradient: at ratio 1 it is 2 for A > 0 and 1.9 for A <= 0",
+    "gigpo": "a turn is compared with turns of the same task that have the same prompt, or the same value of the "
+    "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same env_state_hash",
+    "jsd": "the advantage is the gradient of the divergence, negative for tokens that the teacher finds less probable; "
+    "Trinity-RFT's is negative for none",
+} | dict.fromkeys(
+    MIXTURES,
+    "the losses of rollouts and of demonstrations are averaged separately, independent of micro-batches, so the batch "
+    "sizes in policy_loss_fn_args are not needed",
+)
+"""What differs in an algorithm."""
 SEQUENCES = "a sequence is a whole rollout with all its model calls (in Trinity-RFT each model call is one)"
 
 
@@ -350,11 +361,13 @@ def resolve_differences(draft: Draft) -> None:
     """Keep the file's meaning if our arguments can express it, and add notes on what differs."""
     if draft.find_mapping("algorithm"):
         name = find_algorithm(draft)
-        resolvers = {"rec": _resolve_rec, "mix_chord": _resolve_chord, "gigpo": _resolve_gigpo, "topr": _resolve_topr}
-        resolve = resolvers.get(name)
-        if resolve is not None:
-            resolve(draft)
-        _note_losses(draft, name)
+        if name in ("rec", "mix_chord"):
+            (_resolve_rec if name == "rec" else _resolve_chord)(draft)
+        if name in DIFFERENT_ARGS:
+            target, key, value = DIFFERENT_ARGS[name]
+            draft.open_section("algorithm", target).setdefault(key, value)
+        if name in NOTES:
+            draft.notes.append(f"{name}: {NOTES[name]}")
         _note_aggregation(draft, name)
     _note_defaults(draft)
     _note_selectors(draft)
@@ -388,42 +401,7 @@ def _resolve_chord(draft: Draft) -> None:
         )
     else:
         terms["mu_peak"] = valley
-        draft.notes.append(
-            f"{key}: mu is mu_valley={valley} from the first step, as in Trinity-RFT; mu_peak has no effect"
-        )
-
-
-def _resolve_gigpo(draft: Draft) -> None:
-    draft.open_section("algorithm", "advantage_args").setdefault("gamma", 1.0)
-    draft.notes.append(
-        "gigpo: a turn is compared with turns of the same task that have the same prompt, or the same value of the "
-        "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same "
-        "env_state_hash"
-    )
-
-
-def _resolve_topr(draft: Draft) -> None:
-    """Trinity-RFT uses token-level ratios; our default is the sequence-level ratio of the paper."""
-    draft.open_section("algorithm", "terms_args").setdefault("ratio_level", "token")
-
-
-def _note_losses(draft: Draft, name: str) -> None:
-    if name == "sapo":
-        draft.notes.append(
-            "sapo: the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; in "
-            "Trinity-RFT the gate is a constant weight of the gradient: at ratio 1 it is 2 for A > 0 and 1.9 for "
-            "A <= 0"
-        )
-    if name == "jsd":
-        draft.notes.append(
-            "jsd: the advantage is the gradient of the divergence, negative for tokens that the teacher finds less "
-            "probable; Trinity-RFT's is negative for none"
-        )
-    if name in MIXTURES:
-        draft.notes.append(
-            f"{name}: the losses of rollouts and of demonstrations are averaged separately, independent of "
-            "micro-batches, so the batch sizes in policy_loss_fn_args are not needed"
-        )
+        draft.notes.append(f"{key}: mu is mu_valley={valley} from step 1, as in Trinity-RFT; mu_peak has no effect")
 
 
 def _note_aggregation(draft: Draft, name: str) -> None:
@@ -438,8 +416,7 @@ def _note_aggregation(draft: Draft, name: str) -> None:
     elif given == "seq-mean-token-sum-norm":
         draft.notes.append(
             f"loss_agg_mode={given!r}: the sum over tokens is divided by the number of sequences and by "
-            "model.max_model_len; Trinity-RFT divides it only by the longest answer of the micro-batch; "
-            f"{SEQUENCES}"
+            f"model.max_model_len; Trinity-RFT divides it only by the longest answer of the micro-batch; {SEQUENCES}"
         )
     elif given is not None and given.startswith("seq-mean"):
         draft.notes.append(f"loss_agg_mode={given!r}: {SEQUENCES}")

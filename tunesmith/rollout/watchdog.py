@@ -118,7 +118,12 @@ class EventLoopWatchdog:
             self._look()  # a function, because its frames must not keep tensors alive until the next look
 
     def _look(self) -> None:
-        """Note the event that the loop is in, and report the line that blocks when it has been in it for long."""
+        """Note the event that the loop is in; log the line of user code in it once the event has lasted for long.
+
+        Nothing is logged outside of event handlers, because an engine steps while the loop itself waits in its
+        selector, nor for imports that the program makes. Frames outside of the handler started the loop: they may be
+        user code, but they do not block.
+        """
         frames = [entry for entry, _ in traceback.walk_stack(sys._current_frames().get(self._thread_id))]
         handler = next((index for index, entry in enumerate(frames) if entry.f_code is HANDLER), None)
         if handler is None or self._paused_at is not None:
@@ -126,20 +131,11 @@ class EventLoopWatchdog:
         elif frames[handler] is not self._event:  # many events in a row, each of them short, do not block
             self._event, self._event_seen_at, self._blocking_line = frames[handler], time.monotonic(), None
         elif time.monotonic() - self._event_seen_at > self._limit_s:
-            self._report_blocking_line(frames[: handler + 1])
-
-    def _report_blocking_line(self, frames: list[FrameType]) -> None:
-        """Find and log the line of user code that blocks the loop's thread, in the frames of the event that it runs.
-
-        Nothing is logged outside of event handlers, because an engine steps while the loop itself waits in its
-        selector, nor for imports that the program makes. Frames outside of the handler started the loop: they may be
-        user code, but they do not block.
-        """
-        paths = [entry.f_code.co_filename for entry in frames]
-        if any(path.startswith(IMPORT_SYSTEM) for path in paths) and not any(map(is_user_path, paths)):
-            return
-        line = self._blocking_line = find_running_line(frames[0], within=HANDLER)
-        if line not in self._warned:
-            self._warned.add(line)
-            stack = "".join(traceback.format_stack(frames[0])[-NUM_SHOWN_FRAMES:])  # the loop may run on meanwhile
-            self._logger.warning(WARNING, self._limit_s, line or "a place without user code", stack)
+            paths = [entry.f_code.co_filename for entry in frames[:handler]]
+            if any(path.startswith(IMPORT_SYSTEM) for path in paths) and not any(map(is_user_path, paths)):
+                return
+            line = self._blocking_line = find_running_line(frames[0], within=HANDLER)
+            if line not in self._warned:
+                self._warned.add(line)
+                stack = "".join(traceback.format_stack(frames[0])[-NUM_SHOWN_FRAMES:])  # the loop may run on meanwhile
+                self._logger.warning(WARNING, self._limit_s, line or "a place without user code", stack)

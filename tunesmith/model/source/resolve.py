@@ -85,10 +85,8 @@ class ModelSource:
 
 
 def find_model(path: str, base_path: str | None = None, *, section: str = "model") -> ModelSource:
-    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error.
-
-    `section` is the one of the config that names the model, for errors.
-    """
+    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error of the
+    config's `section`."""
     path = find_exported(path)
     adapter = find_adapter(path, base_path)
     if adapter is not None:
