@@ -155,7 +155,7 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_mixture_args(draft: Draft, key: str, args: dict[str, Any]) -> dict[str, Any]:
-    """In the form of other losses: both parts have one aggregation here, `mix_chord` without phi has the loss of `mix`."""
+    """As of other losses: both parts have one aggregation here, and `mix_chord` without phi has the loss of `mix`."""
     parts = [args.pop(f"{part}_loss_agg_mode", None) or args.get("loss_agg_mode") for part in ("grpo", "sft")]
     if parts[0] != parts[1] and {*parts} != {None, "token-mean"}:
         raise ConfigError(
