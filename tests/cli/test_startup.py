@@ -72,9 +72,10 @@ ERRORS = [
     (["tune", "run.yaml", "--ranks", "64"], "is smaller than cluster.num_workers=64"),
     (["serve", "run.yaml", "--ranks", "2", "--set", "serve.mode=online"], "serve.mode=online with 2 ranks"),
     (["tune", "run.yaml", "--set", "model.path=./modle"], "model.path='./modle': there is no such folder"),
-    (["tune", "run.yaml", "--set", "train_dataset.path=task.jsonl"], "'task.jsonl' does not exist"),
+    (["tune", "run.yaml", "--set", "train_dataset.path=task.jsonl"], "train_dataset.path='task.jsonl' does not exist"),
+    (["tune", "run.yaml", "--set", "auxiliary_models.big.path=./no"], "auxiliary_models.big.path='./no': there is no"),
     (["tune", "run.yaml", "--workflow", "flwo.py:solve"], "workflow: no file 'flwo.py'"),
-    (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "'./none' does not exist"),
+    (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "eval_datasets.test.path='./none' does not"),
     (["doctor", "./none"], "none is not the folder of a run: there is no such folder"),
 ]
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses.policy import compute_mu
+from tunesmith.algorithms.losses.policy import compute_mix_losses, compute_mu
 from tunesmith.algorithms.scores import TokenInputs, TokenScores
 from tunesmith.compat.trinity_algorithms import DIFFERENT_DEFAULTS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import build_section
+from tunesmith.runs.load_function import load_component
 
 
 def translate(**values):
@@ -77,6 +79,32 @@ def test_batch_sizes_of_mixture_losses_are_not_needed():
         )
         resolve_algorithm(config.algorithm)
         assert any("averaged separately" in note for note in notes)
+
+
+def test_the_parts_of_a_mixture_have_one_aggregation():
+    for name in ("mix", "mix_chord"):
+        for modes, own in (
+            ({"sft_loss_agg_mode": "token-mean"}, None),
+            ({"loss_agg_mode": "seq-mean-token-mean"}, "seq-mean-token-mean"),
+            (dict.fromkeys(["sft_loss_agg_mode", "grpo_loss_agg_mode"], "seq-mean-token-sum"), "seq-mean-token-sum"),
+        ):
+            section, _ = translate_algorithm(name, policy_loss_fn_args=modes)
+            assert (section.loss_aggregation or "token-mean") == (own or "token-mean") and not section.loss_args
+        with pytest.raises(ConfigError, match="grpo_loss_agg_mode and sft_loss_agg_mode must be equal"):
+            translate_algorithm(name, policy_loss_fn_args={"sft_loss_agg_mode": "seq-mean-token-mean"})
+
+
+@pytest.mark.parametrize(("has_phi", "loss"), [(None, None), (True, None), (False, compute_mix_losses)])
+def test_without_phi_mix_chord_has_the_loss_of_mix(has_phi, loss):
+    section, _ = translate_algorithm("mix_chord", policy_loss_fn_args={"enable_phi_function": has_phi})
+    assert not section.loss_args
+    assert (section.loss and load_component(section.loss, knob="algorithm.loss")) is loss
+
+
+def test_the_weight_of_the_teacher_in_jsd_is_beta():
+    section, notes = translate_algorithm("jsd", advantage_fn_args={"lambda_coef": 0.3, "kl_coef": 2.0})
+    assert section.terms_args == {"kl_coef": 2.0, "beta": 0.3} and not section.advantage_args
+    assert any("Trinity-RFT's is negative for none" in note for note in notes)
 
 
 def test_topr_uses_token_level_ratios():

@@ -147,6 +147,14 @@ def test_broken_config_is_one_sentence(tmp_path):
             check_model(str(tmp_path), max_model_len=16)
 
 
+def test_a_folder_without_tokenizer_is_refused_by_what_it_lacks(folder, tmp_path):
+    for path in folder.iterdir():
+        if not path.name.startswith("tokenizer"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ModelError, match="has no tokenizer: copy the model's tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_damaged_weights_are_one_sentence(folder, tmp_path):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

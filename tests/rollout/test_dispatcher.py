@@ -299,7 +299,7 @@ def test_time_while_paused_does_not_count_as_the_rollouts_own(monkeypatch):
     monkeypatch.setattr("tunesmith.rollout.watchdog.time.monotonic", lambda: now[0])
 
     async def run() -> None:
-        watchdog = EventLoopWatchdog(asyncio.get_running_loop(), None, 5.0)
+        watchdog = EventLoopWatchdog(None, 5.0)
         watchdog.pause()
         now[0] += 7
         assert watchdog.blocked_s == 7

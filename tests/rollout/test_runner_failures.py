@@ -398,7 +398,7 @@ async def test_time_blocked_by_another_rollout_does_not_count(passing_time):
         await is_over.wait()
         return await answer(task, model)
 
-    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
+    watchdog = EventLoopWatchdog(logging.getLogger("test"), 60)
 
     def start(workflow, timeout_s):
         agent = Agent(workflow=workflow, timeout_s=timeout_s)

@@ -138,6 +138,12 @@ def test_folder_of_splits_written_by_save_to_disk(tmp_path):
         load_tasks(DatasetSection(path=str(tmp_path / "saved"), split=None), name="t")
 
 
+def test_an_unknown_name_of_a_folder_is_reported_with_those_that_it_has(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"cannot be read: name 'main' not found\. Available: \['default'\]"):
+        load_tasks(DatasetSection(path=str(tmp_path), name="main"), name="t")
+
+
 def test_damaged_folder_of_save_to_disk(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"no arrow")

@@ -238,17 +238,15 @@ def read_json(text: str) -> Any:
 def check_paths(config: Section, *, has_models: bool = True) -> None:
     """Raise if model paths, data paths or files of functions do not exist. Evaluations resolve models differently and
     pass `has_models=False`."""
-    for section in iter_sections(config):
+    for key, section in iter_sections(config):
         match section:
             case ModelSection() if has_models:
-                find_model(section.path, section.base_path)
+                find_model(section.path, section.base_path, section=key)
             case AuxiliaryModelSection(base_url=None):
-                find_model(section.path)
-            case DataSection():
-                check_data_path(section.path)
-            case ConversationDataSection():
+                find_model(section.path, section=key)
+            case DataSection() | ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
-                    check_data_path(path)
+                    check_data_path(path, knob=f"{key}.path")
     if isinstance(config, RunConfig | EvalConfig):
         for knob, spec in list_function_knobs(config):
             check_function(spec, knob=knob)
@@ -257,7 +255,7 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
 def list_paths(config: RunConfig) -> list[str]:
     """Paths of models, data and files of functions that the config names; some may be hub ids."""
     paths: list[str] = []
-    for section in iter_sections(config):
+    for _, section in iter_sections(config):
         match section:
             case ModelSection():
                 paths += [path for path in (section.path, section.base_path) if path is not None]
@@ -279,14 +277,15 @@ def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]
     return [(knob, spec) for knob, spec in named.items() if spec is not None]
 
 
-def iter_sections(value: Any) -> Iterator[Section]:
+def iter_sections(value: Any, key: str = "") -> Iterator[tuple[str, Section]]:
+    """A section and those inside of it, with their dotted keys."""
     if isinstance(value, Section):
-        yield value
+        yield key, value
         for name in type(value).model_fields:
-            yield from iter_sections(getattr(value, name))
+            yield from iter_sections(getattr(value, name), f"{key}.{name}".lstrip("."))
     elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from iter_sections(inner)
+        for name, inner in value.items():
+            yield from iter_sections(inner, f"{key}.{name}".lstrip("."))
 
 
 def announce(command: str, config: Section, subject: str) -> None:

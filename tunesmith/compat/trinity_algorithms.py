@@ -59,15 +59,14 @@ REFUSED_TYPES = {
     "grpo_verl": "in Trinity-RFT its advantage function and its trainer are incompatible; nearest is grpo",
     "cpt": "training on plain text is not implemented; nearest is sft, on conversations",
 }
-REFUSED_ADVANTAGES = {
-    "clipb": "tokens are not masked by how much they change the entropy; nearest is clip_cov",
-    "clipv": "tokens are not masked by how much they change the entropy; nearest is clip_cov",
-}
+REFUSED_ADVANTAGES = dict.fromkeys(
+    ("clipb", "clipv"), "tokens are not masked by how much they change the entropy; nearest is clip_cov"
+)
 TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "ppo": {"gamma": "gamma", "lam": "lam"},
     "reinforceplusplus": {"gamma": "gamma"},
     "on_policy_distill": {"kl_coef": "kl_coef"},
-    "jsd": {"kl_coef": "kl_coef"},
+    "jsd": {"kl_coef": "kl_coef", "lambda_coef": "beta"},
     "topr": {"advantage_threshold": "advantage_threshold"},
     "mix": {"mu": "mu"},
     "mix_chord": {name: name for name in ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")},
@@ -141,6 +140,8 @@ def read_advantage_args(draft: Draft, key: str, value: Any) -> None:
 def read_loss_args(draft: Draft, key: str, value: Any) -> None:
     """Arguments of the policy loss; some of them are keys of other sections here."""
     args = dict(read_mapping(value, key))
+    if find_algorithm(draft) in MIXTURES:
+        args = read_mixture_args(draft, key, args)
     if args.get("loss_agg_mode") is not None:
         draft.set("algorithm.loss_aggregation", args["loss_agg_mode"], source=f"{key}.loss_agg_mode")
     if args.get("clip_range") is not None:
@@ -150,9 +151,19 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
         draft.set("algorithm.correction.negative_sequence_delta", delta, source=f"{key}.enable_sequence_masking")
     for name in ("loss_agg_mode", "clip_range", "enable_sequence_masking", "delta_sequence_masking"):
         args.pop(name, None)
-    if find_algorithm(draft) in MIXTURES:
-        args = {name: given for name, given in args.items() if name not in MIXTURE_SIZES}
     _set_args(draft, key, "loss_args", args)
+
+
+def read_mixture_args(draft: Draft, key: str, args: dict[str, Any]) -> dict[str, Any]:
+    """As of other losses: both parts have one aggregation here, and `mix_chord` without phi has the loss of `mix`."""
+    parts = [args.pop(f"{part}_loss_agg_mode", None) or args.get("loss_agg_mode") for part in ("grpo", "sft")]
+    if parts[0] != parts[1] and {*parts} != {None, "token-mean"}:
+        raise ConfigError(
+            f"{key}: grpo_loss_agg_mode and sft_loss_agg_mode must be equal, got {parts[0]!r}, {parts[1]!r}"
+        )
+    if find_algorithm(draft) == "mix_chord" and args.pop("enable_phi_function", None) is False:
+        draft.set("algorithm.loss", MIX_LOSS, source=f"{key}.enable_phi_function")
+    return {name: given for name, given in args.items() if name not in MIXTURE_SIZES} | {"loss_agg_mode": parts[1]}
 
 
 def read_kl_name(draft: Draft, key: str, value: Any) -> None:
@@ -170,7 +181,8 @@ def read_kl_name(draft: Draft, key: str, value: Any) -> None:
 def read_kl_args(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     unused = accept("the KL coefficient is constant, because adaptive is off")
-    rules: dict[str, Rule] = {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
+    rules = dict.fromkeys(("target_kl", "horizon"), unused)
+    rules |= {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
     if given.get("adaptive"):
         if given.get("target_kl") is None:
             raise ConfigError(f"{key}.adaptive=True needs {key}.target_kl, the target KL in nats per token")
@@ -178,8 +190,6 @@ def read_kl_args(draft: Draft, key: str, value: Any) -> None:
             "target_kl": move("algorithm.kl_adaptive.target", float),
             "horizon": move("algorithm.kl_adaptive.horizon", int),
         }
-    else:
-        rules |= {"target_kl": unused, "horizon": unused}
     walk(draft, rules, given, parent=f"{key}.")
 
 
@@ -202,13 +212,9 @@ def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
     if draft.find("algorithm.kl_penalty_fn", "none") == "none":
         accept("kl_penalty_fn is none")(draft, key, value or None)
         return
-    constant = allow(False, 0, reason="the coefficient of the KL in the reward is constant")
-    rules: dict[str, Rule] = {
-        "kl_coef": move("algorithm.terms_args.reward_kl_coef", float),
-        "adaptive": constant,
-        "target_kl": accept("the coefficient of the KL in the reward is constant"),
-        "horizon": accept("the coefficient of the KL in the reward is constant"),
-    }
+    constant, target = "the coefficient of the KL in the reward is constant", "algorithm.terms_args.reward_kl_coef"
+    rules = dict.fromkeys(("target_kl", "horizon"), accept(constant))
+    rules |= {"kl_coef": move(target, float), "adaptive": allow(False, 0, reason=constant)}
     walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
@@ -262,6 +268,7 @@ def _list_partners(advantage: str | None, loss: str) -> str:
 
 
 MIXTURES = ("mix", "mix_chord")
+MIX_LOSS = "tunesmith.algorithms.losses.policy:compute_mix_losses"
 DEFAULT_DATASET = "sft_dataset"
 """The auxiliary buffer that the mix strategy reads by default."""
 
@@ -329,6 +336,24 @@ DIFFERENT_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "trainer.save_interval": (RunConfig.model_fields["save_interval_steps"].default, 0),
 }
 """Key -> our default and Trinity-RFT's; noted if the file has the key's section but not the key."""
+DIFFERENT_ARGS: dict[str, tuple[str, str, Any]] = {
+    "gigpo": ("advantage_args", "gamma", 1.0),
+    "topr": ("terms_args", "ratio_level", "token"),
+}
+"""Arguments whose defaults differ, with Trinity-RFT's; topr has ratios of sequences in its paper."""
+NOTES = {
+    "sapo": "the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; in "
+    "Trinity-RFT the gate is a constant weight of the gradient: at ratio 1 it is 2 for A > 0 and 1.9 for A <= 0",
+    "gigpo": "a turn is compared with turns of the same task that have the same prompt, or the same value of the "
+    "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same env_state_hash",
+    "jsd": "the advantage is the gradient of the divergence, negative for tokens that the teacher finds less probable; "
+    "Trinity-RFT's is negative for none",
+} | dict.fromkeys(
+    MIXTURES,
+    "the losses of rollouts and of demonstrations are averaged separately, independent of micro-batches, so the batch "
+    "sizes in policy_loss_fn_args are not needed",
+)
+"""What differs in an algorithm."""
 SEQUENCES = "a sequence is a whole rollout with all its model calls (in Trinity-RFT each model call is one)"
 
 
@@ -336,11 +361,13 @@ def resolve_differences(draft: Draft) -> None:
     """Keep the file's meaning if our arguments can express it, and add notes on what differs."""
     if draft.find_mapping("algorithm"):
         name = find_algorithm(draft)
-        resolvers = {"rec": _resolve_rec, "mix_chord": _resolve_chord, "gigpo": _resolve_gigpo, "topr": _resolve_topr}
-        resolve = resolvers.get(name)
-        if resolve is not None:
-            resolve(draft)
-        _note_losses(draft, name)
+        if name in ("rec", "mix_chord"):
+            (_resolve_rec if name == "rec" else _resolve_chord)(draft)
+        if name in DIFFERENT_ARGS:
+            target, key, value = DIFFERENT_ARGS[name]
+            draft.open_section("algorithm", target).setdefault(key, value)
+        if name in NOTES:
+            draft.notes.append(f"{name}: {NOTES[name]}")
         _note_aggregation(draft, name)
     _note_defaults(draft)
     _note_selectors(draft)
@@ -374,37 +401,7 @@ def _resolve_chord(draft: Draft) -> None:
         )
     else:
         terms["mu_peak"] = valley
-        draft.notes.append(
-            f"{key}: mu is mu_valley={valley} from the first step, as in Trinity-RFT; mu_peak has no effect"
-        )
-
-
-def _resolve_gigpo(draft: Draft) -> None:
-    draft.open_section("algorithm", "advantage_args").setdefault("gamma", 1.0)
-    draft.notes.append(
-        "gigpo: a turn is compared with turns of the same task that have the same prompt, or the same value of the "
-        "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same "
-        "env_state_hash"
-    )
-
-
-def _resolve_topr(draft: Draft) -> None:
-    """Trinity-RFT uses token-level ratios; our default is the sequence-level ratio of the paper."""
-    draft.open_section("algorithm", "terms_args").setdefault("ratio_level", "token")
-
-
-def _note_losses(draft: Draft, name: str) -> None:
-    if name == "sapo":
-        draft.notes.append(
-            "sapo: the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; in "
-            "Trinity-RFT the gate is a constant weight of the gradient: at ratio 1 it is 2 for A > 0 and 1.9 for "
-            "A <= 0"
-        )
-    if name in ("mix", "mix_chord"):
-        draft.notes.append(
-            f"{name}: the losses of rollouts and of demonstrations are averaged separately, independent of "
-            "micro-batches, so the batch sizes in policy_loss_fn_args are not needed"
-        )
+        draft.notes.append(f"{key}: mu is mu_valley={valley} from step 1, as in Trinity-RFT; mu_peak has no effect")
 
 
 def _note_aggregation(draft: Draft, name: str) -> None:
@@ -419,8 +416,7 @@ def _note_aggregation(draft: Draft, name: str) -> None:
     elif given == "seq-mean-token-sum-norm":
         draft.notes.append(
             f"loss_agg_mode={given!r}: the sum over tokens is divided by the number of sequences and by "
-            "model.max_model_len; Trinity-RFT divides it only by the longest answer of the micro-batch; "
-            f"{SEQUENCES}"
+            f"model.max_model_len; Trinity-RFT divides it only by the longest answer of the micro-batch; {SEQUENCES}"
         )
     elif given is not None and given.startswith("seq-mean"):
         draft.notes.append(f"loss_agg_mode={given!r}: {SEQUENCES}")

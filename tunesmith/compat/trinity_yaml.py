@@ -29,7 +29,7 @@ from tunesmith.compat.trinity_sections import (
 )
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import apply_override, describe_options, load_yaml
+from tunesmith.runs.load_config import apply_override, describe_options, describe_unresolved, load_yaml
 
 BUFFER = "buffer.trainer_input.experience_buffer"
 COMMANDS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "prefer"}
@@ -211,7 +211,7 @@ def resolve_interpolations(config: DictConfig) -> tuple[dict[str, Any], list[str
             assert isinstance(values, dict)
             return values, problems
         except OmegaConfBaseException as error:
-            key, reason = str(error.full_key), str(error).split("\n")[0]
+            key, reason = str(error.full_key), describe_unresolved(error)
             if any(each.startswith(f"{key}: ") for each in problems):
                 raise ConfigError(f"{key}: {reason}") from error
             problems.append(f"{key}: {reason}")

@@ -139,7 +139,7 @@ async def run_trajectory(
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
     """
-    watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
+    watchdog = watchdog or EventLoopWatchdog(agent.logger, BLOCKED_LIMIT_S)
     for attempt in range(1, agent.max_attempts + 1):
         started = time.perf_counter()
         seed_of_attempt = seed if attempt == 1 else derive_seed(seed, "attempt", attempt)

@@ -1,7 +1,7 @@
 """Detects user code that blocks the event loop, and sums up the blocked time.
 
 A synchronous call in a workflow (requests.get, time.sleep, a long computation) stops all other rollouts, and no timeout
-can fire. A watchdog thread detects that the loop no longer iterates and logs the blocking line. Blocked time counts
+can fire. A watchdog thread notices when the loop stays in one event, and logs the blocking line. Blocked time counts
 toward the timeout of the rollout that blocked, not of the others. After `MAX_OVERRUNS` rollouts that blocked past their
 timeout the phase is aborted.
 """
@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Self
 
 from tunesmith.errors import RolloutError
@@ -54,12 +55,12 @@ class BlockedTime:
 class EventLoopWatchdog:
     """Watches the event loop of the thread that creates it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, logger: logging.Logger, limit_s: float) -> None:
-        self._loop = loop
+    def __init__(self, logger: logging.Logger, limit_s: float) -> None:
         self._logger = logger
         self._limit_s = limit_s
         self._thread_id = threading.get_ident()
-        self._last_alive = time.monotonic()
+        self._event: FrameType | None = None
+        self._event_seen_at = 0.0
         self._blocking_line: str | None = None
         self._warned: set[str | None] = set()
         self._num_overruns = 0
@@ -79,7 +80,7 @@ class EventLoopWatchdog:
     def resume(self) -> None:
         """Count time, and rollouts that block past their timeout, from here."""
         self._blocked_s, self._paused_at = self.blocked_s, None
-        self._last_alive, self._num_overruns = time.monotonic(), 0
+        self._event, self._num_overruns = None, 0
 
     def record_step(self, run: BlockedTime, seconds: float) -> None:
         """Record how long a rollout's code ran between two awaits."""
@@ -105,7 +106,7 @@ class EventLoopWatchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Self]:
-        """Within, a warning with the stack is logged when the loop is blocked for `limit_s` seconds; once per line."""
+        """Within, a warning with the stack is logged when one event takes `limit_s` seconds; once per line."""
         threading.Thread(target=self._watch, name="tunesmith-watchdog", daemon=True).start()
         try:
             yield self
@@ -114,36 +115,27 @@ class EventLoopWatchdog:
 
     def _watch(self) -> None:
         while not self._is_stopped.wait(self._limit_s / 4):
-            if self._paused_at is None and time.monotonic() - self._last_alive > self._limit_s:
-                self._report_blocking_line()
-            try:
-                self._loop.call_soon_threadsafe(self._mark_alive)
-            except RuntimeError:  # the loop was closed
-                return
+            self._look()  # a function, because its frames must not keep tensors alive until the next look
 
-    def _mark_alive(self) -> None:
-        self._last_alive = time.monotonic()
-        self._blocking_line = None
-
-    def _report_blocking_line(self) -> None:
-        """Find and log the line of user code that blocks the loop's thread.
+    def _look(self) -> None:
+        """Note the event that the loop is in; log the line of user code in it once the event has lasted for long.
 
         Nothing is logged outside of event handlers, because an engine steps while the loop itself waits in its
         selector, nor for imports that the program makes. Frames outside of the handler started the loop: they may be
         user code, but they do not block.
         """
-        frame = sys._current_frames().get(self._thread_id)
-        if frame is None:
-            return
-        frames = [entry for entry, _ in traceback.walk_stack(frame)]
+        frames = [entry for entry, _ in traceback.walk_stack(sys._current_frames().get(self._thread_id))]
         handler = next((index for index, entry in enumerate(frames) if entry.f_code is HANDLER), None)
-        if handler is None:
-            return
-        paths = [entry.f_code.co_filename for entry in frames[:handler]]
-        if any(path.startswith(IMPORT_SYSTEM) for path in paths) and not any(map(is_user_path, paths)):
-            return
-        line = self._blocking_line = find_running_line(frame, within=HANDLER)
-        if line not in self._warned:
-            self._warned.add(line)
-            stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:])  # the loop may run on meanwhile
-            self._logger.warning(WARNING, self._limit_s, line or "a place without user code", stack)
+        if handler is None or self._paused_at is not None:
+            self._event = self._blocking_line = None
+        elif frames[handler] is not self._event:  # many events in a row, each of them short, do not block
+            self._event, self._event_seen_at, self._blocking_line = frames[handler], time.monotonic(), None
+        elif time.monotonic() - self._event_seen_at > self._limit_s:
+            paths = [entry.f_code.co_filename for entry in frames[:handler]]
+            if any(path.startswith(IMPORT_SYSTEM) for path in paths) and not any(map(is_user_path, paths)):
+                return
+            line = self._blocking_line = find_running_line(frames[0], within=HANDLER)
+            if line not in self._warned:
+                self._warned.add(line)
+                stack = "".join(traceback.format_stack(frames[0])[-NUM_SHOWN_FRAMES:])  # the loop may run on meanwhile
+                self._logger.warning(WARNING, self._limit_s, line or "a place without user code", stack)

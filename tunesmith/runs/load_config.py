@@ -108,9 +108,14 @@ def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or path}: {first_line(error)}") from error
+        raise ConfigError(f"{error.full_key or path}: {describe_unresolved(error)}") from error
     assert isinstance(resolved, dict)
     return resolved
+
+
+def describe_unresolved(error: OmegaConfBaseException) -> str:
+    """What is wrong with an interpolation, for instance that a variable is not set."""
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip("\"'")
 
 
 def load_yaml(path: Path) -> DictConfig:

@@ -14,7 +14,7 @@ SINGLE_SPLIT = "train"
 """The split name that `datasets` gives to a data set without splits."""
 
 
-def check_data_path(path: str) -> None:
+def check_data_path(path: str, *, knob: str = "path") -> None:
     """Refuse a path that does not exist; a name that may be a hub id passes."""
     if not Path(path).expanduser().exists() and is_path_like(path):
-        raise MissingDataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
+        raise MissingDataError(f"the data set {knob}={path!r} does not exist; give a folder, a file or a hub id")

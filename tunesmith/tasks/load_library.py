@@ -125,5 +125,5 @@ def _explain(path: str, split: str | None, error: Exception) -> DataError:
             f"the data set {path!r} is not a local folder or file, and {describe_hub_failure()}; "
             "or give a folder or a file as its path"
         )
-    reason = " ".join(str(error.__cause__ or error).split())
+    reason = " ".join(str(error.__cause__ or error).split()).replace("BuilderConfig ", "name ")  # the key of a data set
     return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")

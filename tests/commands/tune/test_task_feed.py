@@ -182,6 +182,12 @@ def test_an_unreported_metric_stops_the_run_with_its_name(run, operator):
         run(f"experience.operators=[{operator}]")
 
 
+def test_the_error_of_a_data_set_names_its_key(run, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"^eval_datasets\.test: the data set '.*empty\.jsonl' has no rows$"):
+        run(f"eval_datasets={{test: {{path: {tmp_path / 'empty.jsonl'}}}}}")
+
+
 def test_an_operator_may_be_an_object(run):
     def drop_all(groups):
         return [type(group)(task=group.task, trajectories=()) for group in groups], {"seen": len(groups)}

@@ -216,7 +216,7 @@ async def test_the_watchdog_logs_the_blocking_line(caplog):
     root, warned = logging.getLogger(), Warned()
     root.addHandler(warned)
     try:
-        with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
+        with EventLoopWatchdog(logging.getLogger("test_watchdog"), 0.1).watching():
             await asyncio.sleep(0.2)
             assert not caplog.records
             block_here()
@@ -240,7 +240,7 @@ async def test_the_blocking_line_is_named_although_the_loop_runs_on_while_its_so
 
     names = {"__name__": "slow_source", "__loader__": SlowSource(), "wait": is_read.wait}
     exec(compile(source, "/slow/agent.py", "exec"), names)
-    with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
+    with EventLoopWatchdog(logging.getLogger("test_watchdog"), 0.1).watching():
         names["block"]()
         await asyncio.sleep(0)
         has_run_on.set()
@@ -251,12 +251,23 @@ async def test_the_blocking_line_is_named_although_the_loop_runs_on_while_its_so
 @pytest.mark.anyio
 async def test_the_watchdog_does_not_blame_the_code_that_started_the_event_loop(caplog):
     """This file is below the event loop in the stack, but the blocking call is not its own."""
-    with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
+    with EventLoopWatchdog(logging.getLogger("test_watchdog"), 0.1).watching():
         asyncio.get_running_loop().call_soon(time.sleep, 0.4)
         await asyncio.sleep(0.5)
     assert [each.getMessage().splitlines()[0].split(";")[0] for each in caplog.records] == [
         "the event loop has been blocked for more than 0.1 s by a synchronous call at a place without user code"
     ]
+
+
+@pytest.mark.anyio
+async def test_the_watchdog_does_not_report_many_short_events(caplog):
+    """One pass over the calls of hundreds of rollouts may take long, but none of them blocks."""
+    with EventLoopWatchdog(logging.getLogger("test_watchdog"), 0.5).watching():
+        for _ in range(300):
+            asyncio.get_running_loop().call_soon(time.sleep, 0.004)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not caplog.records
 
 
 class SlowModule(importlib.abc.InspectLoader):
@@ -272,7 +283,7 @@ class SlowModule(importlib.abc.InspectLoader):
 @pytest.mark.anyio
 async def test_the_watchdog_does_not_report_imports_of_the_program(caplog, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [SlowModule(), *sys.meta_path])
-    with EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test_watchdog"), 0.1).watching():
+    with EventLoopWatchdog(logging.getLogger("test_watchdog"), 0.1).watching():
         asyncio.get_running_loop().call_soon(importlib.import_module, "slow_module")
         await asyncio.sleep(0.5)
     assert sys.modules.pop("slow_module")

@@ -60,7 +60,7 @@ class BlockingLog(EventLoopWatchdog):
         logger = logging.getLogger("tunesmith.check")
         logger.propagate = False
         logger.addHandler(logging.NullHandler())
-        super().__init__(asyncio.get_running_loop(), logger, MIN_BLOCKED_S / 2)
+        super().__init__(logger, MIN_BLOCKED_S / 2)
         self.steps: list[Blocked] = []
 
     def record_step(self, run: BlockedTime, seconds: float) -> None:

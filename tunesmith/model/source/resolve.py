@@ -84,8 +84,9 @@ class ModelSource:
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
-def find_model(path: str, base_path: str | None = None) -> ModelSource:
-    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error."""
+def find_model(path: str, base_path: str | None = None, *, section: str = "model") -> ModelSource:
+    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error of the
+    config's `section`."""
     path = find_exported(path)
     adapter = find_adapter(path, base_path)
     if adapter is not None:
@@ -103,20 +104,22 @@ def find_model(path: str, base_path: str | None = None) -> ModelSource:
     place = Path(path).expanduser()
     if place.suffix == ".gguf":
         if not place.is_file():
-            raise ModelError(f"model.path={path!r}: there is no such .gguf file")
+            raise ModelError(f"{section}.path={path!r}: there is no such .gguf file")
         check_gguf_reader()
         return ModelSource(name_or_path=str(place.parent), gguf_file=place.name)
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise ModelError(
-                f"model.path={path!r} is a folder without config.json; give a Hugging Face model folder, "
+                f"{section}.path={path!r} is a folder without config.json; give a Hugging Face model folder, "
                 "such as global_step_N of a run or model of a fine-tuning, or a .gguf file"
             )
         return ModelSource(name_or_path=str(place))
     if place.exists():
-        raise ModelError(f"model.path={path!r} is a file, but not a .gguf file; give the folder that holds config.json")
+        raise ModelError(
+            f"{section}.path={path!r} is a file, but not a .gguf file; give the folder that holds config.json"
+        )
     if is_path_like(path):
-        raise ModelError(f"model.path={path!r}: there is no such folder")
+        raise ModelError(f"{section}.path={path!r}: there is no such folder")
     return ModelSource(name_or_path=path)
 
 
@@ -157,5 +160,7 @@ def explain_load_error(path: str, source: ModelSource, error: Exception) -> Mode
             f"{named}: its weights are a pickle with more than tensors, which could run any code, so it is not "
             "loaded; use the model in safetensors format"
         )
+    if "tokenizer" in str(error) and not any(Path(found).expanduser().glob("tokenizer*")):
+        return ModelError(f"{named} has no tokenizer: copy the model's tokenizer.json and tokenizer_config.json there")
     reason = " ".join(str(error).split())
     return ModelError(f"{named} cannot be loaded: {reason[:300]}")

@@ -59,7 +59,7 @@ class GroupRunner:
     async def __aenter__(self) -> Self:
         agent = self._actors.agent
         limit_s = min(BLOCKED_LIMIT_S, agent.timeout_s / 4)
-        watched = EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, limit_s).watching()
+        watched = EventLoopWatchdog(agent.logger, limit_s).watching()
         self._watchdog = self._stack.enter_context(watched)
         return self
 
