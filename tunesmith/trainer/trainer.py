@@ -41,6 +41,7 @@ from tunesmith.trainer.critic import Critic
 from tunesmith.trainer.layers.compiled_layers import can_compile
 from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.metrics import build_metrics, check_finite, check_mismatch
 from tunesmith.trainer.optimizer import compute_checksum, compute_learning_rate
 from tunesmith.trainer.packing import split_minibatches
@@ -50,13 +51,11 @@ from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.sharding.sharded_model import get_local
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING
 from tunesmith.trainer.update import (
-    PassSetup,
     StepScores,
     compute_gradient,
     gather_versions,
     prepare_update,
     read_update,
-    run_loss,
     score_step,
 )
 from tunesmith.types import Sample
@@ -221,7 +220,7 @@ class Trainer:
         if algorithm.is_supervised and not algorithm.needs_sequences:
             algorithm = replace(algorithm, compute_losses=compute_sft_losses)
         prepared = prepare_update(self._setup, algorithm, samples, rows, step=self.num_steps)
-        totals = run_loss(self._setup, algorithm, samples, rows, prepared.inputs)
+        totals = run_loss_pass(self._setup, algorithm, samples, rows, prepared.inputs)
         return totals["train/loss"][1].item()
 
     def state_dict(self) -> dict[str, Any]:
