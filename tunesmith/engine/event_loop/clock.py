@@ -114,31 +114,22 @@ class EngineLoop(asyncio.SelectorEventLoop):
     def __init__(self, settings: RolloutSection) -> None:
         self.threads = ThreadPool(settings.max_concurrency)
         self._thread_calls = ThreadCallTracker(settings.thread_patience_s)
-        self._stepping_selector = _SteppingSelector(self._thread_calls)
+        self.selector = _SteppingSelector(self._thread_calls)
         self._main_future: asyncio.Future[Any] | None = None
-        super().__init__(self._stepping_selector)
+        super().__init__(self.selector)
 
     @property
     def waited_s(self) -> float:
         """Seconds in which every coroutine waited and no engine was stepped."""
-        return self._stepping_selector.waited_s
+        return self.selector.waited_s
 
-    def add_engine(self, engine: Steppable, *, is_first: bool = False) -> None:
-        """Let this loop step the engine; engines step in the order they were added, or before all others."""
-        if engine not in self._stepping_selector.engines:
-            self._stepping_selector.engines.insert(0 if is_first else len(self._stepping_selector.engines), engine)
+    def add_engine(self, engine: Steppable) -> None:
+        """Let this loop step the engine; engines step in the order they were added."""
+        if engine not in self.selector.engines:
+            self.selector.engines.append(engine)
 
     def notify(self) -> None:
         """Nothing to do: the loop asks its engines for work whenever every coroutine waits."""
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether the engines are stepped."""
-        return self._stepping_selector.is_stepping
-
-    @is_stepping.setter
-    def is_stepping(self, value: bool) -> None:
-        self._stepping_selector.is_stepping = value
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
@@ -263,7 +254,7 @@ class LoopWindows:
         self._is_counting = False
         self._is_idle = False
         self._num_steps = 0
-        loop.add_engine(self, is_first=True)
+        loop.selector.engines.insert(0, self)
 
     @property
     def has_work(self) -> bool:
@@ -276,15 +267,15 @@ class LoopWindows:
     def begin(self) -> None:
         """Let the engines step, from the start of a window."""
         self._is_counting, self._is_idle, self._num_steps = self.has_windows, False, 0
-        self._loop.is_stepping = True
+        self._loop.selector.is_stepping = True
 
     def stop(self) -> None:
         """Let no engine step; their requests wait, and everything else on the event loop continues."""
-        self._is_counting = self._loop.is_stepping = False
+        self._is_counting = self._loop.selector.is_stepping = False
 
     def release(self) -> None:
         """Let the engines step without windows."""
-        self._is_counting, self._loop.is_stepping = False, True
+        self._is_counting, self._loop.selector.is_stepping = False, True
 
     def check_again(self) -> None:
         """Call `on_end` once more if the engines still have no work when every coroutine waits."""
@@ -296,7 +287,7 @@ class LoopWindows:
             self._is_idle = True
             self._loop.call_soon(self._on_end, True)
         elif self._num_steps == WINDOW_STEPS:
-            self._loop.is_stepping = False
+            self._loop.selector.is_stepping = False
             self._loop.call_soon(self._on_end, False)  # not within this step: it ends here in any case
         else:
             self._num_steps += 1
