@@ -22,7 +22,7 @@ from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.event_loop.clock import open_windows
+from tunesmith.engine.event_loop.clock import LoopWindows
 from tunesmith.engine.event_loop.signal_handlers import raise_signal
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
@@ -148,7 +148,7 @@ class Rank:
             actors,
             max_staleness=rollout.max_staleness,
             keeps_cache=rollout.max_staleness > 0 and rollout.stale_cache == "keep",
-            open_windows=partial(open_windows, engines=engines, has_windows=has_windows) if is_shared else None,
+            open_windows=partial(LoopWindows, engines=engines, has_windows=has_windows) if is_shared else None,
             shard_links=shard_links,
         )
 

@@ -243,10 +243,11 @@ class LoopWindows:
     This is itself the first of the loop's engines, so it counts each step before the others make it.
     """
 
-    def __init__(
-        self, loop: EngineLoop, engines: Sequence[Steppable], on_end: Callable[[bool], None], *, has_windows: bool
-    ) -> None:
-        """`on_end` is called when a window ends, with whether no engine has work; never without windows."""
+    def __init__(self, on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> None:
+        """On the running event loop, an `EngineLoop`. `on_end` is called when a window ends, with whether no engine has
+        work; never without windows."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, EngineLoop), "runs use run_lockstep"
         self._loop = loop
         self._engines = engines
         self._on_end = on_end
@@ -291,10 +292,3 @@ class LoopWindows:
             self._loop.call_soon(self._on_end, False)  # not within this step: it ends here in any case
         else:
             self._num_steps += 1
-
-
-def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> LoopWindows:
-    """The windows of the running event loop; it must be an `EngineLoop`."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, EngineLoop), "runs use run_lockstep"
-    return LoopWindows(loop, engines, on_end, has_windows=has_windows)
