@@ -32,7 +32,7 @@ class PathCost:
 
 def measure_group(group: Group) -> PathCost:
     """Size of the trie over all trajectories of a group."""
-    lasts = [chain[-1] for run in group.trajectories for chain in chain_turns(run.turns)]
+    lasts = [run.turns[chain[-1]] for run in group.trajectories for chain in chain_turns(run.turns)]
     num_tokens, num_pairs = 0, 0
     previous = np.zeros(0, dtype=np.int64)
     for path in sorted((turn.prompt_ids + turn.sampled_ids)[:-1] for turn in lasts):
