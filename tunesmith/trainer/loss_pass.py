@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.kl import compute_kl
+from tunesmith.algorithms.kl import MAX_LOG_RATIO, compute_kl
 from tunesmith.algorithms.scores import TokenInputs
-from tunesmith.algorithms.sequence_terms import MAX_LOG_RATIO
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import TrainerSection
 from tunesmith.experience.samples import Trie
