@@ -42,21 +42,21 @@ class ScriptedPolicy:
     @contextlib.contextmanager
     def replace_draws(self) -> Iterator[None]:
         """Engines of this process draw the script's tokens."""
-        originals = LocalEngine.generate, model_runner.sample_tokens, sampler._choose
+        originals = LocalEngine.generate, model_runner.sample_tokens, sampler._choose_on_host
         policy, (generate, sample_tokens, _) = self, originals
 
         async def generate_by_script(engine, prompt_ids, sampling, *, order=(), on_tokens=None):
             return await policy._generate(generate, engine, prompt_ids, sampling, order, on_tokens)
 
         def sample_by_script(logits_NV, distributions, seeds, positions, **options):
-            sampler._choose = lambda weights_NV, *_: policy._choose(weights_NV, seeds, positions)
+            sampler._choose_on_host = lambda weights_NV, *_: policy._choose(weights_NV, seeds, positions)
             return sample_tokens(logits_NV, distributions, seeds, positions, **options)
 
         LocalEngine.generate, model_runner.sample_tokens = generate_by_script, sample_by_script
         try:
             yield
         finally:
-            LocalEngine.generate, model_runner.sample_tokens, sampler._choose = originals
+            LocalEngine.generate, model_runner.sample_tokens, sampler._choose_on_host = originals
 
     def _choose(
         self, weights_NV: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]

@@ -89,7 +89,8 @@ def sample_tokens(
     greedy_ids_N = logits_NV.argmax(dim=1) if any(is_greedy) else None
     weights_NV = logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True)).exp_()
     uniforms_N = None if all(is_greedy) else hash_uniforms(seeds, positions)
-    output = _choose(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
+    choose = _choose_on_host if logits_NV.device.type == "cpu" else _choose
+    output = choose(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
     if not (has_entropies or num_top):
         return output
     totals_N = weights_NV.sum(dim=1, dtype=torch.float64)
@@ -121,44 +122,53 @@ def _choose(
     is_greedy: Sequence[bool],
     uniforms_N: NDArray[np.float64] | None,
 ) -> SamplerOutput:
-    """The token of each row: the most likely one where `is_greedy`, else the one at which the cumulative weight exceeds
-    its uniform number times the total (None: all greedy).
+    """The token of each row: the most likely one where `is_greedy`, else by its uniform number (None: all greedy).
 
-    `weights_NV` is exp(logit - highest logit): a logit of NaN or infinity, or a row of only -inf, makes the sum NaN. A
-    device adds up tiles and hands over one tile of each row; NumPy does the rest, whose calls cost a fraction of
-    PyTorch's.
+    `weights_NV` is exp(logit - highest logit): a logit of NaN or infinity, or a row of only -inf, makes the sum NaN.
     """
-    rows_N = np.arange(len(weights_NV))
-    with np.errstate(all="ignore"):  # rows that are not finite
-        cumulative_NB = _sum_tiles(weights_NV).cpu().numpy().cumsum(axis=1)
-        totals_N = cumulative_NB[:, -1]
-        if uniforms_N is None:
-            assert greedy_ids_N is not None
-            ids_N = greedy_ids_N.cpu().numpy()
-        else:
-            size = _choose_tile_size(weights_NV.shape[1])
-            tile_N, rest_N = _find_passing(cumulative_NB, uniforms_N * totals_N)
-            tile_NZ = _read(weights_NV.view(len(rows_N), -1, size), rows_N, tile_N)
-            inner_N, _ = _find_passing(tile_NZ.cumsum(axis=1, dtype=np.float64), rest_N)
-            ids_N = tile_N * size + inner_N
-            if greedy_ids_N is not None:
-                ids_N = np.where(is_greedy, greedy_ids_N.cpu().numpy(), ids_N)
-        logprobs_N = np.log(_read(weights_NV, rows_N, ids_N) / totals_N)
+    tile_sums_NB = _sum_tiles(weights_NV).cumsum(dim=1)
+    totals_N = tile_sums_NB[:, -1]
+    if uniforms_N is None:
+        assert greedy_ids_N is not None
+        ids_N = greedy_ids_N
+    else:
+        ids_N = _invert(weights_NV, tile_sums_NB, torch.from_numpy(uniforms_N).to(weights_NV.device))
+        if greedy_ids_N is not None:
+            ids_N = torch.where(torch.tensor(is_greedy, device=weights_NV.device), greedy_ids_N, ids_N)
+    logprobs_N = (weights_NV.gather(1, ids_N[:, None])[:, 0].double() / totals_N).log()
     return SamplerOutput(ids_N.tolist(), logprobs_N.tolist())
 
 
-def _read(values: Tensor, rows_N: NDArray[np.int64], columns_N: NDArray[np.int64]) -> NDArray[np.float32]:
-    """One entry of each row, on the host."""
-    if values.device.type == "cpu":
-        return values.numpy()[rows_N, columns_N]
-    index = torch.from_numpy(np.stack([rows_N, columns_N])).to(values.device)
-    return values[index[0], index[1]].cpu().numpy()
+def _choose_on_host(
+    weights_NV: Tensor,
+    greedy_ids_N: Tensor | None,
+    is_greedy: Sequence[bool],
+    uniforms_N: NDArray[np.float64] | None,
+) -> SamplerOutput:
+    """`_choose` in NumPy, whose calls cost a fraction of PyTorch's: same tokens, logprobs up to the last bit."""
+    weights, rows_N = weights_NV.numpy(), np.arange(len(weights_NV))
+    with np.errstate(all="ignore"):  # rows that are not finite
+        cumulative_NB = _sum_tiles(weights_NV).numpy().cumsum(axis=1)
+        totals_N = cumulative_NB[:, -1]
+        if uniforms_N is None:
+            assert greedy_ids_N is not None
+            ids_N = greedy_ids_N.numpy()
+        else:
+            size = _choose_tile_size(weights.shape[1])
+            tile_N, rest_N = _find_passing_on_host(cumulative_NB, uniforms_N * totals_N)
+            tile_NZ = weights.reshape(len(weights), -1, size)[rows_N, tile_N]
+            inner_N, _ = _find_passing_on_host(tile_NZ.cumsum(axis=1, dtype=np.float64), rest_N)
+            ids_N = tile_N * size + inner_N
+            if greedy_ids_N is not None:
+                ids_N = np.where(is_greedy, greedy_ids_N.numpy(), ids_N)
+        logprobs_N = np.log(weights[rows_N, ids_N] / totals_N)
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist())
 
 
-def _find_passing(
+def _find_passing_on_host(
     cumulative_NB: NDArray[np.float64], targets_N: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Index [N] of the first entry above each target, and the target less the entry before it."""
+    """`_find_passing` for sequential sums, which never decrease."""
     targets_N = np.minimum(targets_N, np.nextafter(cumulative_NB[:, -1], 0.0))
     index_N = np.minimum((cumulative_NB <= targets_N[:, None]).sum(axis=1), cumulative_NB.shape[1] - 1)
     before_N = cumulative_NB[np.arange(len(index_N)), index_N - 1] * (index_N > 0)
@@ -210,6 +220,26 @@ def _sum_tiles(weights_NV: Tensor) -> Tensor:
     num_rows, vocab_size = weights_NV.shape
     tiles = weights_NV.view(num_rows, -1, _choose_tile_size(vocab_size))
     return tiles.sum(dim=2, dtype=torch.float64)
+
+
+def _invert(weights_NV: Tensor, tile_sums_NB: Tensor, uniforms_N: Tensor) -> Tensor:
+    """The token at which the cumulative weight exceeds `uniform * total`; its own weight is positive."""
+    num_rows, size = len(weights_NV), _choose_tile_size(weights_NV.shape[1])
+    tile_N1, rest_N1 = _find_passing(tile_sums_NB, uniforms_N[:, None] * tile_sums_NB[:, -1:])
+    tile_NZ = weights_NV.view(num_rows, -1, size).gather(1, tile_N1[:, :, None].expand(-1, -1, size))[:, 0]
+    inner_N1, _ = _find_passing(tile_NZ.cumsum(dim=1, dtype=torch.float64), rest_N1)
+    is_possible_N1 = tile_NZ.gather(1, inner_N1) > 0  # a parallel scan may round its sums downwards
+    inner_N1 = torch.where(is_possible_N1, inner_N1, tile_NZ.argmax(dim=1, keepdim=True))
+    return (tile_N1 * size + inner_N1)[:, 0]
+
+
+def _find_passing(cumulative_NB: Tensor, targets_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [N, 1] of the first entry above each target, and the target less the entry before it."""
+    totals_N1 = cumulative_NB[:, -1:]
+    targets_N1 = torch.minimum(targets_N1, torch.nextafter(totals_N1, torch.zeros_like(totals_N1)))
+    index_N1 = torch.searchsorted(cumulative_NB, targets_N1, right=True).clamp_(max=cumulative_NB.shape[1] - 1)
+    before_N1 = cumulative_NB.gather(1, (index_N1 - 1).clamp(min=0)) * (index_N1 > 0)
+    return index_N1, targets_N1 - before_N1
 
 
 def _add_bias(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:

@@ -1,8 +1,8 @@
 """Starts and stops the vLLM process, and explains in one sentence why it could not start or has ended.
 
 The process leads a session of its own, so a Ctrl-C of the terminal does not reach it, and one signal ends all that it
-has started. It ends with this process: when `stop` is called, which the engine does at exit, and, since it watches its
-parent, after a `kill -9` of this process.
+has started. It ends with this process: when `stop` is called, which the engine does at exit, and, since it watches its parent,
+after a `kill -9` of this process.
 
 The socket to it carries frames of JSON. Everything runs in the thread of the event loop: while that thread waits in
 `Connection.call` it reads the socket itself, so replies and tokens are handled in the order in which they were sent.
