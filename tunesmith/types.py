@@ -261,6 +261,13 @@ class TokenDetails:
     entropies: tuple[float, ...] | None = None
     top_logprobs: tuple[TopLogprobs, ...] | None = None
 
+    def first(self, number: int) -> TokenDetails:
+        """The details of the first tokens."""
+        return TokenDetails(
+            entropies=self.entropies and self.entropies[:number],
+            top_logprobs=self.top_logprobs and self.top_logprobs[:number],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:

@@ -10,6 +10,8 @@ import json
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,8 @@ def main() -> None:
     tasks = [group.task for group in groups]
 
     def build(data: bytes) -> list[Group]:
-        return [reference.build_group(task) for reference, task in zip(pickle.loads(data), tasks, strict=True)]
+        pairs = zip(pickle.loads(data), tasks, strict=True)
+        return [replace(each, task=task).map(partial(replace, task=task)) for each, task in pairs]
 
     ways = {
         "whole": time_parts(lambda: pickle.dumps(groups), pickle.loads, repeats=arguments.repeats),

@@ -44,10 +44,10 @@ from benchmarks.shared.training_step import (
     run_ranks,
     save_model,
 )
+from tunesmith.cluster.links import connect_links
 from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.commands.tune.ranks import connect_ranks
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts, run_step
 from tunesmith.model.load import resolve_device
@@ -141,7 +141,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         assert isinstance(trainer, TimedTrainer)
         roles = RankRoles(world=ranks, trainers=ranks)
-        links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+        links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
         if ranks.is_first:
             feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
             parts = build_parts(config, feed, policy, actors, trainer, roles=roles, links=links)

@@ -40,10 +40,9 @@ from benchmarks.shared.training_step import (
     time_step,
 )
 from benchmarks.training.slow_tools import Sleeps, use_tools
-from tunesmith.cluster.links import Links
+from tunesmith.cluster.links import Links, connect_links
 from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.commands.tune.ranks import connect_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
@@ -95,14 +94,14 @@ def run_worker(arguments: argparse.Namespace) -> None:
         workflow = partial(use_tools, num_calls=arguments.calls, draw_sleep=sleeps.draw)
         if roles.is_sampler:
             policy, actors = load_step_actors(config, workflow=workflow, has_trainer=False)
-            links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+            links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
             run_lockstep(follow_steps(config, policy, actors, None, roles, links), config.rollout)
         else:
             policy, actors = load_step_actors(
                 config, workflow=workflow, ranks=roles.trainers, has_rollouts=not roles.samplers
             )
             trainer = build_trainer(config, policy, num_steps=TOTAL_STEPS, ranks=roles.trainers)
-            links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+            links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
             if world.is_first:
                 run_first(arguments, config, policy, actors, trainer, roles, links)
             else:

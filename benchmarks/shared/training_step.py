@@ -22,7 +22,7 @@ import torch
 from benchmarks.shared.questions import list_questions
 from benchmarks.shared.shapes import SHAPES, save_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.cluster.links import Links
+from tunesmith.cluster.links import NO_LINKS, Links
 from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
@@ -141,7 +141,6 @@ def build_feed(tasks: Sequence[Task]) -> TaskFeed:
 
 
 ALONE = RankRoles(world=Ranks(), trainers=Ranks())
-NO_LINKS = Links(by_rank={})
 
 
 def build_parts(

@@ -34,11 +34,11 @@ from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.row_graphs import RowGraphs, is_launch_bound
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, DistributionSpan, Sample
 
 WORKS = ("packed", "long", "grpo")
@@ -134,19 +134,15 @@ def run_ours(
     settings, algorithm = TrainerSection(), resolve_algorithm(AlgorithmSection())
     rows = pack(model, samples, settings)
     chunk_tokens = choose_chunk_tokens(model)
-    preparation = prepare_update(
-        PassSetup(model=model, norm_length=1, chunk_tokens=chunk_tokens), algorithm, samples, rows
-    )
+    graphs = RowGraphs(model) if has_graphs else None
+    setup = PassSetup(model=model, chunk_tokens=chunk_tokens, compiled=(model,), graphs=graphs)
+    preparation = prepare_update(setup, algorithm, samples, rows)
 
     optimizer = MasterAdamW(model, settings)  # creates float32 gradients
-    graphs = RowGraphs(model) if has_graphs else None
 
     def run() -> None:
         optimizer.clear_gradients()
-        run_loss_pass(
-            model, samples, rows, algorithm, preparation.inputs,
-            chunk_tokens=chunk_tokens, is_compiled=True, graphs=graphs,
-        )  # fmt: skip
+        run_loss_pass(setup, algorithm, samples, rows, preparation.inputs)
 
     with compiled_layers(model):
         seconds, peak_gb = measure(run, num_repeats=num_repeats)

@@ -49,9 +49,9 @@ from benchmarks.shared.training_step import (
     save_model,
     time_step,
 )
+from tunesmith.cluster.links import connect_links
 from tunesmith.cluster.process_group import RankRoles, open_ranks
 from tunesmith.cluster.rank_info import find_rank_info
-from tunesmith.commands.tune.ranks import connect_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
@@ -104,7 +104,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         note(f"rank {ranks.rank}: trainer ready, {read_memory(arguments)}")
         roles = RankRoles(world=ranks, trainers=ranks)
-        links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+        links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
         try:
             if ranks.is_first:
                 feed = build_feed(list_tasks(4 * arguments.tasks))

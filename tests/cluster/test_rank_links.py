@@ -33,7 +33,7 @@ def test_a_connection_that_is_not_of_a_rank_is_ignored(kind, monkeypatch):
     if kind == "silent":  # the rank behind it has twice as long to send its own greeting
         monkeypatch.setattr(links, "GREETING_TIMEOUT_S", 2.0)
     ranks, found = FirstRank(), []
-    thread = threading.Thread(target=lambda: found.append(accept_links(ranks, [1], "127.0.0.1", timeout_s=30)))
+    thread = threading.Thread(target=lambda: found.append(accept_links(ranks, "127.0.0.1", timeout_s=30)))
     thread.start()
     assert ranks.is_open.wait(30)
     port, secret = ranks.address
@@ -49,15 +49,13 @@ def test_a_connection_that_is_not_of_a_rank_is_ignored(kind, monkeypatch):
         with socket.create_connection(("127.0.0.1", port)) as rank:
             rank.sendall(secret + HEADER.pack(1))
             thread.join(30)
-    assert list(found[0].by_rank) == [1]
-    found[0].by_rank[1]._socket.close()
+    assert list(found[0]) == [1]
+    found[0][1]._socket.close()
 
 
 def test_greeting_in_two_packets_is_that_of_a_rank():
     ranks, found = FirstRank(), []
-    thread = threading.Thread(
-        target=lambda: found.append(accept_links(ranks, [1], "127.0.0.1", timeout_s=30)), daemon=True
-    )
+    thread = threading.Thread(target=lambda: found.append(accept_links(ranks, "127.0.0.1", timeout_s=30)), daemon=True)
     thread.start()
     assert ranks.is_open.wait(30)
     port, secret = ranks.address
@@ -67,8 +65,8 @@ def test_greeting_in_two_packets_is_that_of_a_rank():
         time.sleep(0.2)  # until the first half was read
         rank.sendall(HEADER.pack(1))
         thread.join(10)
-    assert [list(each.by_rank) for each in found] == [[1]]
-    found[0].by_rank[1]._socket.close()
+    assert [list(each) for each in found] == [[1]]
+    found[0][1]._socket.close()
 
 
 class Sums:

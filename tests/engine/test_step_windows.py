@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from conditions import until
-from tunesmith.engine.event_loop.clock import WINDOW_STEPS, open_windows, run_lockstep
+from tunesmith.engine.event_loop.clock import WINDOW_STEPS, LoopWindows, run_lockstep
 
 
 class CountingEngine:
@@ -27,7 +27,7 @@ class CountingEngine:
 def test_engines_stop_after_each_window_and_report_once_when_they_have_no_work():
     async def run() -> list[tuple[int, bool]]:
         engine, ends = CountingEngine(2 * WINDOW_STEPS + 3), []
-        windows = open_windows(
+        windows = LoopWindows(
             lambda is_idle: ends.append((engine.num_steps, is_idle)), engines=[engine], has_windows=True
         )
         asyncio.get_running_loop().add_engine(engine)
@@ -60,7 +60,7 @@ def test_a_window_that_begins_within_the_report_of_the_last_one_is_whole():
             if not is_idle:
                 windows.begin()
 
-        windows = open_windows(continue_at_once, engines=[engine], has_windows=True)
+        windows = LoopWindows(continue_at_once, engines=[engine], has_windows=True)
         asyncio.get_running_loop().add_engine(engine)
         windows.begin()
         await until(lambda: not engine.num_left, interval_s=0.02)

@@ -66,7 +66,7 @@ class ScriptedPolicy:
         ids = [self._requests[seed].draw(position, weights_V) for weights_V, seed, position in rows]
         totals_N = weights_NV.sum(dim=1, dtype=torch.float64)
         logprobs_N = (weights_NV[range(len(ids)), ids].double() / totals_N).log()
-        return sampler.SamplerOutput(ids, logprobs_N.tolist(), totals_N.isfinite().tolist())
+        return sampler.SamplerOutput(ids, logprobs_N.tolist())
 
     async def _generate(self, generate, engine, prompt_ids, sampling, order, on_tokens) -> Any:
         call = EngineCall(order=order, prompt_ids=tuple(prompt_ids))

@@ -24,11 +24,11 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.experts import ROUTING, RowRouting, find_experts, find_routers
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -131,13 +131,10 @@ def collect_gradients(model: PreTrainedModel, *, is_compiled: bool, has_replay: 
     rows = pack_samples(samples, max_tokens_per_row=1000, has_prefix_sharing=True, hidden_size=32)
     algorithm = resolve_algorithm(AlgorithmSection())
     optimizer = MasterAdamW(model, TrainerSection())
-    setup = PassSetup(model=model, norm_length=1, chunk_tokens=256)
+    setup = PassSetup(model=model, chunk_tokens=256, compiled=(model,) if is_compiled else ())
     inputs = prepare_update(setup, algorithm, samples, rows).inputs
-    if is_compiled:
-        with compiled_layers(model):
-            run_loss_pass(model, samples, rows, algorithm, inputs, chunk_tokens=256, is_compiled=True)
-    else:
-        run_loss_pass(model, samples, rows, algorithm, inputs, chunk_tokens=256)
+    with compiled_layers(*setup.compiled):
+        run_loss_pass(setup, algorithm, samples, rows, inputs)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = {name: parameter.grad.double().cpu() for name, parameter in trained.items()}
     optimizer.clear_gradients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.model.experts import ROUTING, RowRouting
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.row_graphs import RowGraphs, can_capture
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 
 pytestmark = pytest.mark.gpu
 
@@ -53,16 +54,12 @@ def test_gradients_and_totals_equal_those_without_graphs(kind):
             if kind == "experts":
                 samples = route_by_prefix(samples)
             rows = pack_samples(samples, max_tokens_per_row=700, has_prefix_sharing=True, hidden_size=32)
-            inputs = prepare_update(
-                PassSetup(model=model, norm_length=1, chunk_tokens=128), algorithm, samples, rows
-            ).inputs
+            setup = PassSetup(model=model, chunk_tokens=128, compiled=(model,))
+            inputs = prepare_update(setup, algorithm, samples, rows).inputs
             found = []
             for each in (None, graphs):
                 optimizer.clear_gradients()
-                totals = run_loss_pass(
-                    model, samples, rows, algorithm, inputs,
-                    chunk_tokens=128, is_compiled=True, graphs=each,
-                )  # fmt: skip
+                totals = run_loss_pass(replace(setup, graphs=each), algorithm, samples, rows, inputs)
                 gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
                 found.append((gradient, torch.stack([value.double() for _, value in totals.values()])))
             (plain, plain_totals), (ours, our_totals) = found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import score_tokens
@@ -31,7 +30,7 @@ from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan, build_mask
 from tunesmith.trainer.tree_attention.tile_schedule import choose_tiling
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, Sample
 
 pytestmark = pytest.mark.gpu
@@ -187,17 +186,13 @@ def compute_gradient(
     rows = pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
     algorithm = resolve_algorithm(AlgorithmSection())
     optimizer = MasterAdamW(model, TrainerSection())
-    preparation = prepare_update(
-        PassSetup(model=model, norm_length=1, chunk_tokens=chunk_tokens), algorithm, samples, rows
-    )
+    setup = PassSetup(model=model, chunk_tokens=chunk_tokens, compiled=(model,) if is_compiled else ())
+    preparation = prepare_update(setup, algorithm, samples, rows)
     if has_checkpointing:
         enable_checkpointing(model)
     checkpoint = checkpointed_layers if has_checkpointing else nullcontext
-    with compiled_layers(model) if is_compiled else nullcontext(), checkpoint(model):
-        run_loss_pass(
-            model, samples, rows, algorithm, preparation.inputs,
-            chunk_tokens=chunk_tokens, is_compiled=is_compiled,
-        )  # fmt: skip
+    with compiled_layers(*setup.compiled), checkpoint(model):
+        run_loss_pass(setup, algorithm, samples, rows, preparation.inputs)
     gradient = torch.cat([parameter.grad.flatten().double().cpu() for parameter in model.parameters()])
     optimizer.clear_gradients()
     return gradient
@@ -312,10 +307,11 @@ def test_a_batch_and_its_update_never_synchronize_with_the_device():
     model, samples = build_trainable("qwen3", dtype=torch.bfloat16).cuda(), build_samples(8)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
     rows = pack_samples(samples, max_tokens_per_row=1000, has_prefix_sharing=True, hidden_size=32)
-    inputs = prepare_update(PassSetup(model=model, norm_length=1, chunk_tokens=100), algorithm, samples, rows).inputs
+    setup = PassSetup(model=model, chunk_tokens=100, compiled=(model,))
+    inputs = prepare_update(setup, algorithm, samples, rows).inputs
 
     def run() -> None:
-        run_loss_pass(model, samples, rows, algorithm, inputs, chunk_tokens=100, is_compiled=True)
+        run_loss_pass(setup, algorithm, samples, rows, inputs)
         optimizer.update(learning_rate=1e-6, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=1.0)
 
     with compiled_layers(model):

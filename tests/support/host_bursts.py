@@ -119,7 +119,7 @@ class HostBurstDecoder:
         sampled = sample_tokens(logits_NV, distributions, seeds, next_positions, has_entropies=True)
         for index, row in enumerate(selected):
             ids[row] = tokens[line, row] = sampled.token_ids[index]
-            logprobs[line, row] = sampled.logprobs[index] if sampled.is_finite[index] else np.nan
+            logprobs[line, row] = sampled.logprobs[index]
             entropies[line, row] = sampled.entropies[index]
             positions[row] += 1
 

@@ -20,12 +20,12 @@ from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels, score_tokens
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, Sample
 
 LORA = LoraSection(r=3, alpha=6.0, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -104,10 +104,9 @@ def test_loss_and_gradient_equal_peft_and_transformers():
     expected = get_adapter(theirs.get_base_model())
 
     rows = pack_samples(samples, max_tokens_per_row=40, has_prefix_sharing=True, hidden_size=32)
-    preparation = prepare_update(
-        PassSetup(model=ours, norm_length=64, chunk_tokens=16), resolve_algorithm(SFT), samples, rows
-    )
-    totals = run_loss_pass(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
+    setup = PassSetup(model=ours, norm_length=64, chunk_tokens=16)
+    preparation = prepare_update(setup, resolve_algorithm(SFT), samples, rows)
+    totals = run_loss_pass(setup, resolve_algorithm(SFT), samples, rows, preparation.inputs)
     assert totals["train/loss"][1].item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in get_adapter(ours).items()}
     assert gradients.keys() == expected.keys()

@@ -19,11 +19,11 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, Sample
 
 NORM_LENGTH = 40
@@ -121,18 +121,19 @@ def run_ours(
     samples = list(samples)
     rows = pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
     algorithm = resolve_algorithm(section)
+    setup = PassSetup(
+        model=model,
+        norm_length=NORM_LENGTH,
+        chunk_tokens=chunk_tokens,
+        scoring_models=ScoringModels(reference=None if reference is None else Reference(reference)),
+    )
     prepared = prepare_update(
-        PassSetup(
-            model=model,
-            norm_length=NORM_LENGTH,
-            chunk_tokens=chunk_tokens,
-            scoring_models=ScoringModels(reference=None if reference is None else Reference(reference)),
-        ),
+        setup,
         algorithm,
         samples,
         rows,
     )
-    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(setup, algorithm, samples, rows, prepared.inputs)
     return totals["train/loss"][1].item(), take_gradient(model)
 
 

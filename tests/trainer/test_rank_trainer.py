@@ -116,7 +116,7 @@ def build_finished(index: int, group: Group, *, has_tokens: bool) -> FinishedGro
     rank = index % NUM_RANKS
     if rank == 0:
         return FinishedGroup(number=index, group=group)
-    known = group if has_tokens else replace(build_reference(group).build_group(group.task), baseline_reward=0.5)
+    known = group if has_tokens else replace(build_reference(group), task=group.task, baseline_reward=0.5)
     return FinishedGroup(number=index, group=known, has_tokens=has_tokens, rank=rank, cost=measure_group(group))
 
 

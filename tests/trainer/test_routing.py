@@ -20,8 +20,9 @@ from tunesmith.experience.samples import build_samples as merge_turns
 from tunesmith.model.experts import ROUTING, RowRouting, find_experts
 from tunesmith.trainer.batch import gather_routes
 from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
+from tunesmith.trainer.loss_pass import PassSetup
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.update import PassSetup, StepScores, compute_gradient
+from tunesmith.trainer.update import StepScores, compute_gradient
 from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
 
 SECTION = AlgorithmSection(loss_aggregation="token-mean")

@@ -15,7 +15,7 @@ from trainable_models import build_frozen, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.trainer.batch import index_events
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import (
@@ -24,7 +24,7 @@ from tunesmith.trainer.scoring_pass import (
     scatter_to_samples,
     score_tokens,
 )
-from tunesmith.trainer.update import PassSetup, StepScores, build_inputs, find_versions, prepare_update
+from tunesmith.trainer.update import StepScores, build_inputs, find_versions, prepare_update
 from tunesmith.types import Sample
 
 PACKINGS = [
@@ -46,15 +46,16 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=S
     scoring_models = ScoringModels(
         reference=Reference(build_frozen(1)), teacher=build_frozen(2), score_values=score_values
     )
+    setup = PassSetup(model=model, norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models)
     prepared = prepare_update(
-        PassSetup(model=model, norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models),
+        setup,
         algorithm,
         samples,
         rows,
         scores=proximal,
         step=3,
     )
-    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(setup, algorithm, samples, rows, prepared.inputs)
     return (totals["train/loss"][1].item(), take_gradient(model)), prepared
 
 

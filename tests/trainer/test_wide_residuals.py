@@ -19,11 +19,11 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Sample, Sampling
 
 LOOSE = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9, learning_rate=1e-3)
@@ -38,8 +38,9 @@ def compute_gradients(model, *, has_checkpointing: bool = False) -> dict[str, to
     if has_checkpointing:
         enable_checkpointing(model)
     with checkpointed_layers(model) if has_checkpointing else nullcontext():
-        preparation = prepare_update(PassSetup(model=model, norm_length=1, chunk_tokens=64), algorithm, samples, rows)
-        run_loss_pass(model, samples, rows, algorithm, preparation.inputs, chunk_tokens=64)
+        setup = PassSetup(model=model, norm_length=1, chunk_tokens=64)
+        preparation = prepare_update(setup, algorithm, samples, rows)
+        run_loss_pass(setup, algorithm, samples, rows, preparation.inputs)
     return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
 

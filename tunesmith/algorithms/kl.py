@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""k3 clamps log-ratios to this, so that no token overflows."""
+"""Log-ratios are clamped to this, so that no token overflows the loss."""
 MAX_CORRECTION = 2.0
 """corrected_k3 clips the ratio of policy and sampling policy to this."""
 ABS_TOLERANCE = 100

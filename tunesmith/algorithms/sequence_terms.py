@@ -23,12 +23,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
+from tunesmith.algorithms.kl import MAX_LOG_RATIO
 from tunesmith.algorithms.scores import TokenInputs, average, mean_sequences, sum_sequences
 from tunesmith.config import CorrectionSection
 from tunesmith.errors import ConfigError
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this, so that no token overflows the loss."""
 
 
 def compute_correction_weights(

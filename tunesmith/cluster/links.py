@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -184,30 +184,21 @@ class Link:
             return  # the other rank has ended
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """The links of a rank: to all others on the first rank, to the first one on the others."""
-
-    by_rank: Mapping[int, Link]
-
-    @property
-    def first(self) -> Link:
-        return self.by_rank[0]
+Links = Mapping[int, Link]
+"""The links of a rank by the other end: to all others on the first rank, to the first one on the others."""
+NO_LINKS: Links = {}
 
 
-NO_LINKS = Links(by_rank={})
-
-
-def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Links:
-    """Connect the first rank with each of the peers; all ranks call this."""
+def connect_links(ranks: Ranks, *, timeout_s: float) -> Links:
+    """Connect the first rank with each other one; all ranks call this."""
+    if ranks.is_alone:
+        return NO_LINKS
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         if ranks.is_first:
-            return accept_links(ranks, peers, host, timeout_s=timeout_s)
+            return accept_links(ranks, host, timeout_s=timeout_s)
         address: tuple[int, bytes] = ranks.broadcast_object()
         port, secret = address
-        if ranks.rank not in peers:
-            return NO_LINKS
         connected = socket.create_connection((host, port), timeout=timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.sendall(secret + HEADER.pack(ranks.rank))
@@ -216,11 +207,11 @@ def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Li
             f"rank {ranks.rank} cannot connect to the first rank at MASTER_ADDR={host} ({error}): check that the hosts "
             "reach each other on all ports"
         ) from error
-    return Links(by_rank={0: Link(connected, timeout_s=timeout_s)})
+    return {0: Link(connected, timeout_s=timeout_s)}
 
 
-def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: float) -> Links:
-    """Wait on the first rank until all peers are connected."""
+def accept_links(ranks: Ranks, host: str, *, timeout_s: float) -> Links:
+    """Wait on the first rank until all others are connected."""
     secret = secrets.token_bytes(SECRET_BYTES)
     links: dict[int, Link] = {}
     is_local = host in ("localhost", "127.0.0.1")
@@ -228,7 +219,7 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
         # The socket listens before its port is broadcast: peers connect at once, and the others go on without waiting.
         server.settimeout(timeout_s)
         ranks.broadcast_object((server.getsockname()[1], secret))
-        while len(links) < len(peers):
+        while len(links) < ranks.world_size - 1:
             connected, _ = server.accept()
             greeting = receive_greeting(connected, timeout_s=min(timeout_s, GREETING_TIMEOUT_S))
             # any program on the network may connect; without the secret it takes no rank's place
@@ -239,7 +230,7 @@ def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: fl
             connected.settimeout(timeout_s)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             links[HEADER.unpack(greeting[SECRET_BYTES:])[0]] = Link(connected, timeout_s=timeout_s)
-    return Links(by_rank=dict(sorted(links.items())))
+    return dict(sorted(links.items()))
 
 
 def receive_greeting(connected: socket.socket, *, timeout_s: float) -> bytes:

@@ -1,8 +1,8 @@
 """A group whose rollouts have ended: whole, or a reference to the rank that has its tokens.
 
 Most algorithms compute advantages from rewards alone. A rank then keeps the tokens of its groups and sends the first
-rank a `GroupReference`. The first rank decides with it who trains the group, and receives the tokens while the devices
-compute the update.
+rank references. The first rank decides with them who trains a group, and receives the tokens while the devices compute
+the update.
 
 A reference to a group of two rollouts, one of which failed, has two trajectories without task, texts and tokens:
 
@@ -32,7 +32,7 @@ class PathCost:
 
 def measure_group(group: Group) -> PathCost:
     """Size of the trie over all trajectories of a group."""
-    lasts = [chain[-1] for run in group.trajectories for chain in chain_turns(run.turns)]
+    lasts = [run.turns[chain[-1]] for run in group.trajectories for chain in chain_turns(run.turns)]
     num_tokens, num_pairs = 0, 0
     previous = np.zeros(0, dtype=np.int64)
     for path in sorted((turn.prompt_ids + turn.sampled_ids)[:-1] for turn in lasts):
@@ -77,20 +77,10 @@ class FinishedGroup:
         return replace(whole, baseline_reward=self.group.baseline_reward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupReference:
-    """A group without its task, tokens and texts."""
-
-    trajectories: tuple[Trajectory, ...]
-
-    def build_group(self, task: Task) -> Group:
-        """The group, with as many turns as were made, all without tokens."""
-        return Group(task=task, trajectories=tuple(replace(run, task=task) for run in self.trajectories))
-
-
-def build_reference(group: Group) -> GroupReference:
-    """The reference to a group that stays on this rank."""
-    return GroupReference(
+def build_reference(group: Group) -> Group:
+    """The reference to a group that stays on this rank: without task and texts, and as many turns without tokens."""
+    return Group(
+        task=NO_TASK,
         trajectories=tuple(
             Trajectory(
                 task=NO_TASK,
@@ -101,5 +91,5 @@ def build_reference(group: Group) -> GroupReference:
                 failure=run.failure,
             )
             for run in group.trajectories
-        )
+        ),
     )

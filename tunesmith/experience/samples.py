@@ -48,10 +48,11 @@ def build_samples(
         runs, values = share_credit(group.trajectories, row) if has_hard_credit else (group.trajectories, row)
         for trajectory, advantage in zip(runs, values, strict=True):
             if advantage is not None:
-                chains = [chain for chain in chain_turns(trajectory.turns) if any(turn.is_trained for turn in chain)]
-                advantage_of = _expand_advantage(trajectory, advantage)
-                fixed = (trajectory.turns, advantage_of, (group_index, trajectory_index))
-                samples += [_merge_turns(chain, *fixed) for chain in chains]
+                turns, indices = trajectory.turns, (group_index, trajectory_index)
+                chains = [chain for chain in chain_turns(turns) if any(turns[index].is_trained for index in chain)]
+                turn_advantages = advantage if isinstance(advantage, tuple) else (advantage,) * len(turns)
+                steps = list(zip(turns, turn_advantages, strict=True))
+                samples += [_merge_turns([steps[index] for index in chain], turns, indices) for chain in chains]
                 num_trained += 1
                 num_branches += max(len(chains) - 1, 0)
             trajectory_index += 1
@@ -102,20 +103,21 @@ def share_credit(
     return shared_runs, shared_advantages
 
 
-def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Split turns into chains in which each turn extends the one before; turns without sampled tokens are skipped.
+def chain_turns(turns: Sequence[Turn]) -> list[list[int]]:
+    """Indices of turns, as chains in which each extends the one before; turns without sampled tokens are skipped.
 
     A turn is appended to the chain with the longest last turn among those that it extends.
     """
-    chains: list[list[Turn]] = []
-    for turn in turns:
+    chains: list[list[int]] = []
+    sizes = [len(turn.prompt_ids) + len(turn.sampled_ids) for turn in turns]
+    for index, turn in enumerate(turns):
         if not turn.sampled_ids:
             continue
-        open_chains = [chain for chain in chains if extends(turn.prompt_ids, chain[-1])]
+        open_chains = [chain for chain in chains if extends(turn.prompt_ids, turns[chain[-1]])]
         if open_chains:
-            max(open_chains, key=lambda chain: len(chain[-1].prompt_ids) + len(chain[-1].sampled_ids)).append(turn)
+            max(open_chains, key=lambda chain: sizes[chain[-1]]).append(index)
         else:
-            chains.append([turn])
+            chains.append([index])
     return chains
 
 
@@ -125,30 +127,21 @@ def extends(prompt_ids: tuple[int, ...], turn: Turn) -> bool:
     return prompt_ids[num_prompt:num_tokens] == turn.sampled_ids and prompt_ids[:num_prompt] == turn.prompt_ids
 
 
-def _expand_advantage(trajectory: Trajectory, advantage: float | tuple[float, ...]) -> dict[int, float]:
-    """The advantage of each turn, keyed by `id(turn)`."""
-    num_turns = len(trajectory.turns)
-    values = advantage if isinstance(advantage, tuple) else (advantage,) * num_turns
-    return {id(turn): value for turn, value in zip(trajectory.turns, values, strict=True)}
-
-
-def _merge_turns(
-    chain: Sequence[Turn], turns: Sequence[Turn], advantage_of: dict[int, float], indices: tuple[int, int]
-) -> Sample:
+def _merge_turns(chain: Sequence[tuple[Turn, float]], turns: Sequence[Turn], indices: tuple[int, int]) -> Sample:
     """One sample with the tokens of the last turn; the tokens sampled by each trained turn of the chain are trained."""
-    last = chain[-1]
+    last, _ = chain[-1]
     token_ids = last.prompt_ids + last.sampled_ids
     is_sampled = [False] * len(token_ids)
     logprobs, advantages = [0.0] * len(token_ids), [0.0] * len(token_ids)
     policy_versions: list[int | None] = [None] * len(token_ids)
     spans: list[DistributionSpan] = []
-    for turn in chain:
+    for turn, advantage in chain:
         if not turn.is_trained:
             continue
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
         is_sampled[start:end] = [True] * (end - start)
         logprobs[start:end] = turn.logprobs
-        advantages[start:end] = [advantage_of[id(turn)]] * (end - start)
+        advantages[start:end] = [advantage] * (end - start)
         policy_versions[start:end] = turn.policy_versions
         spans.append(DistributionSpan(start=start, end=end, distribution=turn.distribution))
     return Sample(

@@ -124,13 +124,8 @@ def load_rollouts(path: Path) -> list[Group]:
     return groups
 
 
-def check_rollouts(path: Path) -> None:
-    """Raise StorageError when the rollouts that were saved as `path` are missing or damaged."""
-    load_table(path)
-
-
 def load_table(path: Path) -> pa.Table:
-    """The rows that were saved as `path`."""
+    """The rows that were saved as `path`; StorageError if they are missing or damaged."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
     with reading(stored_path), stored_path.open("rb") as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)

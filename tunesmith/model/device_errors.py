@@ -30,5 +30,4 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _has_lost_device(error: Exception) -> bool:
-    is_accelerator = isinstance(error, getattr(torch, "AcceleratorError", ()))
-    return is_accelerator or first_line(error).startswith(LOST_DEVICE)
+    return isinstance(error, torch.AcceleratorError) or first_line(error).startswith(LOST_DEVICE)

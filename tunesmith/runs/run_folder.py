@@ -22,7 +22,7 @@ from tunesmith.config import RunConfig
 from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
-from tunesmith.experience.store import ROLLOUT_STEPS, check_rollouts
+from tunesmith.experience.store import ROLLOUT_STEPS, load_table
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.record import ARCHIVE_PREFIX, RunRecord
@@ -213,7 +213,7 @@ def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
         return
     entries = load_json(checkpoint / RUN_STATE).get("replay", {}).get("entries", [])
     for step in sorted({entry["step"] for entry in entries}):
-        check_rollouts(paths.rollouts(step))
+        load_table(paths.rollouts(step))
 
 
 def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:

@@ -35,17 +35,14 @@ class Critic:
     ) -> None:
         self._model = model.eval()
         self._settings = settings
+        self.warmup_steps = settings.warmup_steps
+        """First steps of a run in which only the critic is updated."""
         self._has_checkpointing = trainer.has_gradient_checkpointing
         if self._has_checkpointing:
             enable_checkpointing(model.body)
         optimizer = {"learning_rate": settings.learning_rate, "weight_decay": 0.0}
         self._ranks = ranks
         self._optimizer = build_optimizer(model, trainer.model_copy(update=optimizer), ranks)
-
-    @property
-    def num_warmup_steps(self) -> int:
-        """First steps of a run in which only the critic is updated."""
-        return self._settings.warmup_steps
 
     @torch.no_grad()
     def score(self, rows: Sequence[Trie]) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
@@ -19,9 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.kl import compute_kl
+from tunesmith.algorithms.kl import MAX_LOG_RATIO, compute_kl
 from tunesmith.algorithms.scores import TokenInputs
-from tunesmith.algorithms.sequence_terms import MAX_LOG_RATIO
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.config import TrainerSection
 from tunesmith.experience.samples import Trie
 from tunesmith.model.experts import ROUTING
 from tunesmith.model.forward.attention import run_body
@@ -39,30 +41,58 @@ from tunesmith.trainer.layers.compiled_layers import compile_function
 from tunesmith.trainer.layers.row_graphs import RowGraphs, can_replay
 from tunesmith.trainer.layers.weight_gradients import accumulated_weight_grads
 from tunesmith.trainer.metrics import PartTotals, Reduction, Total, add_parts
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.sharding.matched_rows import match_rows
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
 from tunesmith.types import Sample
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSetup:
+    """What the passes of all updates run on."""
+
+    model: PreTrainedModel
+    settings: TrainerSection = field(default_factory=TrainerSection)
+    norm_length: int = 1
+    """The constant of the aggregation `seq-mean-token-sum-norm`."""
+    chunk_tokens: int
+    scoring_models: ScoringModels = field(default_factory=ScoringModels)
+    has_separate_sampler: bool = False
+    """Every token is off-policy: the sampler has other weights or another implementation."""
+    compiled: Sequence[PreTrainedModel] = ()
+    """Models whose layers run compiled."""
+    graphs: RowGraphs | None = None
+    """Replays rows as CUDA graphs where possible."""
+    stream: StreamedGradients | None = None
+    """Sums gradients over ranks after each row."""
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def pack(self, samples: Sequence[Sample]) -> list[Trie]:
+        return pack_samples(
+            samples,
+            max_tokens_per_row=self.settings.max_tokens_per_row,
+            has_prefix_sharing=self.settings.has_prefix_sharing,
+            hidden_size=int(self.model.config.get_text_config().hidden_size),
+        )
+
+
 def run_loss_pass(
-    model: PreTrainedModel,
+    setup: PassSetup,
+    algorithm: Algorithm,
     samples: Sequence[Sample],
     rows: Sequence[Trie],
-    algorithm: Algorithm,
     inputs: TokenInputs,
     *,
-    chunk_tokens: int,
-    is_compiled: bool = False,
-    graphs: RowGraphs | None = None,
-    stream: StreamedGradients | None = None,
     after_row: Callable[[], None] = lambda: None,
 ) -> dict[str, Total[Tensor]]:
     """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals, {} without rows.
 
-    `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
-    losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row;
-    `after_row` is called when the device has a row to compute, or takes part in one of another rank.
+    `rows` are the packed samples of one update; `inputs` are concatenated over their events. `after_row` is called when
+    the device has a row to compute, or takes part in one of another rank.
     """
+    model, has_gradient = setup.model, torch.is_grad_enabled()
+    graphs, stream = (setup.graphs, setup.stream) if has_gradient else (None, None)
     match_rows(model, len(rows), after_row)
     if routing := getattr(model, ROUTING, None):
         routing.take_totals()
@@ -74,13 +104,13 @@ def run_loss_pass(
     start = 0
     dtype = torch.promote_types(model.dtype, torch.float32)
     kl_coef = torch.full((), algorithm.kl_coef, device=model.device, dtype=dtype)
-    run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-    with accumulated_weight_grads(model) if rows and torch.is_grad_enabled() else nullcontext():
+    run = partial(run_row, model, algorithm=algorithm, is_compiled=bool(setup.compiled))
+    with accumulated_weight_grads(model) if rows and has_gradient else nullcontext():
         for trie in rows:
             part = slice(start, start := start + len(trie.parent_E))
             distributions = index_distributions(samples, trie)
             is_padded = graphs is not None and can_replay(trie, distributions)
-            row = build_row(trie, distributions, chunk_tokens=chunk_tokens, model=model, is_padded=is_padded)
+            row = build_row(trie, distributions, chunk_tokens=setup.chunk_tokens, model=model, is_padded=is_padded)
             row_inputs = inputs.convert(itemgetter(part))
             device_inputs = copy_inputs_to_device(row_inputs, row, device=model.device, dtype=dtype)
             with routed(model, samples, trie, row):
@@ -95,7 +125,7 @@ def run_loss_pass(
         stream.end_update(after_row)
     if graphs is not None:
         graphs.end_update()
-    routed_totals = routing.take_totals() if routing and torch.is_grad_enabled() else {}
+    routed_totals = routing.take_totals() if routing and has_gradient else {}
     return add_parts(parts) | routed_totals if parts else {}
 
 

@@ -8,7 +8,7 @@ change in place and keep their memory. Nothing here synchronizes with the device
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,11 +41,7 @@ class MasterAdamW:
         for name, parameter in trainable.items():
             parameter.grad = None
             parameter.grad_dtype = self._masters[name].dtype
-        self._adamw = build_adamw(
-            settings,
-            decayed=[master for master in self._masters.values() if master.ndim >= 2],
-            exempt=[master for master in self._masters.values() if master.ndim < 2],
-        )
+        self._adamw = build_adamw(settings, self._parameters, self._masters)
 
     def clear_gradients(self) -> None:
         for name, parameter in self._parameters.items():
@@ -59,9 +55,11 @@ class MasterAdamW:
     @torch.no_grad()
     def update(self, *, learning_rate: float, grad_norm: Tensor, max_grad_norm: float) -> None:
         """Clip gradients to `max_grad_norm`, update the masters, write them to the parameters, clear gradients."""
+        masters = list(self._masters.values())
         for name, parameter in self._parameters.items():
-            self._masters[name].grad = parameter.grad
-        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, grad_norm)
+            if parameter.grad is not None:  # else the master has it already, or there is none
+                self._masters[name].grad = parameter.grad
+        torch.nn.utils.clip_grads_with_norm_(masters, max_grad_norm, grad_norm.to(masters[0].dtype))
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
@@ -197,8 +195,12 @@ def find_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
-def build_adamw(settings: TrainerSection, *, decayed: list[Tensor], exempt: list[Tensor]) -> torch.optim.AdamW:
-    """AdamW on masters with and without weight decay."""
+def build_adamw(
+    settings: TrainerSection, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]
+) -> torch.optim.AdamW:
+    """AdamW on the masters, or on a rank's parts of them, by name of the parameter."""
+    decayed = [masters[name] for name, parameter in parameters.items() if parameter.ndim >= 2]
+    exempt = [masters[name] for name, parameter in parameters.items() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -41,6 +41,7 @@ from tunesmith.trainer.critic import Critic
 from tunesmith.trainer.layers.compiled_layers import can_compile
 from tunesmith.trainer.layers.gradient_checkpointing import enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.metrics import build_metrics, check_finite, check_mismatch
 from tunesmith.trainer.optimizer import compute_checksum, compute_learning_rate
 from tunesmith.trainer.packing import split_minibatches
@@ -50,13 +51,11 @@ from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.sharding.sharded_model import get_local
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING
 from tunesmith.trainer.update import (
-    PassSetup,
     StepScores,
     compute_gradient,
     gather_versions,
     prepare_update,
     read_update,
-    run_loss,
     score_step,
 )
 from tunesmith.types import Sample
@@ -112,7 +111,8 @@ class Trainer:
         models = [each for each in (model, reference_model, teacher_model) if each is not None]
         check_plan_attention(*models)
         fix_rotary_frequencies(*models, critic_model, max_model_len=max_model_len)
-        self._model = model.eval()
+        self.model, self.num_minibatches = model.eval(), settings.num_minibatches
+        self.hidden_size = int(model.config.get_text_config().hidden_size)
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings, ranks)
         self._reference: Reference | None = None
         if reference_model is not None:
@@ -168,7 +168,7 @@ class Trainer:
         while the device computes the gradient of the first update.
         """
         try:
-            modes = default_modes(num_threads=self._num_cpu_threads, device=self._model.device)
+            modes = default_modes(num_threads=self._num_cpu_threads, device=self.model.device)
             with modes, deterministic_algorithms():
                 return self._step(samples, policy_version, host_work)
         except (RuntimeError, MemoryError) as error:
@@ -187,7 +187,7 @@ class Trainer:
         scores = score_step(self._setup, self._algorithm, samples, policy_version=policy_version, step=self.num_steps)
         updates: list[dict[str, float]] = []
         self._host_work.begin(host_work)
-        for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
+        for indices in split_minibatches(samples, self.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
             rows = self._setup.pack(minibatch)
             if self._ranks.is_any(bool(rows)):
@@ -204,7 +204,7 @@ class Trainer:
         self._host_work.finish()
         self.num_steps += 1
         metrics = build_metrics(updates) | {"train/learning_rate": learning_rate}
-        return metrics if self._reference is None else metrics | self._reference.advance(self._model, self.num_steps)
+        return metrics if self._reference is None else metrics | self._reference.advance(self.model, self.num_steps)
 
     @torch.no_grad()
     def compute_loss(self, samples: Sequence[Sample]) -> float:
@@ -220,7 +220,7 @@ class Trainer:
         if algorithm.is_supervised and not algorithm.needs_sequences:
             algorithm = replace(algorithm, compute_losses=compute_sft_losses)
         prepared = prepare_update(self._setup, algorithm, samples, rows, step=self.num_steps)
-        totals = run_loss(self._setup, algorithm, samples, rows, prepared.inputs)
+        totals = run_loss_pass(self._setup, algorithm, samples, rows, prepared.inputs)
         return totals["train/loss"][1].item()
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Trainer:
 
     def compute_checksum(self) -> int:
         """A checksum of the trained weights, of this rank's part if they are sharded."""
-        trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return compute_checksum(get_local(each) if isinstance(each, DTensor) else each for each in trainable)
 
     def take_times(self) -> dict[str, float]:
@@ -255,18 +255,6 @@ class Trainer:
             self._critic.load_state_dict(state["critic"])
         if self._reference is not None:
             self._reference.load_state_dict(state)
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._model
-
-    @property
-    def num_minibatches(self) -> int:
-        return self._settings.num_minibatches
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._model.config.get_text_config().hidden_size)
 
     def _update(
         self,
@@ -291,7 +279,7 @@ class Trainer:
             policy_version=policy_version,
             is_first=is_first,
             step=self.num_steps,
-            dropout=active_dropout(self._dropouts, seed=seed, device=self._model.device),
+            dropout=active_dropout(self._dropouts, seed=seed, device=self.model.device),
             after_row=self._host_work.advance,
         )
         self._host_work.finish()
@@ -308,7 +296,7 @@ class Trainer:
         except TrainingError:
             self._optimizer.clear_gradients()
             raise
-        if self._critic is not None and self.num_steps < self._critic.num_warmup_steps:
+        if self._critic is not None and self.num_steps < self._critic.warmup_steps:
             self._optimizer.clear_gradients()
             return metrics
         is_checked = self.num_steps % CHANGE_CHECK_INTERVAL_STEPS == 0

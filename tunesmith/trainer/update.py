@@ -24,20 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.scores import Need, TokenInputs, compute_token_weights
 from tunesmith.algorithms.sequence_terms import compute_correction_weights, find_top_entropy_tokens
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.config import TrainerSection
 from tunesmith.experience.samples import Trie
 from tunesmith.model.experts import ROUTING
 from tunesmith.trainer.batch import EventIndex, index_events
 from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers
-from tunesmith.trainer.layers.row_graphs import RowGraphs
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.metrics import (
     TokenCounts,
     Total,
@@ -46,16 +43,13 @@ from tunesmith.trainer.metrics import (
     count_tokens,
     read_totals,
 )
-from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import (
     POLICY_SCORES,
-    ScoringModels,
     run_scoring_passes,
     scatter_to_samples,
     score_tokens,
 )
 from tunesmith.trainer.sharding.gathered_tokens import gather_tokens, measure_share
-from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
 from tunesmith.types import Sample
 
 SCORE_COLUMNS: dict[Need, str] = {
@@ -66,33 +60,6 @@ SCORE_COLUMNS: dict[Need, str] = {
     "values": "values_E",
 }
 """Column of `TokenInputs` of each score."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSetup:
-    """What the passes of all updates run on."""
-
-    model: PreTrainedModel
-    settings: TrainerSection = field(default_factory=TrainerSection)
-    norm_length: int = 1
-    """The constant of the aggregation `seq-mean-token-sum-norm`."""
-    chunk_tokens: int
-    scoring_models: ScoringModels = field(default_factory=ScoringModels)
-    has_separate_sampler: bool = False
-    """Every token is off-policy: the sampler has other weights or another implementation."""
-    compiled: Sequence[PreTrainedModel] = ()
-    """Models whose layers run compiled."""
-    graphs: RowGraphs | None = None
-    stream: StreamedGradients | None = None
-    ranks: Ranks = field(default_factory=Ranks)
-
-    def pack(self, samples: Sequence[Sample]) -> list[Trie]:
-        return pack_samples(
-            samples,
-            max_tokens_per_row=self.settings.max_tokens_per_row,
-            has_prefix_sharing=self.settings.has_prefix_sharing,
-            hidden_size=int(self.model.config.get_text_config().hidden_size),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,32 +164,7 @@ def compute_gradient(
             score_tokens(setup.model, samples, rows, chunk_tokens=setup.chunk_tokens)
             routing.set_balance(sum(setup.ranks.all_gather_objects(routing.sums_L2E.cpu())))
         with checkpoint(setup.model), dropout:
-            return run_loss(setup, algorithm, samples, rows, prepared.inputs, after_row=after_row), prepared
-
-
-def run_loss(
-    setup: PassSetup,
-    algorithm: Algorithm,
-    samples: Sequence[Sample],
-    rows: Sequence[Trie],
-    inputs: TokenInputs,
-    *,
-    after_row: Callable[[], None] = lambda: None,
-) -> dict[str, Total[Tensor]]:
-    """The loss pass of an update; it accumulates no gradient under `no_grad`."""
-    has_gradient = torch.is_grad_enabled()
-    return run_loss_pass(
-        setup.model,
-        samples,
-        rows,
-        algorithm,
-        inputs,
-        chunk_tokens=setup.chunk_tokens,
-        is_compiled=bool(setup.compiled),
-        graphs=setup.graphs if has_gradient else None,
-        stream=setup.stream if has_gradient else None,
-        after_row=after_row,
-    )
+            return run_loss_pass(setup, algorithm, samples, rows, prepared.inputs, after_row=after_row), prepared
 
 
 def read_update(

@@ -67,7 +67,7 @@ async def serve(*, lost_after_s=20.0, headers=None, **limits):
     services = [build_service() for _ in range(2)]
     given = ServerLimits(**({"max_body_bytes": 4096, "max_requests": 64} | limits))
     ends = [Link(end, timeout_s=20) for end in socket.socketpair()]
-    links = [Links(by_rank={1: ends[0]}), Links(by_rank={0: ends[1]})]
+    links = [{1: ends[0]}, {0: ends[1]}]
     async with contextlib.AsyncExitStack() as stack:
         urls = []
         for rank, (queue, service) in enumerate(zip(queues, services, strict=True)):
@@ -154,7 +154,7 @@ async def test_a_rank_whose_first_rank_is_gone_fails_its_rollouts():
     async with serve() as served:
         running = served.start(1)
         await served.wait_for_offers(1)
-        await served.links[0].by_rank[1].close()
+        await served.links[0][1].close()
         for trajectory in (await running, await served.start(1, seed=2)):
             assert trajectory.reward is None
             assert "the first rank no longer offers the task (another rank has ended" in trajectory.failure.message
@@ -165,7 +165,7 @@ async def test_the_attempts_of_a_lost_rank_are_offered_no_longer_and_their_repor
         rollouts = [served.start(1, seed=seed) for seed in (1, 2)]
         await served.wait_for_offers(2)
         taken = await served.take()
-        await served.links[1].by_rank[0].close()
+        await served.links[1][0].close()
         await served.wait_for_offers(0)
         assert (await served.client.get("/health")).json()["num_open"] == 0
         reply = await served.report(taken, reward=1)

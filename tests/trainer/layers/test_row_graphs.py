@@ -18,11 +18,12 @@ from tunesmith.errors import ConfigError
 from tunesmith.trainer import loss_pass as step
 from tunesmith.trainer.batch import build_row, copy_inputs_to_device, index_distributions
 from tunesmith.trainer.layers.row_graphs import has_live_autograd_graph
+from tunesmith.trainer.loss_pass import PassSetup
 from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention.tile_schedule import TILINGS, build_table, compute_table_size, pad_trie
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, Sample
 
 CHUNK_TOKENS = 16

@@ -18,11 +18,11 @@ from tunesmith.experience.samples import build_samples
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.trainer.batch import attach_token_masks
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import scatter_to_samples, score_tokens
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, Group, Sample, Sampling, Task, Trajectory, Turn
 
 TOKENIZER = build_pocket_tokenizer()
@@ -121,10 +121,9 @@ def test_gradients_are_those_of_the_logprobs_and_do_not_depend_on_packing(distri
     found = []
     for max_tokens, is_shared, chunk_tokens in ((10_000, True, 1000), (10_000, True, 3), (60, False, 7)):
         rows = pack_samples(samples, hidden_size=96, max_tokens_per_row=max_tokens, has_prefix_sharing=is_shared)
-        prepared = prepare_update(
-            PassSetup(model=model, norm_length=100, chunk_tokens=chunk_tokens), algorithm, samples, rows
-        )
-        totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+        setup = PassSetup(model=model, norm_length=100, chunk_tokens=chunk_tokens)
+        prepared = prepare_update(setup, algorithm, samples, rows)
+        totals = run_loss_pass(setup, algorithm, samples, rows, prepared.inputs)
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         model.zero_grad()
         found.append((totals["train/loss"][1].item(), gradient))

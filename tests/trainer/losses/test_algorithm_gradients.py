@@ -19,11 +19,11 @@ from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels
-from tunesmith.trainer.update import PassSetup, prepare_update
+from tunesmith.trainer.update import prepare_update
 from tunesmith.types import Distribution, Sample
 
 PACKINGS = [
@@ -102,20 +102,19 @@ def assert_equal_to(
             has_prefix_sharing=options.get("has_sharing", True), hidden_size=32,
         )  # fmt: skip
         chunk_tokens = options.get("chunk_tokens", 1000)
+        setup = PassSetup(
+            model=model,
+            norm_length=NORM_LENGTH,
+            chunk_tokens=chunk_tokens,
+            scoring_models=ScoringModels(reference=None if reference is None else Reference(reference), **extra_models),
+        )
         prepared = prepare_update(
-            PassSetup(
-                model=model,
-                norm_length=NORM_LENGTH,
-                chunk_tokens=chunk_tokens,
-                scoring_models=ScoringModels(
-                    reference=None if reference is None else Reference(reference), **extra_models
-                ),
-            ),
+            setup,
             algorithm,
             samples,
             rows,
         )
-        totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+        totals = run_loss_pass(setup, algorithm, samples, rows, prepared.inputs)
         assert_same((totals["train/loss"][1].item(), take_gradient(model)), expected)
 
 

@@ -13,9 +13,10 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.experience.samples import build_samples
+from tunesmith.trainer.loss_pass import PassSetup
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import scatter_to_samples, score_tokens
-from tunesmith.trainer.update import PassSetup, StepScores, prepare_update
+from tunesmith.trainer.update import StepScores, prepare_update
 from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 
 TASK = Task(task_id="t/0", index=0, row={})

@@ -31,12 +31,12 @@ from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
-from tunesmith.trainer.loss_pass import run_loss_pass
+from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.scoring_pass import ScoringModels
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.trainer.update import PassSetup, StepScores, prepare_update
+from tunesmith.trainer.update import StepScores, prepare_update
 
 LABELS, GROUPS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8], [0, 0, 1, 1, 2, 2]
 COMPUTATIONS = [
@@ -88,19 +88,20 @@ def compute_expected(model, tokens, section: AlgorithmSection, correction: dict)
 
 def run_package(model, samples, section, *, proximal, reference=None, chunk_tokens, **packing):
     algorithm, rows = resolve_algorithm(section), pack_samples(samples, hidden_size=32, **packing)
+    setup = PassSetup(
+        model=model,
+        norm_length=1,
+        chunk_tokens=chunk_tokens,
+        scoring_models=ScoringModels(reference=None if reference is None else Reference(reference)),
+    )
     prepared = prepare_update(
-        PassSetup(
-            model=model,
-            norm_length=1,
-            chunk_tokens=chunk_tokens,
-            scoring_models=ScoringModels(reference=None if reference is None else Reference(reference)),
-        ),
+        setup,
         algorithm,
         samples,
         rows,
         scores=proximal,
     )
-    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(setup, algorithm, samples, rows, prepared.inputs)
     return (totals["train/loss"][1].item(), take_gradient(model)), prepared.inputs.metrics
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -416,11 +417,7 @@ def _list_states(run: RunOutcome, key: str | None) -> list[Hashable]:
 
 def _discount(rewards: Sequence[float], gamma: float) -> list[float]:
     """R_t = r_t + gamma R_{t+1}."""
-    returns, following = [], 0.0
-    for reward in reversed(rewards):
-        following = reward + gamma * following
-        returns.append(following)
-    return returns[::-1]
+    return list(accumulate(reversed(rewards), lambda following, reward: reward + gamma * following))[::-1]
 
 
 def _compute_turn_advantages(

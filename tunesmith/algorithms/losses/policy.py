@@ -33,8 +33,9 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
+from tunesmith.algorithms.kl import MAX_LOG_RATIO
 from tunesmith.algorithms.scores import TokenInputs, TokenLosses, TokenScores, average
-from tunesmith.algorithms.sequence_terms import ENTROPY_TOLERANCE, MAX_LOG_RATIO
+from tunesmith.algorithms.sequence_terms import ENTROPY_TOLERANCE
 from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 

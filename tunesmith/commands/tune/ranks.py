@@ -22,7 +22,7 @@ from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.event_loop.clock import open_windows
+from tunesmith.engine.event_loop.clock import LoopWindows
 from tunesmith.engine.event_loop.signal_handlers import raise_signal
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors
@@ -123,19 +123,18 @@ class Rank:
             weights = list(find_trainable(self.policy.model).values())
             num_weights = sum(each.numel() for each in weights)
             workers = [
-                RankWorker(links.by_rank[rank], rank, num_weights=num_weights, max_staleness=max_staleness)
+                RankWorker(links[rank], rank, num_weights=num_weights, max_staleness=max_staleness)
                 for rank in roles.samplers
             ]
             send_weights = partial(roles.send_weights, weights)
             return Dispatcher(workers, feed, plan, send_weights=send_weights, thread=self.thread)
         has_phases = max_staleness > 0
         has_shards = config.cluster.has_sharded_weights and not roles.trainers.is_alone
-        workers = [self.build_worker(shard_links=list(links.by_rank.values()) if has_shards else [])]
+        workers = [self.build_worker(shard_links=list(links.values()) if has_shards else [])]
         if not has_shards:
             has_windows = has_phases and self.policy.model.device.type == "cpu"
             workers += [
-                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows)
-                for rank, link in links.by_rank.items()
+                RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows) for rank, link in links.items()
             ]
         return Dispatcher(workers, feed, plan, thread=self.thread)
 
@@ -149,7 +148,7 @@ class Rank:
             actors,
             max_staleness=rollout.max_staleness,
             keeps_cache=rollout.max_staleness > 0 and rollout.stale_cache == "keep",
-            open_windows=partial(open_windows, engines=engines, has_windows=has_windows) if is_shared else None,
+            open_windows=partial(LoopWindows, engines=engines, has_windows=has_windows) if is_shared else None,
             shard_links=shard_links,
         )
 
@@ -165,7 +164,7 @@ class Rank:
 
         return ServedWorker(
             self.build_worker(),
-            self.links.first,
+            self.links[0],
             sends_tokens=sends_tokens or self.roles.is_sampler,
             take_weights=take_weights if self.roles.is_sampler else None,
             thread=self.thread,
@@ -197,7 +196,7 @@ class Rank:
         return RankTrainer(
             trainer=trainer,
             ranks=ranks,
-            links=[self.links.by_rank[rank] for rank in range(1, ranks.world_size)] if ranks.is_first else [],
+            links=[self.links[rank] for rank in range(1, ranks.world_size)] if ranks.is_first else [],
             kept={} if worker is None else worker.kept,
             thread=self.thread,
             has_hard_credit=branching is not None and branching.credit == "hard",
@@ -226,18 +225,11 @@ def join_ranks(
     config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, server: Server | None
 ) -> tuple[Rank, Links]:
     """This rank, connected to the others, and the links of its server; all ranks call this."""
-    links = connect_ranks(roles, timeout_s=config.cluster.timeout_s)
-    server_links = NO_LINKS if server is None else connect_ranks(roles, timeout_s=config.cluster.timeout_s)
+    links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
+    server_links = NO_LINKS if server is None else connect_links(roles.world, timeout_s=config.cluster.timeout_s)
     if server is not None and server.model is not None:
         actors = replace(actors, model=server.model)
     return build_rank(config, roles, policy, actors, links), server_links
-
-
-def connect_ranks(roles: RankRoles, *, timeout_s: float) -> Links:
-    """The links of this rank; all ranks call this."""
-    if roles.world.is_alone:
-        return NO_LINKS
-    return connect_links(roles.world, range(1, roles.world.world_size), timeout_s=timeout_s)
 
 
 def build_thread(device: torch.device, *, is_needed: bool) -> WorkThread | NoThread:
@@ -252,24 +244,24 @@ async def lead(
 ) -> RunEnd:
     """Run the training on the first rank, cancel what is in flight, and let the other ranks end."""
     try:
-        for link in links.by_rank.values():
+        for link in links.values():
             await link.open()
         try:
             end = await training()
         finally:
             if num_cancelled := await dispatcher.close():
                 show_line(f"{num_cancelled} groups in flight were cancelled; a resumed run starts their tasks again")
-        for link in links.by_rank.values():
+        for link in links.values():
             link.send(end)
         return end
     finally:
-        for link in links.by_rank.values():
+        for link in links.values():
             await link.close()
 
 
 async def follow(rank: Rank, worker: ServedWorker | None, trainer: RankTrainer | None) -> RunEnd:
     """Carry out the messages of the first rank until the run ends."""
-    first = rank.links.first
+    first = rank.links[0]
     await first.open()
     try:
         if worker is not None:

@@ -2,7 +2,7 @@
 
 A row's token is determined by one uniform number, hashed from its seed and position, through the inverse of the
 cumulative distribution; the rest of the batch cannot change it. The logprob is under the truncated, renormalized
-distribution that the token was sampled from. Rows with non-finite logits are marked, and their values are undefined.
+distribution that the token was sampled from. The logprob of a row with non-finite logits is NaN, its token undefined.
 The distribution itself is defined in `model.forward.distribution`; this module handles rows of many distributions at
 once.
 
@@ -43,7 +43,7 @@ class SamplerOutput:
 
     token_ids: list[int]
     logprobs: list[float]
-    is_finite: list[bool]
+    """NaN in rows with logits that are not finite."""
     entropies: list[float] | None = None
     """Entropies in nats; None: no row asked for them."""
     top_logprobs: list[TopLogprobs] | None = None
@@ -136,7 +136,7 @@ def _choose(
         if greedy_ids_N is not None:
             ids_N = torch.where(torch.tensor(is_greedy, device=weights_NV.device), greedy_ids_N, ids_N)
     logprobs_N = (weights_NV.gather(1, ids_N[:, None])[:, 0].double() / totals_N).log()
-    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), totals_N.isfinite().tolist())
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist())
 
 
 def _choose_on_host(
@@ -162,7 +162,7 @@ def _choose_on_host(
             if greedy_ids_N is not None:
                 ids_N = np.where(is_greedy, greedy_ids_N.numpy(), ids_N)
         logprobs_N = np.log(weights[rows_N, ids_N] / totals_N)
-    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), np.isfinite(totals_N).tolist())
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist())
 
 
 def _find_passing_on_host(

@@ -114,31 +114,22 @@ class EngineLoop(asyncio.SelectorEventLoop):
     def __init__(self, settings: RolloutSection) -> None:
         self.threads = ThreadPool(settings.max_concurrency)
         self._thread_calls = ThreadCallTracker(settings.thread_patience_s)
-        self._stepping_selector = _SteppingSelector(self._thread_calls)
+        self.selector = _SteppingSelector(self._thread_calls)
         self._main_future: asyncio.Future[Any] | None = None
-        super().__init__(self._stepping_selector)
+        super().__init__(self.selector)
 
     @property
     def waited_s(self) -> float:
         """Seconds in which every coroutine waited and no engine was stepped."""
-        return self._stepping_selector.waited_s
+        return self.selector.waited_s
 
-    def add_engine(self, engine: Steppable, *, is_first: bool = False) -> None:
-        """Let this loop step the engine; engines step in the order they were added, or before all others."""
-        if engine not in self._stepping_selector.engines:
-            self._stepping_selector.engines.insert(0 if is_first else len(self._stepping_selector.engines), engine)
+    def add_engine(self, engine: Steppable) -> None:
+        """Let this loop step the engine; engines step in the order they were added."""
+        if engine not in self.selector.engines:
+            self.selector.engines.append(engine)
 
     def notify(self) -> None:
         """Nothing to do: the loop asks its engines for work whenever every coroutine waits."""
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether the engines are stepped."""
-        return self._stepping_selector.is_stepping
-
-    @is_stepping.setter
-    def is_stepping(self, value: bool) -> None:
-        self._stepping_selector.is_stepping = value
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
@@ -252,10 +243,11 @@ class LoopWindows:
     This is itself the first of the loop's engines, so it counts each step before the others make it.
     """
 
-    def __init__(
-        self, loop: EngineLoop, engines: Sequence[Steppable], on_end: Callable[[bool], None], *, has_windows: bool
-    ) -> None:
-        """`on_end` is called when a window ends, with whether no engine has work; never without windows."""
+    def __init__(self, on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> None:
+        """On the running event loop, an `EngineLoop`. `on_end` is called when a window ends, with whether no engine has
+        work; never without windows."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, EngineLoop), "runs use run_lockstep"
         self._loop = loop
         self._engines = engines
         self._on_end = on_end
@@ -263,7 +255,7 @@ class LoopWindows:
         self._is_counting = False
         self._is_idle = False
         self._num_steps = 0
-        loop.add_engine(self, is_first=True)
+        loop.selector.engines.insert(0, self)
 
     @property
     def has_work(self) -> bool:
@@ -276,15 +268,15 @@ class LoopWindows:
     def begin(self) -> None:
         """Let the engines step, from the start of a window."""
         self._is_counting, self._is_idle, self._num_steps = self.has_windows, False, 0
-        self._loop.is_stepping = True
+        self._loop.selector.is_stepping = True
 
     def stop(self) -> None:
         """Let no engine step; their requests wait, and everything else on the event loop continues."""
-        self._is_counting = self._loop.is_stepping = False
+        self._is_counting = self._loop.selector.is_stepping = False
 
     def release(self) -> None:
         """Let the engines step without windows."""
-        self._is_counting, self._loop.is_stepping = False, True
+        self._is_counting, self._loop.selector.is_stepping = False, True
 
     def check_again(self) -> None:
         """Call `on_end` once more if the engines still have no work when every coroutine waits."""
@@ -296,14 +288,7 @@ class LoopWindows:
             self._is_idle = True
             self._loop.call_soon(self._on_end, True)
         elif self._num_steps == WINDOW_STEPS:
-            self._loop.is_stepping = False
+            self._loop.selector.is_stepping = False
             self._loop.call_soon(self._on_end, False)  # not within this step: it ends here in any case
         else:
             self._num_steps += 1
-
-
-def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> LoopWindows:
-    """The windows of the running event loop; it must be an `EngineLoop`."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, EngineLoop), "runs use run_lockstep"
-    return LoopWindows(loop, engines, on_end, has_windows=has_windows)

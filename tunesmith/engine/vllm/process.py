@@ -1,8 +1,8 @@
 """Starts and stops the vLLM process, and explains in one sentence why it could not start or has ended.
 
 The process leads a session of its own, so a Ctrl-C of the terminal does not reach it, and one signal ends all that it
-has started. It ends with this process: when `stop` is called, at exit, and, since it watches its parent, after a
-`kill -9` of this process.
+has started. It ends with this process: when `stop` is called, which the engine does at exit, and, since it watches its
+parent, after a `kill -9` of this process.
 
 The socket to it carries frames of JSON. Everything runs in the thread of the event loop: while that thread waits in
 `Connection.call` it reads the socket itself, so replies and tokens are handled in the order in which they were sent.
@@ -11,7 +11,6 @@ The socket to it carries frames of JSON. Everything runs in the thread of the ev
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import json
 import os
@@ -107,7 +106,6 @@ class VllmProcess:
         self.has_failed = False
         """Whether to keep the log."""
         self._is_killed = False
-        atexit.register(self.stop)
 
     @property
     def pid(self) -> int:
@@ -115,7 +113,6 @@ class VllmProcess:
 
     def stop(self) -> None:
         """End the process, and whatever it has started."""
-        atexit.unregister(self.stop)
         self.socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_TIMEOUT_S)

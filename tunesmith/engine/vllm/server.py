@@ -2,7 +2,7 @@
 
 Runs in the interpreter that has vLLM and imports nothing of this package. Arguments: the descriptor of a connected
 socket, and the engine's arguments as JSON. Frames are a length (four bytes, big-endian) and JSON. From the parent:
-`generate` (id, prompt, params), `abort` (ids), `call` (seq, method, arguments in order) and `exit`. To the parent:
+`generate` (id, prompt, params), `abort` (ids) and `call` (seq, method, arguments in order). To the parent:
 lists of events of requests (id, ids, logprobs, top logprobs, finish reason) and replies (seq, result or error). Each
 `generate` has exactly one event with a finish reason. When the parent is gone, the process ends with all that it has
 started.
@@ -43,14 +43,12 @@ class VllmServer:
         self._num_requests = 0
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Serve until the parent sends `exit` or is gone."""
+        """Serve until the parent closes the socket or is gone."""
         while True:
             try:
                 size = int.from_bytes(await reader.readexactly(4), "big")
                 message = json.loads(await reader.readexactly(size))
             except (asyncio.IncompleteReadError, ConnectionError):
-                return
-            if message["op"] == "exit":
                 return
             if message["op"] == "generate":
                 self._num_requests += 1

@@ -219,7 +219,7 @@ class ModelRunner:
 
     def _sample(self, chunks: Sequence[ScheduledChunk], logits_NV: Tensor) -> SamplerOutput:
         if not chunks:
-            return SamplerOutput([], [], [])
+            return SamplerOutput([], [])
         rows = [(chunk.request, chunk.stop + index) for chunk in chunks for index in range(1 + len(chunk.draft))]
         samplings = [request.sampling for request, _ in rows]
         return sample_tokens(

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
-from tunesmith.engine.batch.sampler import SamplerOutput
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
@@ -87,16 +86,30 @@ class SyncStepper:
         self._output_processor.scheduler.commit(chunks)
         first = 0
         for chunk in sampling:
+            request, num_known = chunk.request, len(chunk.request.token_ids)
             num_sampled = 1 + count_equal(chunk.draft, sampled.token_ids[first : first + len(chunk.draft)])
-            self._process_chunk(chunk, sampled, slice(first, first + num_sampled))
+            rows = slice(first, first + num_sampled)
+            state = self._output_processor.states[request.request_id]
+            details = sampled.get_details(rows, request.sampling)
+            self._process(state, sampled.token_ids[rows], sampled.logprobs[rows], details)
+            if chunk.draft:
+                self._output_processor.counts["accepted_tokens"] += max(len(request.token_ids) - num_known - 1, 0)
             first += 1 + len(chunk.draft)
 
-    def _process_chunk(self, chunk: ScheduledChunk, sampled: SamplerOutput, rows: slice) -> None:
-        """Append the tokens of these rows; one may end the request."""
-        state, processor = self._output_processor.states[chunk.request.request_id], self._output_processor
-        request, token_ids = state.request, sampled.token_ids[rows]
-        num_kept, stop_reason = state.stops.find_end(token_ids)
-        if not all(sampled.is_finite[rows][:num_kept]):
+    def _process(
+        self,
+        state: RequestState,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        details: TokenDetails | None,
+        *,
+        num_to_eos: int | None = None,
+    ) -> None:
+        """Append sampled tokens to a request up to the one that ends it; `num_to_eos` as in `find_end`."""
+        request, processor = state.request, self._output_processor
+        num_kept, stop_reason = state.stops.find_end(token_ids, num_to_eos=num_to_eos)
+        # what a row of a burst decodes after its end is not part of the reply and may be anything
+        if not all(map(math.isfinite, logprobs[:num_kept])):
             self._fail(state)
             return
         if request.token_matcher is not None:
@@ -105,11 +118,9 @@ class SyncStepper:
             except ValueError as error:
                 processor.fail(state, str(error))
                 return
-        details = sampled.get_details(slice(rows.start, rows.start + num_kept), request.sampling)
-        processor.add_tokens(state, token_ids[:num_kept], sampled.logprobs[rows][:num_kept], details)
-        if chunk.draft:
-            processor.counts["accepted_tokens"] += num_kept - 1
-            request.num_computed = len(request.token_ids) - 1
+        details = None if details is None else details.first(num_kept)
+        processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept], details)
+        request.num_computed = len(request.token_ids) - 1
         if stop_reason is not None:
             processor.finish(state, stop_reason)
 
@@ -394,42 +405,18 @@ class AsyncStepper(SyncStepper):
             token_ids, logprobs = part.token_ids_LR.T[others].tolist(), part.logprobs_LR.T[others].tolist()
             is_continuing, num_to_eos = part.is_continuing_R[others].tolist(), part.num_to_eos_R[others].tolist()
             for index, row in enumerate(others.tolist()):
-                state = part.states[row]
-                entropies = None
+                state, details = part.states[row], None
                 if entropies_LR is not None and state.request.sampling.return_entropy:
-                    entropies = tuple(entropies_LR[:, row].tolist())
+                    details = TokenDetails(entropies=tuple(entropies_LR[:, row].tolist()))
                 if is_continuing[index]:
-                    details = None if entropies is None else TokenDetails(entropies=entropies)
                     processor.stream_tokens(state, token_ids[index], logprobs[index], details)
                 else:
-                    self._process_row(state, token_ids[index], logprobs[index], entropies, num_to_eos=num_to_eos[index])
+                    processor.flush(state.request)
+                    self._process(state, token_ids[index], logprobs[index], details, num_to_eos=num_to_eos[index])
         if is_last:
             for state in burst.states:
                 processor.flush(state.request)
                 state.request.is_inflight = False
-
-    def _process_row(
-        self,
-        state: RequestState,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        entropies: tuple[float, ...] | None,
-        *,
-        num_to_eos: int,
-    ) -> None:
-        """Append a row's tokens, of which the `num_to_eos`-th is the first end-of-sequence token."""
-        request, processor = state.request, self._output_processor
-        processor.flush(request)
-        num_kept, stop_reason = state.stops.find_end(token_ids, num_to_eos=num_to_eos)
-        # what a row decodes after its end is not part of the reply and may be anything
-        if not all(map(math.isfinite, logprobs[:num_kept])):
-            self._fail(state)
-            return
-        details = None if entropies is None else TokenDetails(entropies=entropies[:num_kept])
-        processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept], details)
-        request.num_computed = len(request.token_ids) - 1
-        if stop_reason is not None:
-            processor.finish(state, stop_reason)
 
 
 def _build_input(

@@ -335,7 +335,7 @@ async def serve_live(
     sessions: LiveSessions, service: ModelService, limits: ServerLimits, *, rank: int = 0, links: Links = NO_LINKS
 ) -> AsyncIterator[str]:
     """Serve live traffic until the block ends, and yield the URL; there is one rank."""
-    assert rank == 0 and not links.by_rank
+    assert rank == 0 and not links
     sessions.bind(service)
     app = build_live_app(sessions, EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes), limits)
     async with listen(app, limits) as url, sessions.watch():

@@ -136,16 +136,13 @@ class OtherRank:
 @contextlib.asynccontextmanager
 async def share_queue(queue: TaskQueue, links: Links, *, url: str) -> AsyncIterator[None]:
     """Let workers take the attempts of all ranks from the first one until the block ends; every rank calls this."""
-    ranks = [
-        FirstRank(queue, link, url) if rank == 0 else OtherRank(queue, link, rank)
-        for rank, link in links.by_rank.items()
-    ]
-    for link in links.by_rank.values():
+    ranks = [FirstRank(queue, link, url) if rank == 0 else OtherRank(queue, link, rank) for rank, link in links.items()]
+    for link in links.values():
         await link.open()
     following = [asyncio.create_task(each.follow()) for each in ranks]
     try:
         yield
     finally:
         await cancel_all(following)
-        for link in links.by_rank.values():
+        for link in links.values():
             await link.close()

@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tunesmith.cluster.links import Call, Link
 from tunesmith.cluster.work_thread import NoThread, WorkThread
-from tunesmith.experience.finished_group import FinishedGroup, GroupReference, PathCost, build_reference, measure_group
+from tunesmith.experience.finished_group import FinishedGroup, PathCost, build_reference, measure_group
 from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
@@ -172,11 +174,10 @@ class RankWorker:
             self._window = window
         self.on_change()
 
-    def note_finished(self, number: int, sent: Group | GroupReference, cost: PathCost) -> None:
-        """A group has finished; of a reference, the rank keeps the group."""
+    def note_finished(self, number: int, sent: Group, cost: PathCost, *, has_tokens: bool) -> None:
+        """A group has finished; of a reference, which has no tokens, the rank keeps the group."""
         request = self._running.pop(number)
-        has_tokens = isinstance(sent, Group)
-        group = sent if isinstance(sent, Group) else sent.build_group(request.task)
+        group = replace(sent, task=request.task).map(partial(replace, task=request.task))
         self.progress.add(group.trajectories, is_kept=has_tokens and request.is_trained)
         rank = 0 if self.only_samples else self.rank
         self._finished[number] = FinishedGroup(number=number, group=group, has_tokens=has_tokens, rank=rank, cost=cost)
@@ -297,11 +298,11 @@ class ServedWorker:
                 self._failed.set_exception(error)
 
     def _report(self, number: int, group: Group) -> None:
-        is_reference = not self._sends_tokens or number in self._untrained
-        sent = build_reference(group) if is_reference else group
+        has_tokens = self._sends_tokens and number not in self._untrained
+        sent = group if has_tokens else build_reference(group)
         if self._take_weights is None and number not in self._untrained:
             self.kept[number] = group
         self._untrained.discard(number)
         # the first rank saves what an aborted phase has finished; here it would pile up
         self._worker.progress.finished.clear()
-        self._link.call(RankWorker.note_finished, number, sent, measure_group(group))
+        self._link.call(RankWorker.note_finished, number, sent, measure_group(group), has_tokens=has_tokens)

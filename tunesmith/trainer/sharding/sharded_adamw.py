@@ -119,11 +119,7 @@ class ShardedAdamW(MasterAdamW):
         self._times = CollectiveTimes(ranks.device)
         whole = {name: each for name, each in self._parameters.items() if name not in self._sharded}
         self._buckets = build_buckets(whole, ranks.world_size)
-        self._adamw = build_adamw(
-            settings,
-            decayed=[self._masters[name] for name, p in self._parameters.items() if p.ndim >= 2],
-            exempt=[self._masters[name] for name, p in self._parameters.items() if p.ndim < 2],
-        )
+        self._adamw = build_adamw(settings, self._parameters, self._masters)
 
     def clear_gradients(self) -> None:
         super().clear_gradients()
@@ -144,18 +140,6 @@ class ShardedAdamW(MasterAdamW):
         shards = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(shards).double().to(self._ranks.device)
         return self._ranks.add(norm.square()).sqrt()
-
-    @torch.no_grad()
-    def update(self, *, learning_rate: float, grad_norm: Tensor, max_grad_norm: float) -> None:
-        """Clip the summed gradients of `compute_grad_norm`, update the masters, gather the parameters."""
-        masters = list(self._masters.values())
-        torch.nn.utils.clip_grads_with_norm_(masters, max_grad_norm, grad_norm.to(masters[0].dtype))
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        with self._times.communicating():
-            self._write_back()
-        self.clear_gradients()
 
     def take_times(self) -> dict[str, float]:
         """Seconds since the last call in which this rank waited for the others' gradients, and communicated."""
@@ -232,14 +216,15 @@ class ShardedAdamW(MasterAdamW):
                 whole = shard_S.new_empty(self._ranks.world_size * len(shard_S))
                 yield self._ranks.all_gather(whole, shard_S, is_async=True), (bucket, whole, shard_S)
 
-        for bucket, whole, _ in finish_one_behind(start()):
-            whole_RS = whole.view(self._ranks.world_size, -1)
-            for name, values_RS in zip(bucket, whole_RS.split(list(bucket.values()), dim=1), strict=True):
-                parameter = self._parameters[name]
-                if parameter.numel() == values_RS.numel() and parameter.is_contiguous():
-                    parameter.data.view_as(values_RS).copy_(values_RS)
-                else:  # padded, or laid out in another order
-                    parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
+        with self._times.communicating():
+            for bucket, whole, _ in finish_one_behind(start()):
+                whole_RS = whole.view(self._ranks.world_size, -1)
+                for name, values_RS in zip(bucket, whole_RS.split(list(bucket.values()), dim=1), strict=True):
+                    parameter = self._parameters[name]
+                    if parameter.numel() == values_RS.numel() and parameter.is_contiguous():
+                        parameter.data.view_as(values_RS).copy_(values_RS)
+                    else:  # padded, or laid out in another order
+                        parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
 
     def _has_master(self, name: str) -> bool:
         return is_narrow(self._model, self._parameters[name])

@@ -34,12 +34,10 @@ class StoredRollout:
     def iter_chains(self) -> Iterator[list[tuple[int, Turn, float | None]]]:
         """Conversations as turns that extend each other, with their numbers and, if they are trained, advantages."""
         turns = self.trajectory.turns
-        numbers = {id(turn): number for number, turn in enumerate(turns)}
         values: Sequence[float | None] = self.turn_advantages or [self.advantage] * len(turns)
+        is_used = self.advantage is not None
         for chain in chain_turns(turns):
-            found = [(numbers[id(turn)], turn) for turn in chain]
-            is_used = self.advantage is not None
-            yield [(number, turn, values[number] if turn.is_trained and is_used else None) for number, turn in found]
+            yield [(i, turns[i], values[i] if turns[i].is_trained and is_used else None) for i in chain]
 
 
 class Run(RunRecord):
