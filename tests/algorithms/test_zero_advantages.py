@@ -151,6 +151,17 @@ def test_groups_whose_advantages_are_all_zero_have_none_unless_terms_compute_the
     assert compute(section, group)[1]["algorithm/num_trained_groups"] == any(reward is not None for reward in rewards)
 
 
+def test_a_group_without_a_turn_that_is_trained_has_no_advantage():
+    """An operator has excluded its tokens, as those of replies that were cut off: nothing of it can be trained."""
+    algorithm, group = resolve_algorithm(AlgorithmSection()), build_group(1.0, 0.0)
+
+    def exclude(run):
+        return replace(run, turns=tuple(replace(turn, is_trained=False) for turn in run.turns))
+
+    assert has_advantage(algorithm, replace(group, trajectories=(exclude(group.trajectories[0]), group.trajectories[1])))
+    assert not has_advantage(algorithm, group.map(exclude))
+
+
 def test_equal_rewards_with_unequal_kl_have_advantages():
     """R - 0.1 KL with KLs of 1 and 3, each minus the other: +0.2 and -0.2."""
     (row,), _ = compute(REWARD_KL, build_group(1.0, 1.0))

@@ -276,8 +276,10 @@ def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[l
 
 
 def has_advantage(algorithm: Algorithm, group: Group) -> bool:
-    """Whether a rollout of the group has an advantage other than 0, so that the group is trained for its rewards."""
-    values = [value for value in _compute_advantages(algorithm, [group])[0] if value is not None]
+    """Whether a rollout has an advantage other than 0 and a turn that operators left in training, so that the group is
+    trained for its rewards."""
+    pairs = zip(group.trajectories, _compute_advantages(algorithm, [group])[0], strict=True)
+    values = [value for run, value in pairs if value is not None and any(turn.is_trained for turn in run.turns)]
     if ALGORITHMS[algorithm.name].compute_advantages is keep_rewards:  # its terms compute advantages from any reward
         return bool(values)
     per_turn = [value if isinstance(value, tuple) else (value,) for value in values]
