@@ -158,7 +158,9 @@ def test_a_group_without_a_turn_that_is_trained_has_no_advantage():
     def exclude(run):
         return replace(run, turns=tuple(replace(turn, is_trained=False) for turn in run.turns))
 
-    assert has_advantage(algorithm, replace(group, trajectories=(exclude(group.trajectories[0]), group.trajectories[1])))
+    assert has_advantage(
+        algorithm, replace(group, trajectories=(exclude(group.trajectories[0]), group.trajectories[1]))
+    )
     assert not has_advantage(algorithm, group.map(exclude))
 
 
