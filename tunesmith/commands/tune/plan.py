@@ -172,10 +172,10 @@ def check_rollouts(rollout: RolloutSection, replay: ReplaySection, algorithm: Al
     """Refuse rollouts that the algorithm is not defined for: of older weights, or with hard credit."""
     branching = rollout.branching
     older = {"rollout.max_staleness": rollout.max_staleness, "experience.replay.num_groups": replay.num_groups}
-    for knob, value in older.items():
+    for key, value in older.items():
         if value and ALGORITHMS[algorithm.name].needs_current_weights:
             raise ConfigError(
-                f"{knob}={value} does not work with algorithm.algorithm_type={algorithm.name!r}: it is defined for "
+                f"{key}={value} does not work with algorithm.algorithm_type={algorithm.name!r}: it is defined for "
                 "tokens of the current weights only; choose another, such as multi_step_grpo"
             )
     knob = algorithm.find_sequence_knob()
