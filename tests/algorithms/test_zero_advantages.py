@@ -130,6 +130,40 @@ def test_has_advantage_ignores_the_kl():
     assert has_advantage(algorithm, build_group(1.0, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("section", "rewards", "expected"),
+    [
+        ({"algorithm_type": "reinforce"}, (0.0, 0.0, None), False),
+        ({"algorithm_type": "reinforce"}, (0.0, 1.0), True),
+        ({"algorithm_type": "reinforce"}, (1.0, 1.0), True),
+        ({"algorithm_type": "topr", "advantage_args": {"baseline": 0.3}}, (0.1 + 0.2, 0.3), False),
+        ({"algorithm_type": "asymre", "advantage_args": {"baseline_shift": 0.0}}, (0.7, 0.7), False),
+        ({"algorithm_type": "asymre"}, (0.7, 0.7), True),
+        ({"algorithm_type": "reinforceplusplus"}, (0.0, 0.0), True),
+        ({"algorithm_type": "on_policy_distill", "teacher": {"path": "teacher"}}, (0.0, 0.0), True),
+        ({"algorithm_type": "on_policy_distill", "teacher": {"path": "teacher"}}, (None, None), False),
+    ],
+)
+def test_groups_whose_advantages_are_all_zero_have_none_unless_terms_compute_them(section, rewards, expected):
+    """Dynamic sampling replaces such groups, but without it they stay in the mean over sequences."""
+    algorithm, group = resolve_algorithm(AlgorithmSection(**section)), build_group(*rewards)
+    assert has_advantage(algorithm, group) is expected
+    assert compute(section, group)[1]["algorithm/num_trained_groups"] == any(reward is not None for reward in rewards)
+
+
+def test_a_group_without_a_turn_that_is_trained_has_no_advantage():
+    """An operator has excluded its tokens, as those of replies that were cut off: nothing of it can be trained."""
+    algorithm, group = resolve_algorithm(AlgorithmSection()), build_group(1.0, 0.0)
+
+    def exclude(run):
+        return replace(run, turns=tuple(replace(turn, is_trained=False) for turn in run.turns))
+
+    assert has_advantage(
+        algorithm, replace(group, trajectories=(exclude(group.trajectories[0]), group.trajectories[1]))
+    )
+    assert not has_advantage(algorithm, group.map(exclude))
+
+
 def test_equal_rewards_with_unequal_kl_have_advantages():
     """R - 0.1 KL with KLs of 1 and 3, each minus the other: +0.2 and -0.2."""
     (row,), _ = compute(REWARD_KL, build_group(1.0, 1.0))

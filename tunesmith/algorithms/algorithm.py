@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+from tunesmith.algorithms.advantages.baselines import keep_rewards
 from tunesmith.algorithms.advantages.group import DEFAULT_K, Advantages, RunOutcome, compute_pass_at_k_advantages
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.own_functions import (
@@ -21,7 +23,7 @@ from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
-from tunesmith.types import Group, RunAdvantage
+from tunesmith.types import Group, RunAdvantage, are_equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +276,14 @@ def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[l
 
 
 def has_advantage(algorithm: Algorithm, group: Group) -> bool:
-    """Whether a rollout of the group has an advantage, so that the group is trained for its rewards."""
-    return any(value is not None for value in _compute_advantages(algorithm, [group])[0])
+    """Whether a rollout has an advantage other than 0 and a turn that operators left in training, so that the group is
+    trained for its rewards."""
+    pairs = zip(group.trajectories, _compute_advantages(algorithm, [group])[0], strict=True)
+    values = [value for run, value in pairs if value is not None and any(turn.is_trained for turn in run.turns)]
+    if ALGORITHMS[algorithm.name].compute_advantages is keep_rewards:  # its terms compute advantages from any reward
+        return bool(values)
+    per_turn = [value if isinstance(value, tuple) else (value,) for value in values]
+    return not are_equal([0.0, *chain.from_iterable(per_turn)])
 
 
 def _keep_zero_advantages(

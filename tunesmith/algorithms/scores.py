@@ -168,17 +168,13 @@ def compute_token_weights(trajectory_E: np.ndarray, *, aggregation: Aggregation,
     constant (`algorithm.norm_length`), so that it does not depend on the longest answer of a batch (Liu et al., 2025,
     "Understanding R1-Zero-like training", section 3.2). sum: the sum, for losses that include their weights.
     """
-    if trajectory_E.size == 0:
-        return np.zeros(0)
     _, sequence_E, length_Q = np.unique(trajectory_E, return_inverse=True, return_counts=True)
-    num_sequences = len(length_Q)
-    if aggregation == "sum":
-        return np.ones(len(trajectory_E))
-    if aggregation == "token-mean":
-        return np.full(len(trajectory_E), 1 / len(trajectory_E))
-    if aggregation == "seq-mean-token-sum":
-        return np.full(len(trajectory_E), 1 / num_sequences)
-    if aggregation == "seq-mean-token-mean":
-        return 1 / (num_sequences * length_Q[sequence_E])
-    assert aggregation == "seq-mean-token-sum-norm", aggregation
-    return np.full(len(trajectory_E), 1 / (num_sequences * norm_length))
+    num_tokens, num_sequences = len(trajectory_E), len(length_Q)
+    divisors: dict[Aggregation, int | np.ndarray] = {
+        "token-mean": num_tokens,
+        "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-mean": num_sequences * length_Q[sequence_E],
+        "seq-mean-token-sum-norm": num_sequences * norm_length,
+        "sum": 1,
+    }
+    return np.ones(num_tokens) / divisors[aggregation]

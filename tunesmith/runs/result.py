@@ -91,9 +91,9 @@ def load_for_inference(path: str, **options: Any) -> tuple[PreTrainedModel, PreT
         with hidden_progress_bars(), offline_if_unreachable(source.name_or_path):
             model = auto_class.from_pretrained(source.name_or_path, **source.kwargs, **options)
             if source.adapter is not None:
-                from peft import PeftModel  # PEFT takes seconds to import
+                from tunesmith.model.adapters.lora import attach_adapter  # PEFT takes seconds to import
 
-                model = PeftModel.from_pretrained(model, str(source.adapter.folder))
+                model = attach_adapter(model, source.adapter, is_trainable=False)
     except LOAD_ERRORS as error:
         raise explain_load_error(path, source, error) from error
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))

@@ -30,13 +30,7 @@ from tunesmith.tasks.operators import (
     score_quality,
 )
 from tunesmith.tasks.pareto import ParetoSelector
-from tunesmith.tasks.selector import (
-    RandomSelector,
-    Selector,
-    build_easy_to_hard,
-    build_sequential,
-    build_shuffle,
-)
+from tunesmith.tasks.selector import RandomSelector, Selector, build_easy_to_hard, build_sequential, build_shuffle
 from tunesmith.types import Task
 
 RESERVED_ARGUMENTS = ("seed", "feature_keys")

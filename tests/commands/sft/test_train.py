@@ -315,6 +315,18 @@ def test_a_finished_folder_returns_its_result_and_refuses_other_settings(folder,
         run_offline(config, out_dir=tmp_path / "sft")
 
 
+def test_a_finished_folder_notices_changed_rows_but_not_lost_ones(folder, data, tmp_path):
+    own, held_out = (shutil.copy(data, tmp_path / name) for name in ("own.jsonl", "held_out.jsonl"))
+    config = build_config(folder, own, eval_dataset={"path": str(held_out)}, eval_fraction=0.0)
+    result = run_offline(config, out_dir=tmp_path / "sft")
+    write_rows(held_out, [build_row(7)])
+    with pytest.raises(ConfigError, match="the content of eval_dataset changed"):
+        run_offline(config, out_dir=tmp_path / "sft")
+    own.unlink()
+    held_out.unlink()
+    assert run_offline(config, out_dir=tmp_path / "sft") == result
+
+
 def test_leftovers_of_a_kill_after_the_end_are_removed(folder, data, tmp_path):
     config = build_config(folder, data)
     result = run_offline(config, out_dir=tmp_path / "sft")

@@ -227,6 +227,10 @@ def test_agents_over_http_keep_their_server_over_steps_and_evaluations(run, data
     [
         (("algorithm.algorithm_type=opo",), "'opo': it is defined for tokens of the current weights only"),
         (("algorithm.algorithm_type=remax",), "'remax': it is defined for tokens of the current weights only"),
+        (
+            ("rollout.max_staleness=0", "experience.replay.num_groups=1", "algorithm.algorithm_type=opo"),
+            "experience.replay.num_groups=1 does not work with algorithm.algorithm_type='opo'",
+        ),
         (("rollout.branching={}", "algorithm.group_size=4"), "does not work with rollout.branching"),
         (("experience.replay.num_groups=1",), "does not work with experience.replay.max_staleness=4: replayed"),
         (("rollout.max_staleness=0", "rollout.stale_cache=keep"), "stale_cache=keep has no effect with"),

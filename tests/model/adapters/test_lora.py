@@ -18,6 +18,7 @@ from tunesmith.model.adapters.lora import add_adapter, measure_quantization_erro
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint, save_model_files
 from tunesmith.model.load import check_model, check_section, load_model, load_section_model, load_tokenizer
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.runs.result import load_for_inference
 
 CPU = torch.device("cpu")
 IDS = torch.arange(5, 29)[None]
@@ -126,6 +127,13 @@ def test_a_merged_adapter_gives_the_same_outputs_and_a_plain_model(base, adapter
     save_model_files(tmp_path, merged, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(compute_logits(plain), compute_logits(merged))
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_an_adapter_is_loaded_without_warnings_of_libraries(adapter):
+    """PEFT reads an attribute under a name that transformers deprecates; users saw the warning."""
+    assert not has_adapter(load_model(str(adapter), dtype=torch.float32, device=CPU))
+    assert has_adapter(load_for_inference(str(adapter))[0])
 
 
 def test_merging_in_bfloat16_is_close(adapter):

@@ -113,8 +113,7 @@ def compute_explained_variance(values_E: np.ndarray, returns_E: np.ndarray) -> f
 
 def compute_distillation_terms(tokens: TokenInputs, *, kl_coef: PositiveFloat = 1.0) -> TokenInputs:
     """kl_coef (t - s): minimizes the reverse KL(policy || teacher) (Agarwal et al., 2024, on-policy distillation)."""
-    teacher_E = _get_teacher(tokens)
-    return _build_terms(tokens, kl_coef * (teacher_E - tokens.old_logprobs_E))
+    return compute_jsd_terms(tokens, kl_coef=kl_coef, beta=1.0)
 
 
 def compute_jsd_terms(
@@ -128,17 +127,9 @@ def compute_jsd_terms(
     expectation. The factor 1 - beta is left out: at beta = 1 this is the reverse KL of `compute_distillation_terms`.
     The advantage is positive exactly where the teacher's probability of the token is above the policy's.
     """
-    teacher_E, student_E = _get_teacher(tokens), tokens.old_logprobs_E
+    assert tokens.teacher_logprobs_E is not None
+    teacher_E, student_E = tokens.teacher_logprobs_E, tokens.old_logprobs_E
     log_policy_weight = math.log1p(-beta) if beta < 1 else -math.inf
     mixture_E = np.logaddexp(math.log(beta) + teacher_E, log_policy_weight + student_E)
-    return _build_terms(tokens, kl_coef * (mixture_E - student_E))
-
-
-def _get_teacher(tokens: TokenInputs) -> np.ndarray:
-    assert tokens.teacher_logprobs_E is not None
-    return tokens.teacher_logprobs_E
-
-
-def _build_terms(tokens: TokenInputs, advantages_E: np.ndarray) -> TokenInputs:
-    metrics = {"distillation/reverse_kl": average(tokens.old_logprobs_E - _get_teacher(tokens))}
-    return replace(tokens, advantages_E=advantages_E, metrics=metrics)
+    metrics = {"distillation/reverse_kl": average(student_E - teacher_E)}
+    return replace(tokens, advantages_E=kl_coef * (mixture_E - student_E), metrics=metrics)

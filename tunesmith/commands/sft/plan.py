@@ -105,6 +105,18 @@ def read_samples(
     return samples, len(rows) - count_rows(samples), digest_rows(rows)
 
 
+def digest_sources(config: OfflineConfig) -> dict[str, str | None]:
+    """The digest of each data set as in `OfflinePlan.sources`; None for one that can no longer be read."""
+    sources: dict[str, str | None] = {}
+    for knob, section in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
+        if section is not None:
+            try:
+                sources[knob] = digest_rows(load_conversation_rows(section))
+            except DataError:
+                sources[knob] = None
+    return sources
+
+
 def hold_out_rows(samples: Sequence[Sample], config: OfflineConfig) -> tuple[list[Sample], list[Sample]]:
     """Split samples into training samples and held-out samples; rows with one prompt stay together.
 

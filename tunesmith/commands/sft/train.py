@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
-from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows
+from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows, digest_sources
 from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device, describe_run
 from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal
@@ -330,11 +330,11 @@ def run_stage(config: SftConfig | PreferenceConfig, *, out_dir: Path, choose_mod
 
 
 def load_summary(workspace: Workspace, config: OfflineConfig) -> dict[str, Any] | None:
-    """The summary of a finished training, None if it has not finished; raises if the settings differ."""
+    """The summary of a finished training, None if it has not finished; raises if settings or rows differ."""
     root = workspace.root
     if not (root / MODEL / DONE).is_file():
         return None
-    workspace.check_config(config, mutable_keys=MUTABLE_KEYS)
+    workspace.check_config(config, mutable_keys=MUTABLE_KEYS, sources=digest_sources(config))
     check_complete(root / MODEL)
     num_kept = config.keep_checkpoints or 0
     if len(find_checkpoints(root)) > num_kept or any(TEMPORARY.search(path.name) for path in root.iterdir()):

@@ -23,6 +23,7 @@ from tunesmith.config import (
     ConversationDataSection,
     DatasetSection,
     ModelSection,
+    ReplaySection,
     RolloutSection,
     RunConfig,
     SelectorSection,
@@ -82,7 +83,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     if config.is_online:
         check_online(config, algorithm)
     check_refill(config.experience.refill_budget, batch_size=config.algorithm.batch_size)
-    check_rollouts(config.rollout, algorithm)
+    check_rollouts(config.rollout, config.experience.replay, algorithm)
     check_sampling_is_random(config.model, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
@@ -170,14 +171,16 @@ def check_refill(budget: float, *, batch_size: int) -> None:
         )
 
 
-def check_rollouts(rollout: RolloutSection, algorithm: Algorithm) -> None:
-    """Refuse rollouts that the algorithm is not defined for: in flight over several steps, or with hard credit."""
-    max_staleness, branching = rollout.max_staleness, rollout.branching
-    if max_staleness and ALGORITHMS[algorithm.name].needs_current_weights:
-        raise ConfigError(
-            f"rollout.max_staleness={max_staleness} does not work with algorithm.algorithm_type={algorithm.name!r}: it "
-            "is defined for tokens of the current weights only; choose another, such as multi_step_grpo"
-        )
+def check_rollouts(rollout: RolloutSection, replay: ReplaySection, algorithm: Algorithm) -> None:
+    """Refuse rollouts that the algorithm is not defined for: of older weights, or with hard credit."""
+    branching = rollout.branching
+    older = {"rollout.max_staleness": rollout.max_staleness, "experience.replay.num_groups": replay.num_groups}
+    for key, value in older.items():
+        if value and ALGORITHMS[algorithm.name].needs_current_weights:
+            raise ConfigError(
+                f"{key}={value} does not work with algorithm.algorithm_type={algorithm.name!r}: it is defined for "
+                "tokens of the current weights only; choose another, such as multi_step_grpo"
+            )
     knob = algorithm.find_sequence_knob()
     if branching is not None and branching.credit == "hard" and knob is not None:
         raise ConfigError(

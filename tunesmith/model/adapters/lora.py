@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from copy import copy
 from pathlib import Path
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-)
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
@@ -196,9 +192,14 @@ def check_expert_dropout(lora: LoraSection, weights: list[str]) -> None:
 def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainable: bool) -> PeftModel:
     """Inject an adapter from disk into the model in place; refuse one with missing tensors."""
     try:
-        peft_model = PeftModel.from_pretrained(
-            model, str(adapter.folder), adapter_name=ADAPTER, is_trainable=is_trainable
-        )
+        with warnings.catch_warnings():
+            # PEFT reads an attribute that transformers has renamed, which is no concern of the user
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            peft_model = PeftModel.from_pretrained(
+                model, str(adapter.folder), adapter_name=ADAPTER, is_trainable=is_trainable
+            )
         saved = load_file(adapter.folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())

@@ -42,13 +42,7 @@ from tunesmith.trainer.optimizer import (
     find_trainable,
     pop_tensor,
 )
-from tunesmith.trainer.sharding.buckets import (
-    Bucket,
-    build_buckets,
-    finish_one_behind,
-    pack_gradients,
-    pad_flat,
-)
+from tunesmith.trainer.sharding.buckets import Bucket, build_buckets, finish_one_behind, pack_gradients, pad_flat
 from tunesmith.trainer.sharding.sharded_model import get_local, is_narrow
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
 
