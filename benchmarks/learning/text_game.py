@@ -82,12 +82,13 @@ def read_arm(folder: Path, *, has_walks: bool) -> dict[str, Any]:
             }
             | ({"walks": compare_walks(paid)} if has_walks else {})
         )
-    seconds = sum(row["perf/step_s"] for row in list(steps.values())[1:])
+    measured = list(steps.values())[1:] or list(steps.values())
+    seconds = sum(row["perf/step_s"] for row in measured)
     return {
         "curve": curve,
         "median_step_s": sorted(row["perf/step_s"] for row in steps.values())[len(steps) // 2],
-        "trained_tokens_per_s": sum(row["train/num_trained_tokens"] for row in list(steps.values())[1:]) / seconds,
-        "sampled_tokens_per_s": sum(row["rollout/num_sampled_tokens"] for row in list(steps.values())[1:]) / seconds,
+        "trained_tokens_per_s": sum(row["train/num_trained_tokens"] for row in measured) / seconds,
+        "sampled_tokens_per_s": sum(row["rollout/num_sampled_tokens"] for row in measured) / seconds,
     }
 
 
