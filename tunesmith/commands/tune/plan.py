@@ -94,7 +94,8 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         try:
             tasks = load_run_tasks(config, section, name=name)
         except DataError as error:
-            raise type(error)(f"{knob}: {error}") from error
+            error.args = (f"{knob}: {error}",)
+            raise
         sources[knob] = digest_rows(describe_rows(tasks))  # before operators, which may call a model
         return tasks
 
