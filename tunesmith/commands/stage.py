@@ -121,7 +121,7 @@ def check_models(section: ModelSection, paths: Iterable[str]) -> None:
         return
     for path in paths:
         if read_reference(path) is None:
-            check_section(section.model_copy(update={"path": path}))
+            check_section(section.with_path(path))
 
 
 def check_rows(path: str, *, name: str | None = None, split: str | None = "train") -> None:

@@ -119,7 +119,12 @@ DISPLAYED = re.compile(
 """A formula in dollar signs, which are not those of amounts of money, or in LaTeX's brackets."""
 BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
 COMPUTED = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})")
-VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])")
+UNIT = re.compile(r"(?:\\[ ,;:!]|[~\s])*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
+RELATION = re.compile(r"=|\\(?:approx|to|implies|[Rr]ightarrow)(?![a-z])")
+PART_END = re.compile(rf"{RELATION.pattern}|\s\(|,\s|\n|[.!](?:\s|$)")
+"""What separates the parts of a formula in dollar signs, and of one in the text."""
+VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])(?!\s*(?:[<>:]|\\[gl]eq?(?![a-z])))")
+"""A variable that no bound follows: `$n \\ge 12$` states 12."""
 SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
 BRACKET = re.compile(r"[(\[{]")
 CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
@@ -263,12 +268,17 @@ def _find_formula(text: str, start: int) -> str | None:
     No number is the value of `$\frac{1}{2}$`, `2^{10}` and `$x^2 + 1$`; one is that of `$18$` and `$5\text{ cm}$`.
     """
     near = DISPLAYED.finditer(text, max(start - MAX_DISPLAYED, 0), start + MAX_DISPLAYED)
-    shown = next((each[1] or each[2] for each in near if each.start() < start < each.end()), None)
-    bare = BARE_FORMULA.match(text)
-    formula = shown or (re.split(r"\s\(|,\s", bare[0])[0] if bare is not None and bare.end() > start else "")
-    value = formula.rpartition("=")[2].strip(" *.,")
+    shown = next((each for each in near if each.start() < start < each.end()), None)
+    whole = shown or BARE_FORMULA.match(text)
+    if whole is None or whole.end() <= start:
+        return None
+    group = (shown and shown.lastindex) or 0
+    at, formula = start - whole.start(group), whole[group]
+    ends = [each.span() for each in (PART_END if shown is None else RELATION).finditer(formula)]
+    first = max((end for _, end in ends if end <= at), default=0)
+    value = formula[first : min((begin for begin, _ in ends if begin >= at), default=len(formula))].strip(" *.,")
     is_term = COMPUTED.search(value) or (shown and VARIABLE_FIRST.match(value))
-    return value if is_term and value.count("{") == value.count("}") else None
+    return UNIT.sub("", value) if is_term and value.count("{") == value.count("}") else None
 
 
 def _find_last_number(text: str) -> str | None:

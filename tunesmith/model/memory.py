@@ -20,6 +20,7 @@ from tunesmith.config import ClusterSection, EngineSection, LoraSection, Trainer
 from tunesmith.errors import ConfigError
 from tunesmith.model.forward.logprobs import CHUNK_BYTES, CHUNK_FRACTION, CHUNK_TOKENS
 from tunesmith.model.forward.recurrence import RECURRENT_TYPES, STATELESS_TYPES, count_saved_values, count_state_bytes
+from tunesmith.model.torch_modes import is_exact
 
 GIB = 2**30
 LIBRARY_BYTES = {"cuda": GIB, "cpu": GIB // 2}
@@ -167,7 +168,7 @@ def count_activation_bytes(model: PreTrainedModel, settings: MemorySettings, car
     num_values = layers * values
     if settings.trainer.has_gradient_checkpointing:
         num_values = layers * hidden + values
-        if card.type != "cpu":
+        if card.type != "cpu" and not is_exact():
             num_values += sum(each.num_attention_heads * find_head_size(each) for each in list_attention_layers(text))
     is_eager = card.type == "cpu" or not settings.trainer.has_compiled_layers
     activations = row * num_values * model.dtype.itemsize * (EAGER_FACTOR if is_eager else 1)

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tiny_models import build_tiny
+from tunesmith.commands.stage import check_models
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
@@ -18,6 +19,7 @@ from tunesmith.model.adapters.lora import add_adapter, measure_quantization_erro
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint, save_model_files
 from tunesmith.model.load import check_model, check_section, load_model, load_section_model, load_tokenizer
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.result import load_for_inference
 
 CPU = torch.device("cpu")
@@ -216,6 +218,8 @@ def test_a_moved_base_is_found_through_base_path(base, adapter, tmp_path):
     assert torch.equal(compute_logits(model), compute_logits(load_model(str(adapter), dtype=torch.float32, device=CPU)))
     with pytest.raises(ModelError, match="not an adapter folder"):
         check_model(str(base), max_model_len=16, base_path=str(base))
+    section = ModelSection(path=str(moved), max_model_len=16, base_path=str(base))
+    check_models(section, [str(moved), str(base)])  # the base of one model says nothing about another
 
 
 def test_broken_adapters_are_one_sentence(base, adapter, tmp_path):
@@ -228,6 +232,8 @@ def test_broken_adapters_are_one_sentence(base, adapter, tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ModelError, match=match):
             check_model(str(tmp_path), max_model_len=16)
+        with pytest.raises(ModelError, match=rf"^auxiliary_models\.judge\.path=.*{match}"):
+            find_model(str(tmp_path), section="auxiliary_models.judge")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"half")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(adapter)}))
     with pytest.raises(ModelError, match="itself an adapter"):

@@ -13,6 +13,7 @@ from call_templates import HARMONY, build_family_tokenizer
 from chat_templates import QWEN25, THINKING
 from fakes import FakeEngine, say
 from tunesmith.chat.renderer import Renderer
+from tunesmith.rollout.openai_server.responses_api import translate_request
 from tunesmith.rollout.service import ModelService
 
 pytestmark = pytest.mark.anyio
@@ -234,3 +235,22 @@ async def test_responses_are_stored_for_their_own_key_only():
     unstored = await bound.model.client.responses.create(model="m", input="hi", store=False)
     with pytest.raises(openai.BadRequestError, match="is no stored response"):
         await bound.model.client.responses.create(model="m", input="hi", previous_response_id=unstored.id)
+
+
+def test_items_of_two_responses_are_two_replies():
+    """After a reply that was cut off, a client samples again without an item of the user in between."""
+
+    def say(kind: str, name: str, text: str) -> dict:
+        parts = [{"type": "output_text" if kind == "message" else "reasoning_text", "text": text}]
+        return {"id": name, "type": kind, "role": "assistant", "content": parts}
+
+    question = {"role": "user", "content": "?"}
+    items = [say("message", "msg_r1", "A"), say("reasoning", "rs_r2_0", "so"), say("message", "msg_r2", "B")]
+    messages = translate_request({"model": "m", "input": [question, *items]})["messages"]
+    assert messages[1:] == [
+        {"role": "assistant", "content": "A"},
+        {"role": "assistant", "reasoning_content": "so", "content": "B"},
+    ]
+    whole = [say("message", "msg_r1", "A"), say("reasoning", "rs_r1_1", "so")]
+    messages = translate_request({"model": "m", "input": [question, *whole]})["messages"]
+    assert messages[1:] == [{"role": "assistant", "content": "A", "reasoning_content": "so"}]

@@ -37,12 +37,14 @@ class AdapterFiles:
     """Names of adapted weights of experts."""
 
 
-def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
-    """The adapter at a model path, or None if the path names a full model."""
+def find_adapter(path: str, base_path: str | None, *, section: str = "model") -> AdapterFiles | None:
+    """The adapter at the path of the config's `section`, or None if it names a full model."""
     folder = Path(path).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("model*.safetensors")):
         if base_path is not None:
-            raise ModelError(f"model.base_path={base_path!r} is unused: model.path={path!r} is not an adapter folder")
+            raise ModelError(
+                f"{section}.base_path={base_path!r} is unused: {section}.path={path!r} is not an adapter folder"
+            )
         return None
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -56,13 +58,15 @@ def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
             target_parameters=settings.get("target_parameters") or [],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})") from error
+        raise ModelError(
+            f"{section}.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})"
+        ) from error
     if kind != "LORA":
-        raise ModelError(f"model.path={path!r} is an adapter of type {kind}; LoRA adapters are supported")
+        raise ModelError(f"{section}.path={path!r} is an adapter of type {kind}; LoRA adapters are supported")
     if not base:
-        raise ModelError(f"model.path={path!r}: the adapter does not name its base; set model.base_path")
+        raise ModelError(f"{section}.path={path!r}: the adapter does not name its base; set model.base_path")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"model.path={path!r}: the adapter has no {ADAPTER_WEIGHTS}")
+        raise ModelError(f"{section}.path={path!r}: the adapter has no {ADAPTER_WEIGHTS}")
     return adapter
 
 
@@ -88,7 +92,7 @@ def find_model(path: str, base_path: str | None = None, *, section: str = "model
     """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error of the
     config's `section`."""
     path = find_exported(path)
-    adapter = find_adapter(path, base_path)
+    adapter = find_adapter(path, base_path, section=section)
     if adapter is not None:
         try:
             base = find_model(adapter.base)

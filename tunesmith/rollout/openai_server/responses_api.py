@@ -12,6 +12,7 @@ belongs to the same message as content before it. A complete response is the one
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -39,6 +40,10 @@ from tunesmith.rollout.recording.recorder import Session
 
 LOGPROBS = "message.output_text.logprobs"
 MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
+ITEM_ID = re.compile(r"msg_(.+)|rs_(.+)_\d+")
+"""The response that an item is of, as `build_item` writes it."""
+RESPONSE_ID = "response_id"
+"""Key of a message while items are read."""
 IGNORED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """Identifiers, and fields of the cache."""
 
@@ -62,6 +67,8 @@ def translate_input(raw: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(read_list(raw, "input")):
         _add_item(messages, item, f"input[{index}]")
+    for message in messages:
+        message.pop(RESPONSE_ID, None)
     return messages
 
 
@@ -70,18 +77,18 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     if kind == "message":
         content = read_text(item.get("content"), f"{where}.content", MESSAGE_PARTS)
         if item.get("role") == "assistant":
-            _open_reply(messages, has_content=True)["content"] = content
+            _open_reply(messages, item, has_content=True)["content"] = content
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         text = read_text(parts, f"{where}.content", ("reasoning_text", "summary_text", "text"))
-        reply = _open_reply(messages)
+        reply = _open_reply(messages, item)
         before = f"{reply['reasoning_content']}\n" if "reasoning_content" in reply else ""
         reply["reasoning_content"] = before + text.lstrip("\n")
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        reply = _open_reply(messages)
+        reply = _open_reply(messages, item)
         reply.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
     elif kind == "function_call_output":
         output = read_text(item.get("output"), f"{where}.output", MESSAGE_PARTS)
@@ -93,11 +100,17 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         )
 
 
-def _open_reply(messages: list[dict[str, Any]], *, has_content: bool = False) -> dict[str, Any]:
+def _open_reply(messages: list[dict[str, Any]], item: dict[str, Any], *, has_content: bool = False) -> dict[str, Any]:
     """The message that an item belongs to: the last of the assistant, whose items a stream has in any order, or a new
-    one, also for an item with content if the last one has some."""
-    if not messages or messages[-1]["role"] != "assistant" or (has_content and "content" in messages[-1]):
+    one, also for an item with content if the last one has some, and for one whose id names another response."""
+    named = ITEM_ID.fullmatch(str(item.get("id")))
+    owner = None if named is None else named[1] or named[2]
+    last = messages[-1] if messages else {"role": "user"}
+    is_of_another = owner is not None and last.get(RESPONSE_ID, owner) != owner
+    if last["role"] != "assistant" or is_of_another or (has_content and "content" in last):
         messages.append({"role": "assistant"})
+    if owner is not None:
+        messages[-1][RESPONSE_ID] = owner
     return messages[-1]
 
 

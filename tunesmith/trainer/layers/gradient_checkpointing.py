@@ -1,7 +1,7 @@
 """Gradient checkpointing: layers save only their inputs and are recomputed in the backward pass.
 
-On a GPU they also save the output of attention, whose time grows with the square of a row's length: it takes as much
-memory as an input of the layer, and four fifths of a forward at 32k tokens are not repeated.
+On a GPU they also save the output of attention, unless numerics are exact. Its time grows with the square of a row's
+length: it takes one to two times the memory of a layer's input, and most of a forward at 32k tokens is not repeated.
 """
 
 from __future__ import annotations

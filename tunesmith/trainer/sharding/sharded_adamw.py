@@ -135,6 +135,10 @@ class ShardedAdamW(MasterAdamW):
         norm = torch.nn.utils.get_total_norm(shards).double().to(self._ranks.device)
         return self._ranks.add(norm.square()).sqrt()
 
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self._times = CollectiveTimes(self._ranks.device)  # reading a checkpoint is no communication of a step
+
     def take_times(self) -> dict[str, float]:
         """Seconds since the last call in which this rank waited for the others' gradients, and communicated."""
         return self._times.take()
