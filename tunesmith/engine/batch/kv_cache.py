@@ -83,14 +83,14 @@ class KVCache:
 def build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU the system commits memory only when a block is first written."""
     num_bytes = math.prod(size) * dtype.itemsize
-    if device.type != "cpu" or not num_bytes:
-        return torch.zeros(size, dtype=dtype, device=device)
     try:
+        if device.type != "cpu" or not num_bytes:
+            return torch.zeros(size, dtype=dtype, device=device)
         values = np.zeros(num_bytes, dtype=np.uint8)
-    except (MemoryError, ValueError) as error:
+    except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"the KV cache has tensors of {num_bytes / 2**30:.4g} GiB, which cannot be allocated: lower "
-            "engine.kv_cache_tokens, engine.kv_cache_gib or engine.page_size"
+            "engine.kv_cache_tokens, engine.kv_cache_gib or engine.page_size, or end other programs on the device"
         ) from error
     return torch.from_numpy(values).view(dtype).view(size)
 
