@@ -195,10 +195,8 @@ async def tir_judge(
         verdict = 1.0 if is_known else await ask_for_equality(task, prediction, accepted, models)
         scores["llm_equal"] = verdict
         correctness = verdict if ability == "math" else correctness
-    for name in (CONCISENESS_NAME, AUXILIARY_NAME):
-        if name in models:
-            scores["conciseness"] = await build_conciseness_score(auxiliary_model=name)(task, transcript, models)
-            break
+    if reviewer := next((name for name in (CONCISENESS_NAME, AUXILIARY_NAME) if name in models), None):
+        scores["conciseness"] = await build_conciseness_score(auxiliary_model=reviewer)(task, transcript, models)
     return JudgeOutput(reward=correctness, metrics={name: value for name, value in scores.items() if value is not None})
 
 
