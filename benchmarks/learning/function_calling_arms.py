@@ -10,8 +10,8 @@ limit. `arms.tar.gz` in the output folder is written anew after each arm, in pie
 and evaluations, for arms that the limit cut too. Checkpoints are deleted.
 
 Arms from `rl` to `easy2hard` train on all training tasks and are evaluated on the test tasks alone. `plain`, `varied`,
-`steady` and `varied_steady` train without the validation tasks and are evaluated on both, so that settings and steps
-can be chosen without the test tasks.
+`steady`, `varied_steady` and `short` train without the validation tasks and are evaluated on both, so that settings and
+steps can be chosen without the test tasks.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ GAME = Path("recipes/text_game/run.yaml")
 SHUFFLE = "benchmarks.learning.shuffled_rewards:shuffle_rewards"
 FORM = "recipes.function_calling.controls:pay_form"
 REQUIRED = "recipes.function_calling.controls:play_required"
+SHORT = "benchmarks.learning.function_calling_trl:keep_short"
 VARY = "recipes.function_calling.variants:vary"
 PLAY_VARIED = "recipes.function_calling.variants:play_varied"
 PIECE = 15_000_000
@@ -121,11 +122,10 @@ def select(kind: str, **args: Any) -> list[str]:
     return [f"train_dataset={json.dumps({'path': '@kept/pass_rate/train.jsonl', 'task_selector': selector})}"]
 
 
-def vary(**args: Any) -> list[str]:
+def change_tasks(name: str, **args: Any) -> str:
     if "BFCL" in os.environ:
         args["path"] = os.environ["BFCL"]
-    tasks = {"path": "environment", "operators": [{"name": VARY, "args": args}]}
-    return [f"workflow={PLAY_VARIED}", f"train_dataset={json.dumps(tasks)}"]
+    return f"train_dataset={json.dumps({'path': 'environment', 'operators': [{'name': name, 'args': args}]})}"
 
 
 SFT_RATE = "trainer.learning_rate=1e-5"
@@ -143,7 +143,8 @@ MULTI_TURN = [
     "evaluation.at_start=true",
 ]
 """Needs the package bfcl-eval and mpmath, whose services the conversations are about."""
-VARIED = vary(num_variants=6, max_added=3)
+VARIED = [f"workflow={PLAY_VARIED}", change_tasks(VARY, num_variants=6, max_added=3)]
+CURVE = ["total_steps=50", "evaluation.interval_steps=10", "evaluation.at_start=true"]
 LEASHED = ["algorithm.kl_coef=0.01", "experience.refill_budget=1.5"]
 NEAR_HALF = {"path": "environment", "task_selector": {"selector_type": "difficulty_based", "args": BOTS_ARGS}}
 ALL = ["environment.args.irrelevance=688", "environment.num_train=2348"]
@@ -177,6 +178,7 @@ ARMS: dict[str, Arm] = {
         "varied_steady": [*VARIED, *LEASHED],
         "steady": [f"train_dataset={json.dumps(NEAR_HALF)}", *LEASHED],
         "plain": [],
+        "short": [change_tasks(SHORT, model="@model", max_prompt=1024), *CURVE],
     }.items()},
     **{f"multi_turn-{seed}": tune(*MULTI_TURN, seed=seed) for seed in (42, 1, 2)},
     **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
