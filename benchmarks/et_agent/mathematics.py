@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.shared.report import publish
+from benchmarks.shared.report import publish, read_text
 from tunesmith.commands.eval.sample_scores import compute_bootstrap_interval
 from tunesmith.judges.tir import score_math
 
@@ -33,13 +32,6 @@ COMPARISONS = (
     ("rft", "rft_masked"),
     ("rft", "rft_dropped"),
 )
-
-
-def read_text(path: Path) -> str | None:
-    packed = path.with_name(f"{path.name}.xz")
-    if packed.exists():
-        return lzma.decompress(packed.read_bytes()).decode()
-    return path.read_text() if path.exists() else None
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

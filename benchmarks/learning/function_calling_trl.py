@@ -9,7 +9,7 @@ outside of the clock and are evaluated by `tunesmith eval`; the arms `short-SEED
 
     python -m benchmarks.learning.function_calling_trl train --model PATH --data BFCL --folder trl/42 --limit-s 900
     python -m benchmarks.learning.function_calling_arms --work WORK --out OUT --arms short-42 short-1 short-2
-    python -m benchmarks.learning.function_calling_trl curves KEPT --trl trl --share 3 --out OUT.json
+    python -m benchmarks.learning.function_calling_trl curves KEPT --trl trl --out OUT.json
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.learning.function_calling import judge
 from benchmarks.shared.peer_trl import PLAIN, prepare_vllm
-from benchmarks.shared.report import publish
+from benchmarks.shared.report import publish, read_text
 from recipes.function_calling.conversations import load_tasks
 from tunesmith.environments.sets.bfcl import Row, find_data
 from tunesmith.types import Task
@@ -156,7 +156,7 @@ def read_trl(folder: Path) -> list[Point]:
     """The curve of a run of TRL, from its log and the comparison of its checkpoints, `step_NNNNNN` by name."""
     logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     seconds = {row["step"]: row["seconds"] for row in logged if "reward" in row}
-    comparison = json.loads((folder / "comparison.json").read_text())
+    comparison = json.loads(read_text(folder / "comparison.json") or "{}")
     points = list[Point]()
     for name in sorted(comparison[SPLITS[0]]["models"]):
         if name.startswith("step_"):
@@ -185,11 +185,10 @@ def compare(arguments: argparse.Namespace) -> None:
     reached: dict[str, dict[str, float | None]] = {}
     for goal in arguments.goals:
         seconds = {name: find_seconds(points, SPLITS[0], goal) for name, points in curves.items()}
-        reached[f"{goal:g}"] = {
-            name: value if value is None else value / 60 / arguments.share for name, value in seconds.items()
+        reached[f"{goal:g}"] = minutes = {
+            name: value if value is None else round(value / 60 / arguments.share, 3) for name, value in seconds.items()
         }
-        listed = "   ".join(f"{name} {value}" for name, value in reached[f"{goal:g}"].items())
-        print(f"GPU minutes to {goal:.0%} on the validation tasks: {listed}")
+        print(f"GPU minutes to {goal:.0%} on the validation tasks:", json.dumps(minutes))
     first = reached[f"{arguments.goals[0]:g}"]
     means = {
         system: fmean(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import platform
 import time
 from collections.abc import Collection, Mapping
@@ -81,6 +82,14 @@ def save_record(out: str, record: Mapping[str, Any]) -> None:
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a result, which may be compressed (`.xz`); None if there is none."""
+    packed = path.with_name(f"{path.name}.xz")
+    if packed.exists():
+        return lzma.decompress(packed.read_bytes()).decode()
+    return path.read_text() if path.exists() else None
 
 
 def describe_settings(arguments: argparse.Namespace, *, hidden: Collection[str] = ()) -> dict[str, Any]:
