@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -75,7 +76,7 @@ class GraphStore(Generic[Output]):
         # The first run compiles kernels, and libraries create handles and workspaces: nothing of that may be captured.
         # It is on a side stream, as torch asks for before a capture.
         if num_warmups:
-            stream = torch.cuda.Stream()
+            stream = _find_warmup_stream(torch.cuda.current_device())
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(num_warmups):
@@ -93,3 +94,9 @@ class GraphStore(Generic[Output]):
 
     def _list_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
+
+
+@cache
+def _find_warmup_stream(device: int) -> torch.cuda.Stream:
+    """One for each GPU: cuBLAS keeps a workspace for every stream on which it has run, 32 MiB on an H200."""
+    return torch.cuda.Stream(device)
