@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # whether there is a GPU is then asked without starting CUDA, which forks of this process could not use
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-# no test uses TLS, but every HTTP client reads the certificates of all authorities, which takes longer than its requests
+# no test uses TLS, but every HTTP client would read the certificates of all authorities, longer than its requests take
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
 
