@@ -6,6 +6,7 @@ The terminal summary lists the skipped tests, grouped by reason.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,9 @@ from forked_programs import start_forked_programs
 from forked_workers import pytest_addoption as pytest_addoption
 from forked_workers import pytest_runtestloop as pytest_runtestloop
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
+
+# pytest adds handlers to loggers that do not propagate, and with one torch would print every graph that it compiles
+logging.getLogger("torch.__trace").propagate = True
 
 hypothesis.settings.register_profile(
     "tunesmith",
