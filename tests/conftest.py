@@ -6,14 +6,19 @@ The terminal summary lists the skipped tests, grouped by reason.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # whether there is a GPU is then asked without starting CUDA, which forks of this process could not use
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# no test uses TLS, but every HTTP client would read the certificates of all authorities, longer than its requests take
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
 
 import hypothesis
 import pytest
@@ -25,6 +30,9 @@ from forked_programs import start_forked_programs
 from forked_workers import pytest_addoption as pytest_addoption
 from forked_workers import pytest_runtestloop as pytest_runtestloop
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
+
+# pytest adds handlers to loggers that do not propagate, and with one torch would print every graph that it compiles
+logging.getLogger("torch.__trace").propagate = True
 
 hypothesis.settings.register_profile(
     "tunesmith",
@@ -55,12 +63,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt what is imported by now from garbage collection: runs collect all garbage between stages and models, and
-    the objects of the libraries would take most of that time."""
-    gc.collect()
-    gc.freeze()
+    freeze_imported()
     if session.config.option.workers:
         start_forked_programs()  # the workers share it; by now all modules are compiled
+
+
+def freeze_imported() -> None:
+    """Exempt what is imported by now from garbage collection: runs collect all garbage between stages and models, and
+    the objects of the libraries would take most of that time."""
+    global num_frozen_modules
+    num_frozen_modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> None:
+    """What the tests of the files before have imported, such as torch's compiler, is exempt too."""
+    if len(sys.modules) > num_frozen_modules + 50:
+        freeze_imported()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ def make_pocket_base(
     has_names: bool = False,
     vocabulary_size: int = VOCABULARY_SIZE,
     num_kv_heads: int | None = None,
+    hidden_size: int = 192,
 ) -> dict[str, int]:
     """Write an untrained model to `out_dir/model`, to be fine-tuned on `conversations`, a JSON lines file.
 
@@ -28,7 +29,7 @@ def make_pocket_base(
     for tag in MARKUP_TOKENS:
         text = text.replace(tag, "")
     tokenizer = build_pocket_tokenizer(text, has_names=has_names, vocabulary_size=vocabulary_size)
-    model = build_pocket_model(tokenizer, seed=seed, num_kv_heads=num_kv_heads)
+    model = build_pocket_model(tokenizer, seed=seed, hidden_size=hidden_size, num_kv_heads=num_kv_heads)
     (Path(out_dir) / "model").mkdir(parents=True)
     save_model_files(Path(out_dir) / "model", model, tokenizer)
     return {"parameters": model.num_parameters(), "tokens of the vocabulary": len(tokenizer)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ PREFIXES = (
 METRIC = re.compile(rf"(?:{'|'.join(PREFIXES)})(?:/[\w@<>]*[^\W_]>?)+")
 
 
+@functools.cache
 def list_documented() -> set[str]:
     """Metrics in the first column of the page's tables; `<name>` stands for any name."""
     cells = [line.split("|")[1] for _, line in iter_prose(PAGE) if line.startswith("| ")]

@@ -63,7 +63,7 @@ def generate_alone(name: str, prompt: tuple[int, ...], sampling: Sampling) -> Co
 
 
 @pytest.mark.parametrize("build", [build_engine, build_burst_engine])
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     st.sampled_from(["llama", "lfm2", "qwen3_5"]),
     st.lists(arrivals(), min_size=1, max_size=10),

@@ -25,9 +25,10 @@ FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
     "variables.world.num_train=120", "variables.world.num_documents=40",
     "stages.demonstrations.args.num_conversations=60",
-    "stages.prompted.max_steps=10",
+    "stages.base.args.hidden_size=64", "stages.base.args.num_kv_heads=2",
+    "stages.prompted.max_steps=3",
     "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
-    "stages.questions.args.num_train=16", "stages.questions.args.num_test=4",
+    "stages.questions.args.num_train=16", "stages.questions.args.num_test=2",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
     "stages.rft.max_steps=2", "stages.rft_rollouts.max_steps=2", "stages.curriculum.stages.rl.total_steps=1",
@@ -46,7 +47,7 @@ from tunesmith.types import JudgeOutput
 async def judge(task, response):
     return JudgeOutput(reward=float(len(response.text) % 2), metrics={"em": 0.0})
 """
-"""A model of 10 steps is never right, so half of its trajectories are called so."""
+"""A model of 3 steps is never right, so half of its trajectories are called so."""
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,9 @@ FEW = (
     "stages.base.max_steps=1", "stages.rft.max_steps=1", "stages.rft_rollouts.max_steps=1",
     "stages.rft_masked.max_steps=1", "stages.rft_dropped.max_steps=1",
     "stages.flywheel.num_rollouts=1", "stages.flywheel.num_iterations=1", "stages.flywheel.roles.judge=null",
-    "stages.flywheel.extra_tokens=8", "stages.rollouts.num_rollouts=1",
+    "stages.flywheel.extra_tokens=8", "stages.flywheel.auxiliary_models.large.max_tokens=4",
+    "stages.eval.auxiliary_models.conciseness.max_tokens=4", "stages.rollouts.num_rollouts=1",
+    "stages.eval_arms.auxiliary_models.conciseness.max_tokens=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
     "stages.curriculum.count=1", "stages.curriculum.values.sigma=[0.2]", "stages.random.count=1",

@@ -11,6 +11,7 @@ STARTED_FIRST = (
     "tests/docs/test_readme.py",
     "tests/recipes/test_et_agent_recipe.py",
     "tests/trainer/layers/test_compiled_layers.py",
+    "tests/engine/cuda/test_recurrent_fusion.py",
     "tests/trainer/losses/test_combinations.py",
     "tests/docs/test_snippets.py",
     "tests/trainer/test_gradients.py",
@@ -26,7 +27,6 @@ STARTED_FIRST = (
     "tests/trainer/test_scoring_pass.py",
     "tests/commands/tune/test_tune.py",
     "tests/tools/python/test_siblings.py",
-    "tests/tools/python/test_python_session.py",
 )
 """Files that take longest. If one of them were the last, one worker would run it while the others have ended."""
 

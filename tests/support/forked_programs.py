@@ -173,6 +173,7 @@ class ForkServer:
         import tunesmith
         import tunesmith.cli
         import tunesmith.cluster.launch
+        import tunesmith.monitor.tensorboard
         import tunesmith.tasks.load_library
         from tunesmith.engine.event_loop.clock import frozen_objects
 

@@ -23,9 +23,10 @@ AGENT = textwrap.dedent(
 
     def is_held():
         "Whether the run that the file names has written as many lines of metrics as it says."
-        if not HOLD.exists():
+        try:
+            metrics, num_lines = HOLD.read_text().split("\\n")
+        except FileNotFoundError:
             return False
-        metrics, num_lines = HOLD.read_text().split("\\n")
         if not Path(metrics).exists() or Path(metrics).read_text().count("\\n") < int(num_lines):
             return False
         HOLD.with_name("held").touch()
@@ -77,7 +78,7 @@ def write_run_folder(folder: Path, **settings: Any) -> None:
         "judge": "agent.py:judge",
         "checkpoint_root_dir": "runs",
         "save_interval_steps": 2,
-        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
+        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 6, "device": "cpu"},
         "train_dataset": {
             "path": "data",
             "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +27,15 @@ def build_trainable(
     return copy.deepcopy(prototype)  # in half the time of another initialization
 
 
+def build_shallow(**options: Any) -> PreTrainedModel:
+    """The model of `build_trainable` with one layer, where the subject is the loss."""
+    return build_trainable(num_layers=1, **options)
+
+
 @functools.cache
 def build_frozen(seed: int) -> PreTrainedModel:
-    """The model of `build_trainable`, one for all tests: a reference or a teacher, which no test trains."""
-    return build_trainable(seed=seed)
+    """One model for all tests: a reference or a teacher, which no test trains."""
+    return build_shallow(seed=seed)
 
 
 @functools.cache

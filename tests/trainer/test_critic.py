@@ -10,7 +10,7 @@ import torch
 from test_gradients import build_samples
 from test_trainer import read_parameters, score
 
-from trainable_models import build_trainable
+from trainable_models import build_shallow
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.model.value_model import ValueModel
@@ -22,7 +22,7 @@ SETTINGS = {"mismatch_warn": 1e9, "mismatch_stop": 1e9, "learning_rate": 1e-3}
 
 
 def build_value_model(*, seed: int = 3, dtype: torch.dtype = torch.float64, is_zero_head: bool = False) -> ValueModel:
-    model = ValueModel(build_trainable(seed=seed, dtype=dtype).get_decoder())
+    model = ValueModel(build_shallow(seed=seed, dtype=dtype).get_decoder())
     if not is_zero_head:
         generator = torch.Generator().manual_seed(seed)
         model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=generator))
@@ -154,7 +154,7 @@ def test_ppo_step_does_not_depend_on_packing():
         {"has_prefix_sharing": False},
         {"has_gradient_checkpointing": True},
     ):
-        model, value_model = build_trainable(), build_value_model()
+        model, value_model = build_shallow(), build_value_model()
         trainer = build_ppo(model, value_model, terms_args={"gamma": 0.9, "lam": 0.8}, **settings)
         metrics = trainer.step(build_samples())
         parameters = torch.cat([read_parameters(model), read_parameters(value_model)])
@@ -166,7 +166,7 @@ def test_ppo_step_does_not_depend_on_packing():
 
 def test_ppo_with_zero_values_is_reinforce_with_whitened_rewards():
     """lambda = gamma = 1 and V = 0: the advantage of every token is its rollout's reward, whitened."""
-    models = build_trainable(), build_trainable()
+    models = build_shallow(), build_shallow()
     build_ppo(models[0], build_value_model(is_zero_head=True)).step(build_samples())
     section = AlgorithmSection(algorithm_type="reinforceplusplus")
     trainer = Trainer(models[1], TrainerSection(**SETTINGS), section, max_model_len=64, num_total_steps=10)
@@ -175,7 +175,7 @@ def test_ppo_with_zero_values_is_reinforce_with_whitened_rewards():
 
 
 def test_policy_is_not_updated_during_critic_warmup():
-    model, value_model = build_trainable(dtype=torch.float32), build_value_model(dtype=torch.float32)
+    model, value_model = build_shallow(dtype=torch.float32), build_value_model(dtype=torch.float32)
     before, critic_before = read_parameters(model), read_parameters(value_model)
     trainer = build_ppo(model, value_model, critic=CriticSection(learning_rate=1e-2, warmup_steps=2))
     for _ in range(2):
@@ -191,13 +191,13 @@ def test_advantages_do_not_depend_on_the_critics_updates_within_a_step(reference
     """Values are scored before the first update: the policy is updated as with a critic that does not move."""
     steps = []
     for learning_rate in (1e-15, 0.3):
-        model, value_model = build_trainable(), build_value_model()
+        model, value_model = build_shallow(), build_value_model()
         trainer = build_ppo(
             model,
             value_model,
             terms_args={"gamma": 0.9, "lam": 0.8, "reward_kl_coef": 0.1 if reference else 0.0},
             critic=CriticSection(learning_rate=learning_rate, num_epochs=2),
-            reference_model=build_trainable(seed=1) if reference else None,
+            reference_model=build_shallow(seed=1) if reference else None,
             num_minibatches=3,
         )
         metrics = trainer.step(build_samples())
@@ -210,13 +210,13 @@ def test_advantages_do_not_depend_on_the_critics_updates_within_a_step(reference
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ppo_resumes_bit_for_bit(dtype):
     samples = build_samples()
-    whole, critic = build_trainable(dtype=dtype), build_value_model(dtype=dtype)
+    whole, critic = build_shallow(dtype=dtype), build_value_model(dtype=dtype)
     trainer = build_ppo(whole, critic)
     expected = [trainer.step(samples) for _ in range(4)]
-    first, first_critic = build_trainable(dtype=dtype), build_value_model(dtype=dtype)
+    first, first_critic = build_shallow(dtype=dtype), build_value_model(dtype=dtype)
     trainer = build_ppo(first, first_critic)
     actual = [trainer.step(samples) for _ in range(2)]
-    second, state = build_trainable(dtype=dtype, seed=5), copy.deepcopy(trainer.state_dict())
+    second, state = build_shallow(dtype=dtype, seed=5), copy.deepcopy(trainer.state_dict())
     second.load_state_dict(first.state_dict())
     second_critic = build_value_model(dtype=dtype, seed=8, is_zero_head=True)
     resumed = build_ppo(second, second_critic)
@@ -229,25 +229,25 @@ def test_ppo_resumes_bit_for_bit(dtype):
 
 def test_only_ppo_needs_a_critic():
     with pytest.raises(ConfigError, match="no critic model was passed"):
-        build_ppo(build_trainable(), None)
+        build_ppo(build_shallow(), None)
     with pytest.raises(ConfigError, match="a critic model was passed"):
         Trainer(
-            build_trainable(), TrainerSection(), AlgorithmSection(),
+            build_shallow(), TrainerSection(), AlgorithmSection(),
             max_model_len=64, num_total_steps=1, critic_model=build_value_model(),
         )  # fmt: skip
     with pytest.raises(ConfigError, match="no reference model"):
-        build_ppo(build_trainable(), build_value_model(), terms_args={"reward_kl_coef": 0.1})
+        build_ppo(build_shallow(), build_value_model(), terms_args={"reward_kl_coef": 0.1})
 
 
 def test_kl_in_the_reward_needs_no_kl_in_the_loss():
-    model = build_trainable()
+    model = build_shallow()
     trainer = build_ppo(
-        model, build_value_model(), terms_args={"reward_kl_coef": 0.1}, reference_model=build_trainable(seed=1)
+        model, build_value_model(), terms_args={"reward_kl_coef": 0.1}, reference_model=build_shallow(seed=1)
     )
     metrics = trainer.step(build_samples())
     assert "train/kl" not in metrics
     assert metrics["train/loss"] == metrics["train/pg_loss"]
-    plain = build_ppo(build_trainable(), build_value_model()).step(build_samples())
+    plain = build_ppo(build_shallow(), build_value_model()).step(build_samples())
     assert metrics["critic/return_mean"] != plain["critic/return_mean"]
 
 

@@ -10,7 +10,7 @@ from test_adapter_training import build_adapted, get_adapter
 from test_gradients import build_samples
 from test_trainer import LOOSE, read_parameters, score
 
-from trainable_models import build_trainable
+from trainable_models import build_shallow
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.trainer.trainer import Trainer
@@ -23,14 +23,14 @@ def build(
     kind: str, refresh_steps: int | None = None, dtype=torch.float32, **section
 ) -> tuple[Trainer, torch.nn.Module]:
     """A trainer and its policy; with an adapter the policy is its own reference."""
-    model = build_trainable(dtype=dtype) if kind == "full" else build_adapted(dtype=dtype)
+    model = build_shallow(dtype=dtype) if kind == "full" else build_adapted(dtype=dtype)
     trainer = Trainer(
         model,
         TrainerSection(**{**LOOSE, "learning_rate": 1e-2}),
         AlgorithmSection(**{**KL, **section}, reference_refresh_steps=refresh_steps),
         max_model_len=64,
         num_total_steps=10,
-        reference_model=build_trainable(dtype=dtype).requires_grad_(False) if kind == "full" else model,
+        reference_model=build_shallow(dtype=dtype).requires_grad_(False) if kind == "full" else model,
     )
     return trainer, model
 

@@ -11,7 +11,7 @@ from padded import UPDATES
 from test_adapter_training import build_adapted
 from test_gradients import DISTRIBUTIONS, NORM_LENGTH, assert_same, build_samples, take_gradient
 
-from trainable_models import build_frozen, build_trainable
+from trainable_models import build_frozen, build_shallow, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.trainer.batch import index_events
@@ -74,7 +74,7 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
 @pytest.mark.parametrize("name", UPDATES)
 def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
     """Each algorithm in one of the packings; algorithms that differ in advantages alone are tested once."""
-    model = build_trainable()
+    model = build_shallow()
     samples = build_near_samples(model)
     section = AlgorithmSection(algorithm_type=name)
     expected, prepared = run(model, samples, section)
@@ -100,7 +100,7 @@ def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
     ],
 )
 def test_gradient_with_options_does_not_depend_on_packing(changes):
-    model = build_trainable()
+    model = build_shallow()
     samples, section = build_near_samples(model), AlgorithmSection(**changes)
     expected, _ = run(model, samples, section)
     for packing in PACKINGS:
@@ -109,7 +109,7 @@ def test_gradient_with_options_does_not_depend_on_packing(changes):
 
 def test_scored_logprobs_equal_those_of_the_loss_pass():
     """So the ratio of a policy and itself is exactly 1, and its gradient is the policy gradient."""
-    model, samples = build_trainable(), build_samples()
+    model, samples = build_shallow(), build_samples()
     rows = pack_samples(samples, hidden_size=32, **EXACT)
     exact = scatter_to_samples(score_tokens(model, samples, rows, chunk_tokens=5)[0], samples, rows)
     assert [np.isfinite(logprobs).tolist() for logprobs in exact] == [list(sample.is_sampled) for sample in samples]
@@ -123,7 +123,7 @@ def test_scored_logprobs_equal_those_of_the_loss_pass():
 
 
 def test_gspo_weights_tokens_by_the_sequence_ratio():
-    model = build_trainable()
+    model = build_shallow()
     samples = build_near_samples(model)
     _, prepared = run(model, samples, AlgorithmSection(algorithm_type="gspo"))
     rows = pack_samples(samples, hidden_size=32, **EXACT)
@@ -144,7 +144,7 @@ def score_proximal(model, samples) -> StepScores:
 
 def test_corrected_loss_has_proximal_ratio_and_truncated_weights():
     """By hand: -A min(proximal / sampler, cap), with a ratio of policy and proximal policy of exactly 1."""
-    model, samples = build_trainable(), build_near_samples(build_trainable())
+    model, samples = build_shallow(), build_near_samples(build_shallow())
     proximal = score_proximal(model, samples)
     section = AlgorithmSection(correction=CorrectionSection(cap=1.05))
     (loss, _), prepared = run(model, samples, section, proximal=proximal)
@@ -160,7 +160,7 @@ def test_corrected_loss_has_proximal_ratio_and_truncated_weights():
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_masks_do_not_depend_on_packing(level):
-    model = build_trainable()
+    model = build_shallow()
     samples = build_near_samples(model)
     proximal = score_proximal(model, samples)
     mask = MaskSection(level=level, low=0.95, high=1.05)
@@ -175,7 +175,7 @@ def test_masks_do_not_depend_on_packing(level):
 
 
 def test_expert_tokens_are_aggregated_separately_and_not_corrected():
-    model = build_trainable()
+    model = build_shallow()
     own = build_near_samples(model)
     expert = replace(
         own[0], is_expert=True, logprobs=(0.0,) * len(own[0].token_ids), group_index=9, trajectory_index=99
@@ -193,7 +193,7 @@ def test_expert_tokens_are_aggregated_separately_and_not_corrected():
 
 
 def test_tokens_of_the_newest_version_are_marked():
-    model, samples = build_trainable(), build_samples()
+    model, samples = build_shallow(), build_samples()
     old = [replace(s, policy_versions=tuple(3 if m else None for m in s.is_sampled)) for s in samples[:5]]
     new = [replace(s, policy_versions=tuple(4 if m else None for m in s.is_sampled)) for s in samples[5:]]
     rows = pack_samples([*old, *new], hidden_size=32, **EXACT)
@@ -231,10 +231,10 @@ def test_events_are_ordered_by_trajectory_sample_and_time(packing):
 
 
 def test_each_score_goes_to_its_own_column_in_the_order_of_the_events():
-    model, samples = build_trainable(), list(reversed(build_samples()))
+    model, samples = build_shallow(), list(reversed(build_samples()))
     rows = pack_samples(samples, hidden_size=32, **PACKINGS[0])
     events = index_events(samples, rows)
-    models = {"reference": build_trainable(seed=1), "teacher": build_trainable(seed=2)}
+    models = {"reference": build_shallow(seed=1), "teacher": build_shallow(seed=2)}
     scoring_models = ScoringModels(
         reference=Reference(models["reference"]), teacher=models["teacher"], score_values=score_values
     )
@@ -258,7 +258,7 @@ def test_each_score_goes_to_its_own_column_in_the_order_of_the_events():
 @pytest.mark.parametrize("packing", [EXACT, *PACKINGS])
 def test_the_critic_gets_values_and_returns_in_the_order_of_the_rows(packing):
     """By hand: returns with lambda 1 are the discounted reward of the run, at its last token."""
-    model, samples = build_trainable(), build_samples()
+    model, samples = build_shallow(), build_samples()
     section = AlgorithmSection(algorithm_type="ppo", terms_args={"gamma": 0.9})
     _, prepared = run(model, samples, section, packing=packing)
     rows = pack_samples(samples, hidden_size=32, **packing)
@@ -300,7 +300,7 @@ def test_only_the_reference_is_scored_without_its_adapter():
 @pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "on_policy_distill", "jsd"])
 def test_sequences_are_masked_by_the_advantages_of_the_loss(name):
     """Rewards are 0 or 1, so none is negative; the advantages that are computed from them are."""
-    model = build_trainable()
+    model = build_shallow()
     samples = [
         replace(sample, advantages=tuple(float(is_sampled and sample.trajectory_index % 2) for is_sampled in mask))
         for sample in build_near_samples(model)

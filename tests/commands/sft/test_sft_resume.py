@@ -26,14 +26,14 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
     write_small_pocket(folder / "pocket")
     rows = [
-        ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": f"{n} it is."}]} for n in range(24)
+        ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": f"{n} it is."}]} for n in range(16)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "model": {"path": "pocket", "max_model_len": 256, "device": "cpu"},
         "train_dataset": {"path": "rows.jsonl"},
         "eval_fraction": 0.2,
-        "num_epochs": 3,
+        "num_epochs": 2,
         "max_tokens_per_batch": 300,
         "evaluation_interval_steps": 3,
         "save_interval_steps": 2,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from sample_spans import build_spans
-from trainable_models import build_trainable
+from trainable_models import build_shallow
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.loss_pass import PassSetup, run_loss_pass
@@ -91,7 +91,7 @@ def assert_equal_to(
     **extra_models,
 ) -> None:
     """`compute` returns the loss from the logprobs of each trajectory."""
-    model = build_trainable()
+    model = build_shallow()
     loss = compute(score_trajectories(model, samples))
     loss.backward()
     expected = loss.item(), take_gradient(model)
@@ -131,7 +131,7 @@ def ppo_losses(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tens
 
 
 def test_dpo_equals_the_textbook_gradient():
-    samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
+    samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_shallow(seed=1)
     fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
@@ -145,7 +145,7 @@ def test_dpo_equals_the_textbook_gradient():
 
 @pytest.mark.parametrize("loss_type", ["ipo", "hinge", "robust"])
 def test_dpo_forms_equal_the_textbook_gradient(loss_type):
-    samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
+    samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_shallow(seed=1)
     fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
@@ -179,7 +179,7 @@ def test_losses_without_a_reference_equal_the_textbook_gradient(name):
 
 def test_kto_equals_the_textbook_gradient():
     samples = build_batch([1, -1, 1, -1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3], seed=3)
-    reference = build_trainable(seed=1)
+    reference = build_shallow(seed=1)
     fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
@@ -218,7 +218,7 @@ def test_mixtures_aggregate_sampled_and_expert_tokens_separately(name, aggregati
 
 
 def test_kl_of_a_mixture_excludes_expert_tokens():
-    samples, reference = build_batch([0.7, -1.0, 0.0], [0, 0, 1], experts=(2,)), build_trainable(seed=1)
+    samples, reference = build_batch([0.7, -1.0, 0.0], [0, 0, 1], experts=(2,)), build_shallow(seed=1)
     old, fixed = gather_old(samples), score_with(reference, samples)
 
     def compute(rows):
@@ -231,7 +231,7 @@ def test_kl_of_a_mixture_excludes_expert_tokens():
 
 @pytest.mark.parametrize(("name", "beta"), [("on_policy_distill", 1.0), ("jsd", 0.3)])
 def test_distillation_advantages_use_the_teacher(name, beta):
-    samples, teacher = build_batch([0.0, 1.0, 5.0], [0, 0, 1]), build_trainable(seed=2)
+    samples, teacher = build_batch([0.0, 1.0, 5.0], [0, 0, 1]), build_shallow(seed=2)
     old, fixed = gather_old(samples), score_with(teacher, samples)
 
     def compute(rows):

@@ -25,7 +25,7 @@ from test_critic import build_value_model, compute_values_naively
 from test_gradients import assert_same, take_gradient
 from test_trainer import read_parameters
 
-from trainable_models import build_frozen, build_trainable
+from trainable_models import build_frozen, build_shallow
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses, TokenScores
@@ -64,13 +64,13 @@ STILL = {**LOOSE, "learning_rate": 1e-15}
 @functools.cache
 def load_off_policy():
     """Samples of the model without a seed, and their proximal scores."""
-    return build_off_policy(build_trainable(), LABELS, GROUPS, seed=1)
+    return build_off_policy(build_shallow(), LABELS, GROUPS, seed=1)
 
 
 @functools.cache
 def load_tokens():
     """A model, its reference, and the scores of the samples with a graph that gradients are taken through again."""
-    model, reference = build_trainable(), build_frozen(1)
+    model, reference = build_shallow(), build_frozen(1)
     samples, proximal = load_off_policy()
     return model, reference, read_tokens(model, samples, proximal=proximal, reference=reference)
 
@@ -169,7 +169,7 @@ def build_extra_models(name: str) -> dict:
 
 
 def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models):
-    model = build_trainable()
+    model = build_shallow()
     trainer = Trainer(model, TrainerSection(**settings), section, max_model_len=64, num_total_steps=9, **extra_models)
     return trainer.step(samples), read_parameters(model)
 
@@ -186,7 +186,7 @@ def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models
 )
 def test_means_of_the_terms_are_over_the_tokens_of_a_step_with_one_update_or_several(name, metric, args):
     """Without a change of the weights; minibatches have unequal numbers of tokens and of rollouts."""
-    samples, _ = build_off_policy(build_trainable(), LABELS[:5], [0, 0, 0, 1, 1])
+    samples, _ = build_off_policy(build_shallow(), LABELS[:5], [0, 0, 0, 1, 1])
     section = AlgorithmSection(algorithm_type=name, terms_args=args, correction={"importance": "none"})
     extra = build_extra_models(name) | ({"reference_model": build_frozen(1)} if args else {})
     one, two = (take_step(samples, section, {**STILL, "num_minibatches": n}, **extra)[0][metric] for n in (1, 2))
@@ -200,7 +200,7 @@ UNSUPERVISED = sorted(name for name in UPDATES if ALGORITHMS[name].compute_advan
 def test_a_mask_without_effect_changes_no_bit(name):
     """Over two updates, with sampler logprobs that differ by 0.4 nats."""
     experts = (4, 5) if name.startswith("mix") else ()
-    samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=experts)
+    samples, _ = build_off_policy(build_shallow(), LABELS, GROUPS, experts=experts)
     settings = {**LOOSE, "learning_rate": 1e-2, "num_minibatches": 2}
     plain, expected = take_step(samples, AlgorithmSection(algorithm_type=name), settings, **build_extra_models(name))
     section = AlgorithmSection(algorithm_type=name, correction={"mask": WIDE})
@@ -214,7 +214,7 @@ def test_a_mask_without_effect_changes_no_bit(name):
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
 def test_metrics_of_a_mixture_exclude_expert_tokens(name, num_minibatches):
     """Expert tokens are in the loss but in no metric; minibatches are weighted by their sampled tokens."""
-    model, reference = build_trainable(), build_trainable(seed=1)
+    model, reference = build_shallow(), build_shallow(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5), noise=1.0)
     tokens = read_tokens(model, samples, reference=reference)
     own, d = tokens.is_sampled, (tokens.logprobs - tokens.sampler).detach()
@@ -244,9 +244,9 @@ def test_an_own_loss_reads_which_tokens_are_experts_in_minibatches_without_any(n
             losses_N=torch.where(scores.is_expert_N > 0, -scores.logprobs_N, -scores.advantages_N * ratio_N)
         )
 
-    samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=(5,))
+    samples, _ = build_off_policy(build_shallow(), LABELS, GROUPS, experts=(5,))
     trainer = Trainer(
-        build_trainable(),
+        build_shallow(),
         TrainerSection(**LOOSE, num_minibatches=3),
         AlgorithmSection(algorithm_type=name, loss="own.py:loss"),
         max_model_len=64,
@@ -260,14 +260,14 @@ def test_an_own_loss_reads_which_tokens_are_experts_in_minibatches_without_any(n
 
 def test_adaptive_kl_coef_excludes_expert_tokens():
     """The mean KL over sampled tokens is above the target; over all tokens it would be below."""
-    model, reference = build_trainable(), build_trainable(seed=1)
+    model, reference = build_shallow(), build_shallow(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5))
     tokens = read_tokens(model, samples, reference=reference)
     kl = estimate_kl(tokens, "k2")[tokens.is_sampled].mean().item()
     target = 0.9 * kl
     assert kl * tokens.is_sampled.sum() / tokens.is_real.sum() < target
     section = AlgorithmSection(algorithm_type="mix", kl_coef=0.1, kl_adaptive={"target": target, "horizon": 50})
-    model = build_trainable()
+    model = build_shallow()
     trainer = Trainer(
         model, TrainerSection(**STILL), section, max_model_len=64, num_total_steps=9, reference_model=reference
     )
@@ -291,7 +291,7 @@ def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3])
 def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
     """Values, returns and whitening are of the step; losses are per minibatch, and metrics are means over updates."""
-    model, value_model, correction = build_trainable(), build_value_model(), CORRECTIONS[kind]
+    model, value_model, correction = build_shallow(), build_value_model(), CORRECTIONS[kind]
     samples, _ = build_off_policy(model, LABELS, GROUPS, seed=1)
     expected: dict[str, list[float]] = {}
     with torch.no_grad():

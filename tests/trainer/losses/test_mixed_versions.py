@@ -8,7 +8,7 @@ import torch
 from test_algorithm_gradients import build_batch, score_plainly
 from test_gradients import take_gradient
 
-from trainable_models import build_trainable
+from trainable_models import build_shallow
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Sample
@@ -37,9 +37,9 @@ def test_the_gradient_is_that_of_the_corrected_loss(monkeypatch):
     The first update of a step starts at the proximal policy, so the ratio of the clipped loss is 1.
     """
     with torch.no_grad():
-        models = [build_trainable(seed=0)]
+        models = [build_shallow(seed=0)]
         for age in (1, 2):
-            models.append(build_trainable(seed=0))
+            models.append(build_shallow(seed=0))
             generator = torch.Generator().manual_seed(age)
             for parameter in models[-1].parameters():
                 parameter += 0.1 * age * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -47,7 +47,7 @@ def test_the_gradient_is_that_of_the_corrected_loss(monkeypatch):
     assert {v for s in samples for v in s.policy_versions} == {None, 1, 2, 3}
     assert any(len(set(s.policy_versions) - {None}) > 1 for s in samples)
 
-    reference = build_trainable(seed=0)
+    reference = build_shallow(seed=0)
     terms, weights = [], []
     for sample in samples:
         logprobs = score_plainly(reference, sample)
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_corrected_loss(monkeypatch):
     (-torch.cat(terms).mean()).backward()
     expected = take_gradient(reference)
 
-    model, gradients = build_trainable(seed=0), []
+    model, gradients = build_shallow(seed=0), []
     section = AlgorithmSection(algorithm_type="grpo", correction={"cap": CAP})
     trainer = Trainer(model, TrainerSection(), section, max_model_len=64, num_total_steps=1)
     monkeypatch.setattr(trainer._optimizer, "update", lambda **_: gradients.append(take_gradient(model)))
@@ -82,7 +82,7 @@ def test_the_newest_version_is_that_of_the_whole_step():
     settings = TrainerSection(num_minibatches=2, mismatch_warn=1e9, mismatch_stop=1e9)
     metrics = [
         Trainer(
-            build_trainable(), settings, AlgorithmSection(algorithm_type="grpo"), max_model_len=64, num_total_steps=9
+            build_shallow(), settings, AlgorithmSection(algorithm_type="grpo"), max_model_len=64, num_total_steps=9
         ).step(samples, policy_version=version)
         for version in (None, 1)
     ]

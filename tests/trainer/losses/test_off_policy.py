@@ -10,7 +10,7 @@ import torch
 from test_gradients import build_samples
 from test_trainer import build_trainer, read_parameters, score
 
-from trainable_models import build_trainable
+from trainable_models import build_shallow
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.types import Sample
@@ -45,7 +45,7 @@ def build_mixed(model, *, shift: float) -> list[Sample]:
 
 
 def run_step(algorithm: AlgorithmSection, *, shift: float, version: int | None = 4, **settings):
-    model = build_trainable()
+    model = build_shallow()
     metrics = build_trainer(model, algorithm, **settings).step(build_mixed(model, shift=shift), policy_version=version)
     return metrics, read_parameters(model)
 
@@ -72,7 +72,7 @@ def test_older_groups_get_truncated_importance_weights_by_default():
 
 
 def test_fresh_data_and_off_policy_algorithms_get_no_importance_weights():
-    model = build_trainable()
+    model = build_shallow()
     samples = set_version(build_mixed(model, shift=0.0), 4)
     metrics = build_trainer(model, AlgorithmSection(**GRPO)).step(samples, policy_version=4)
     assert not any(name.startswith("correction") for name in metrics)
@@ -87,7 +87,7 @@ def test_correction_cancels_a_sampler_error_below_the_cap(algorithm_type):
     """Weight times ratio is 1: the update equals that of REINFORCE with exact sampler logprobs."""
     section = AlgorithmSection(algorithm_type=algorithm_type, correction={"importance": "token", "cap": 10.0})
     _, corrected = run_step(section, shift=-0.7)
-    model = build_trainable()
+    model = build_shallow()
     before = read_parameters(model)
     samples = [
         replace(s, advantages=tuple(2.0138 * a for a in s.advantages)) if s.group_index == 2 else s
@@ -111,10 +111,10 @@ def test_correction_cancels_a_sampler_error_below_the_cap(algorithm_type):
 )
 def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(options):
     """In one update the policy of the loss pass is the proximal policy; a mask needs the forward and masks nothing."""
-    reference = {"reference_model": build_trainable(seed=3)} if "kl_coef" in options else {}
+    reference = {"reference_model": build_shallow(seed=3)} if "kl_coef" in options else {}
 
     def run(**correction):
-        model = build_trainable()
+        model = build_shallow()
         samples = build_mixed(model, shift=0.4 if "correction" in options else -0.4)
         section = AlgorithmSection(**GRPO | options | {"correction": options.get("correction", {}) | correction})
         forwards = count_forwards(model)
@@ -128,27 +128,27 @@ def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(options):
     assert late == pytest.approx(early, rel=1e-4, abs=1e-6)
     assert ("correction/raised_frac" in late) == ("correction" in options)
     assert late.get("correction/raised_frac", 1) > 0
-    before = read_parameters(build_trainable())
+    before = read_parameters(build_shallow())
     assert (late_weights - early_weights).norm() < 1e-3 * (early_weights - before).norm()
 
 
 @pytest.mark.parametrize("correction", [{"importance": "sequence"}, {"mask": WIDE}, {"negative_sequence_delta": 0.1}])
 def test_weights_that_need_other_tokens_are_computed_before_the_loss_pass(correction):
     """`negative_sequence_delta` takes one more forward, for the logprobs of its mask."""
-    model = build_trainable()
+    model = build_shallow()
     samples, forwards = build_mixed(model, shift=-0.7), count_forwards(model)
     build_trainer(model, AlgorithmSection(**GRPO, correction=correction)).step(samples, policy_version=4)
     assert len(forwards) == (3 if "negative_sequence_delta" in correction else 2)
 
 
 def test_tokens_of_a_quantized_sampler_are_weighted_as_off_policy():
-    model = build_trainable()
+    model = build_shallow()
     fresh = set_version(score(model, build_samples()), 4, shift=-0.7)
     metrics = build_trainer(model, AlgorithmSection(**GRPO), has_separate_sampler=True).step(fresh, policy_version=4)
     assert metrics["correction/truncated_frac"] == 1 and metrics["correction/mean_weight"] == pytest.approx(2)
     assert metrics["mismatch/kl"] > 0.1
     opmd = AlgorithmSection(algorithm_type="opmd")
-    metrics = build_trainer(build_trainable(), opmd, has_separate_sampler=True).step(fresh, policy_version=4)
+    metrics = build_trainer(build_shallow(), opmd, has_separate_sampler=True).step(fresh, policy_version=4)
     assert not any(name.startswith("correction") for name in metrics)
 
 
@@ -163,12 +163,12 @@ def test_proximal_scores_are_those_of_the_step_start_in_every_minibatch():
 
 def test_adaptive_kl_coef_is_updated_and_resumed():
     section = AlgorithmSection(**GRPO, kl_coef=0.1, kl_adaptive={"target": 1e-4, "horizon": 24})
-    samples, reference = build_samples(), build_trainable(seed=3)
+    samples, reference = build_samples(), build_shallow(seed=3)
 
     def build(model):
         return build_trainer(model, section, reference_model=reference, learning_rate=1e-2)
 
-    whole, first = build_trainable(), build_trainable()
+    whole, first = build_shallow(), build_shallow()
     trainer = build(whole)
     expected = [trainer.step(samples) for _ in range(4)]
     coefficients = [metrics["train/kl_coef"] for metrics in expected]
@@ -177,7 +177,7 @@ def test_adaptive_kl_coef_is_updated_and_resumed():
     assert coefficients == sorted(coefficients)
     trainer = build(first)
     actual = [trainer.step(samples) for _ in range(2)]
-    second, state = build_trainable(seed=5), copy.deepcopy(trainer.state_dict())
+    second, state = build_shallow(seed=5), copy.deepcopy(trainer.state_dict())
     second.load_state_dict(first.state_dict())
     resumed = build(second)
     resumed.load_state_dict(state)
@@ -208,13 +208,13 @@ PACKINGS = [{}, {"has_prefix_sharing": False}, {"max_tokens_per_row": 25}]
 
 def step_kl_cov(samples: list[Sample], *, coef: float = 1.0, **settings):
     section = AlgorithmSection(**KL_COV, loss_args={"penalty_coef": coef})
-    return build_trainer(build_trainable(dtype=torch.float32), section, **settings).step(samples)
+    return build_trainer(build_shallow(dtype=torch.float32), section, **settings).step(samples)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_kl_cov_penalizes_no_rounding_of_tokens_that_the_policy_itself_sampled(packing):
     """Before the policy moves d is 0 by definition; its rounded value has a sign, which depends on packing."""
-    samples = score(build_trainable(dtype=torch.float32), build_samples())
+    samples = score(build_shallow(dtype=torch.float32), build_samples())
     found, plain = step_kl_cov(samples, **packing), step_kl_cov(samples, coef=0.0)
     assert found["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)
     assert found["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-5)
@@ -222,15 +222,15 @@ def test_kl_cov_penalizes_no_rounding_of_tokens_that_the_policy_itself_sampled(p
 
 
 def test_kl_cov_penalizes_what_later_updates_and_older_policies_moved():
-    model = build_trainable(dtype=torch.float32)
+    model = build_shallow(dtype=torch.float32)
     later = step_kl_cov(score(model, build_samples()), num_minibatches=2)
     assert later["train/kl_cov_frac"] > 0
     mixed = build_mixed(model, shift=-0.7)
     plain = AlgorithmSection(**KL_COV, correction={"importance": "none"})
-    step = build_trainer(build_trainable(dtype=torch.float32), plain).step(mixed, policy_version=4)
+    step = build_trainer(build_shallow(dtype=torch.float32), plain).step(mixed, policy_version=4)
     assert step["train/kl_cov_frac"] > 0
     # with importance weights the ratio is against the policy at the start of the step, which has not moved
-    step = build_trainer(build_trainable(dtype=torch.float32), AlgorithmSection(**KL_COV)).step(mixed, policy_version=4)
+    step = build_trainer(build_shallow(dtype=torch.float32), AlgorithmSection(**KL_COV)).step(mixed, policy_version=4)
     assert step["train/kl_cov_frac"] == 0 and step["correction/mean_weight"] > 1
 
 

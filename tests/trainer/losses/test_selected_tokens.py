@@ -17,7 +17,7 @@ from test_critic import build_value_model
 from test_gradients import assert_same, build_samples, score_naively, take_gradient
 from test_scoring_pass import EXACT, PACKINGS, build_near_samples, run
 
-from trainable_models import build_trainable
+from trainable_models import build_frozen, build_trainable
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import score_tokens
@@ -99,7 +99,7 @@ def find_top(entropies: torch.Tensor, is_real: torch.Tensor, fraction: float) ->
 @pytest.mark.parametrize("fraction", [0.2, 0.5])
 def test_the_policy_loss_is_that_of_the_tokens_of_highest_entropy(fraction, aggregation):
     """Masked tokens stay in the denominator; the KL and the entropy bonus are those of all tokens."""
-    model, reference, samples = build_trainable(), build_trainable(seed=1), build_near()
+    model, reference, samples = build_trainable(), build_frozen(1), build_near()
     tokens = read_tokens(model, samples, reference=reference)
     entropies = pad(samples, [score_entropies(model, sample) for sample in samples])
     kept = find_top(entropies, tokens.is_real, fraction)

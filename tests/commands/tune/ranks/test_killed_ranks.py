@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(1200)
 HAS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
 NUM_KILLS = 10
 NUM_ALWAYS_RUN = 1
-SMALL = ("--set", "total_steps=4", "--set", "algorithm.group_size=2", "--set", "model.max_tokens=6")
+SMALL = ("--set", "total_steps=4", "--set", "algorithm.group_size=2")
 """Four steps with two checkpoints, and seven lines of metrics."""
 PROGRAM = """
 from tunesmith import JudgeOutput, WorkflowOutput, tune
