@@ -12,6 +12,7 @@ import pydantic_core
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
+from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.storage import clean_text
 from tunesmith.types import Completion, TopLogprobs
@@ -68,12 +69,12 @@ def list_tokens(
     return list(zip(token_ids, logprobs, tops, strict=True))
 
 
-def build_logprobs(tokens: Sequence[TokenLogprobs], format_token: FormatToken) -> dict[str, Any]:
+def build_logprobs(tokens: Sequence[TokenLogprobs], renderer: Renderer) -> dict[str, Any]:
     """Logprobs of sampled tokens in the chat completions format."""
 
     def build(token_id: int, logprob: float) -> dict[str, Any]:
-        text = format_token(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        raw = list(renderer.encode_token(token_id))
+        return {"token": renderer.format_token(token_id), "logprob": logprob, "bytes": raw}
 
     content = [
         build(token_id, logprob) | {"top_logprobs": [build(*each) for each in top]} for token_id, logprob, top in tokens
