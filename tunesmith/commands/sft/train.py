@@ -165,7 +165,6 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
                 reference_model=load_reference(config.model, policy=model) if has_reference else None,
                 dropout_seed=config.seed,
             )
-            check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
             progress = restore(checkpoint, model, trainer)
             OfflineTraining(
                 config=config,
@@ -197,6 +196,8 @@ class OfflineTraining:
 
     def run(self) -> None:
         """Run all remaining steps; the last step is always saved. A signal ends the training after a step."""
+        self.remove_replaced()  # by a run that was killed before it did
+        check_free_space(self.paths.root, estimate_checkpoint_bytes(self.model, self.trainer.state_dict()))
         with StopAfterStep() as stop:
             self.run_steps(stop)
         if stop.signal_number is not None:
@@ -277,6 +278,9 @@ class OfflineTraining:
             trainer_state=self.trainer.state_dict(),
             run_state=asdict(self.progress),
         )
+        self.remove_replaced()
+
+    def remove_replaced(self) -> None:
         best_step = self.progress.best_step if self.plan.eval_samples else None
         remove_old_checkpoints(self.paths.root, num_kept=self.config.keep_checkpoints or 1, best_step=best_step)
 

@@ -26,6 +26,7 @@ from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
     count_checkpoint_bytes,
+    remove_replaced,
     restore,
     restore_models,
     save_error,
@@ -206,7 +207,6 @@ def run_leader(
     for line in describe_run(policy.model, config.model, folder.paths.root, memory):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
-    check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
     save_tokenizer(policy, folder.paths)
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
@@ -297,6 +297,12 @@ class Training:
         first_step, timed_steps = restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
+        # a run that was killed as it removed them resumes with no more checkpoints, and with their space
+        paths, replaced_steps = self.folder.paths, [step for step in timed_steps if step != first_step]
+        num_kept = self.rank.config.keep_checkpoints
+        remove_replaced(paths, control, num_kept=num_kept, replaced_steps=replaced_steps)
+        num_bytes = count_checkpoint_bytes(self.rank.policy, self.parts.trainer.trainer, self.rank.roles.trainers)
+        check_free_space(paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
         if first_step == 0 and self.rank.config.evaluation.at_start:
             evaluations = await self.evaluate(0)
