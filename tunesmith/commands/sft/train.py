@@ -27,7 +27,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows, digest_sources
 from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device, describe_run
-from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
+from tunesmith.config import EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal
 from tunesmith.errors import StorageError, TrainingError
 from tunesmith.model.checkpoint import (
@@ -137,8 +137,7 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
     if summary is not None:
         return OfflineResult(folder=root / MODEL, **summary)
     set_num_threads(config.num_cpu_threads)
-    terms_args = config.terms_args if isinstance(config, PreferenceConfig) else {}
-    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=terms_args)
+    algorithm = config.algorithm
     has_reference = "reference" in resolve_algorithm(algorithm).needs
     plan = build_preference_plan(config) if isinstance(config, PreferenceConfig) else build_plan(config)
     with workspace:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
+from tunesmith.algorithms.algorithm import Algorithm, load_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.sft.conversations import ConversationReader
@@ -73,8 +73,7 @@ class RunPlan:
 
 def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> RunPlan:
     """Run every check that needs no weights, and read the data."""
-    functions = load_own_functions(config.algorithm, custom)
-    algorithm = resolve_algorithm(config.algorithm, own=functions)
+    algorithm, functions = load_algorithm(config.algorithm, custom.load)
     if algorithm.is_supervised:
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
@@ -137,14 +136,6 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         sources=sources,
         total_steps=config.total_steps
         or compute_total_steps(config.total_epochs, num_tasks=len(feed.tasks), batch_size=config.algorithm.batch_size),
-    )
-
-
-def load_own_functions(section: AlgorithmSection, custom: CustomComponents) -> OwnFunctions:
-    """The advantage and loss function that were passed as objects or that the section names."""
-    return OwnFunctions(
-        advantage=custom.load(section.advantage, knob="algorithm.advantage"),
-        loss=custom.load(section.loss, knob="algorithm.loss"),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.algorithm import load_algorithm
 from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
@@ -33,7 +33,7 @@ from tunesmith.commands.tune.checkpoints import (
     save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
-from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
+from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition
 from tunesmith.commands.tune.ranks import (
     Rank,
     RunEnd,
@@ -229,8 +229,7 @@ def run_follower(
 ) -> TuneResult:
     """Do this rank's part of every step, rollouts or training or both; returns the result of the first rank."""
     place = find_rank_info()
-    functions = load_own_functions(config.algorithm, custom)
-    algorithm = resolve_algorithm(config.algorithm, own=functions)
+    algorithm, functions = load_algorithm(config.algorithm, custom.load)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
     config, _ = fit_run(config, algorithm, policy.model)
