@@ -184,6 +184,25 @@ async def judge_writes_text(task, response):
     return JudgeOutput(reward="0.5")
 
 
+async def test_a_workflow_with_a_client_of_its_own_is_told_of_the_clients_of_the_rollout(monkeypatch):
+    for variable in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+
+    async def own_client(task, model):
+        return WorkflowOutput(response=await call_model(openai.AsyncOpenAI()))
+
+    async def own_judge(task, response):
+        return JudgeOutput(reward=openai.AsyncOpenAI())
+
+    advice = "; call `model`, or give your agent the client `model.client`, which is bound to this rollout: "
+    message = (await run(own_client)).failure.message
+    assert message.startswith("OpenAIError: Missing credentials") and advice in message
+    message = (await run(answer, own_judge)).failure.message  # a judge may have a client and a key of its own
+    assert message.startswith("OpenAIError: Missing credentials") and advice not in message
+    silence = (await run(silent)).failure.message
+    assert silence.startswith(f"the workflow made no call to `model`, so there is nothing to train on: {advice[2:]}")
+
+
 async def test_scalars_of_numpy_and_torch_are_rewards():
     for reward in (numpy.float32(0.5), torch.tensor(0.5), 0.5):
         assert JudgeOutput(reward=reward).reward == 0.5
