@@ -54,10 +54,8 @@ def test_a_class_is_refused_with_what_to_write(given, check):
     with pytest.raises(ConfigError) as refused:
         check(given)
     message = str(refused.value)
-    assert message.startswith(
-        f"{name} is a class, but a workflow or judge is a function, `async def workflow(task, model)`"
-    )
-    assert message.endswith(f"name an object of the class, which `agent = {name}()` makes")
+    assert message.startswith(f"{name} is a class, but a workflow or judge is a function, `async def workflow(task, mo")
+    assert message.endswith(f"name an object of the class, as `agent = {name}()` makes it")
 
 
 def test_bound_parameters_do_not_count():
