@@ -129,7 +129,8 @@ def load_models(
         policy, actors = load_actors(config, **functions, has_trainer=False)
     else:
         set_num_threads(config.num_cpu_threads)
-        teacher = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=build_model)
+        options: dict[str, Any] = {"device": config.model.device, "build_model": build_model}
+        teacher = load_auxiliary("teacher", config.teacher, config.engine, **options)
         actors = build_actors(config, teacher, **functions)
     model = RecordingModel(actors.model, build_model=build_model)
     return model, replace(actors, model=model, service=None), policy  # the recording model has a server of its own

@@ -94,7 +94,7 @@ def run_eval(
     for path in models.values():
         check_section(with_model_path(run, path).model)
     for name, section in run.auxiliary_models.items():
-        check_auxiliary(name, section)
+        check_auxiliary(f"auxiliary_models.{name}", section)
     if has_plot:
         check_plot()
         if out is None:

@@ -119,7 +119,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         check_sharded_models(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
-        check_auxiliary(name, section)
+        check_auxiliary(f"auxiliary_models.{name}", section)
     experts = None
     if config.algorithm.expert is not None:
         experts, sources["algorithm.expert"] = load_expert_feed(config.algorithm, config.model, config.seed)
