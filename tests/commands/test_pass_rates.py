@@ -91,7 +91,7 @@ def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(meas
     train = tmp_path / "train.jsonl"
     text = train.read_text()
     train.write_text(text.replace("0 apples", "9 apples"))
-    with pytest.raises(ConfigError, match="other settings: the content of rows changed"):
+    with pytest.raises(ConfigError, match="other settings: the content of train_dataset changed"):
         measure()
     train.write_text(text)
     assert [row["rate"] for row in read(measure(max_tasks=3).path)] == [0.0, 1.0, 1.0]

@@ -28,7 +28,7 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.result import Result
 from tunesmith.runs.tasks import load_run_tasks
-from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
+from tunesmith.runs.workspace import compute_digest, describe_rows, digest_rows, open_part
 from tunesmith.storage import Journal, load_json_lines, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType, compute_outcome, read_metric
 
@@ -127,7 +127,7 @@ def describe_inputs(
         "digest": compute_digest([settings, weights, described, *more.values()]),
         "settings": settings | more,
         "weights": weights,
-        "rows": compute_digest(described),
+        "sources": {"train_dataset": digest_rows(described)},
     }
 
 
