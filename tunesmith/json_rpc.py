@@ -257,13 +257,14 @@ class HttpServer:
         self._session: dict[str, str] = {}
         """Headers that the server expects once it is initialized."""
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._num_calls, self._is_closing = 0, False
+        self._calls: set[int] = set()
+        """Numbers of the calls in flight."""
+        self._is_closing = False
         self._end = weakref.finalize(self, _end_session, self._client, url, self._session, os.getpid())
 
     def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
         number = next(self._numbers)
-        self._count(calls=1)
+        self._calls.add(number)
         try:
             result = read_result(self._exchange(build_message(method, params, id=number), timeout_s))
         except httpx.TimeoutException:
@@ -271,7 +272,8 @@ class HttpServer:
                 self.notify("notifications/cancelled", {"requestId": number})
             raise TimeoutError from None
         finally:
-            self._count(calls=-1)
+            self._calls.discard(number)
+            self._end_if_idle()
         if method == "initialize" and isinstance(result, dict):
             self._session["mcp-protocol-version"] = str(result.get("protocolVersion"))
         return result
@@ -282,13 +284,10 @@ class HttpServer:
 
     def close(self) -> None:
         self._is_closing = True
-        self._count(calls=0)
+        self._end_if_idle()
 
-    def _count(self, *, calls: int) -> None:
-        with self._lock:
-            self._num_calls += calls
-            is_over = self._is_closing and self._num_calls <= 0
-        if is_over:
+    def _end_if_idle(self) -> None:
+        if self._is_closing and not self._calls:
             self._end()
 
     def _exchange(self, message: Message, timeout_s: float) -> Message:

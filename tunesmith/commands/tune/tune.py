@@ -296,11 +296,10 @@ class Training:
         first_step, timed_steps = restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
-        # a run that was killed as it removed them resumes with no more checkpoints, and with their space
-        paths, replaced_steps = self.folder.paths, [step for step in timed_steps if step != first_step]
-        num_kept = self.rank.config.keep_checkpoints
-        remove_replaced(paths, control, num_kept=num_kept, replaced_steps=replaced_steps)
-        num_bytes = count_checkpoint_bytes(self.rank.policy, self.parts.trainer.trainer, self.rank.roles.trainers)
+        # first what a killed run has replaced and not removed, as the next checkpoint may need the space
+        paths, rank, replaced_steps = self.folder.paths, self.rank, [step for step in timed_steps if step != first_step]
+        remove_replaced(paths, control, num_kept=rank.config.keep_checkpoints, replaced_steps=replaced_steps)
+        num_bytes = count_checkpoint_bytes(rank.policy, self.parts.trainer.trainer, rank.roles.trainers)
         check_free_space(paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
         if first_step == 0 and self.rank.config.evaluation.at_start:
