@@ -29,7 +29,7 @@ from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows, dig
 from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device, describe_run
 from tunesmith.config import EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal
-from tunesmith.errors import StorageError, TrainingError
+from tunesmith.errors import DataError, StorageError, TrainingError
 from tunesmith.model.checkpoint import (
     TRAINER_FOLDER,
     estimate_checkpoint_bytes,
@@ -389,6 +389,8 @@ def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:
     plan = build_plan(config, partial(PreferenceReader, kind="labels" if is_kto else "pairs"))
     if not is_kto:
         return plan
+    if count_rows(plan.samples) < 2:
+        raise DataError("kto pairs prompts with completions of other rows and needs at least 2 rows, got 1")
     add = partial(add_probes, max_model_len=config.model.max_model_len)
     epochs = [[add(batch) for batch in epoch] for epoch in plan.epochs]
     return replace(plan, epochs=epochs, eval_samples=add(plan.eval_samples))

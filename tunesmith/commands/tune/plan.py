@@ -28,7 +28,7 @@ from tunesmith.config import (
     RunConfig,
     SelectorSection,
 )
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.experience.replay import ExpertFeed, ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
@@ -90,11 +90,8 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     sources: dict[str, str | None] = {}
 
     def load_set(section: DatasetSection, *, name: str, knob: str) -> list[Task]:
-        try:
+        with errors_of(knob):
             tasks = load_run_tasks(config, section, name=name)
-        except DataError as error:
-            error.args = (f"{knob}: {error}",)
-            raise
         sources[knob] = digest_rows(describe_rows(tasks))  # before operators, which may call a model
         return tasks
 
