@@ -114,10 +114,11 @@ def find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_parameters(func: Callable[..., Any], role: str, essential: frozenset[str], optional: frozenset[str]) -> None:
-    parameters = _find_open_parameters(func)
     try:
-        _check_names(parameters, essential, optional)
+        _check_names(_find_open_parameters(func), essential, optional)
     except ValueError as error:
+        if inspect.isclass(find_innermost(func)):
+            raise  # what a workflow and a judge take is said
         place = find_definition_line(find_innermost(func)) or _find_name(func)
         takes = ", ".join(sorted(essential, key=ORDER.index)) + "".join(f"[, {name}]" for name in sorted(optional))
         raise ValueError(f"{error}. The {role} ({place}) takes {takes}") from None
