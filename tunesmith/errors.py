@@ -7,12 +7,24 @@ boundary at which a run failed; the command line prints their message and exits 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 LOST_DEVICE_ADVICE = (
     "the device can no longer be used by this process: restart the run to resume from its last checkpoint"
 )
 """Part of every error message about a lost device."""
+
+
+@contextmanager
+def errors_of(knob: str) -> Iterator[None]:
+    """Errors begin with the knob that they are about."""
+    try:
+        yield
+    except TunesmithError as error:
+        error.args = (f"{knob}: {error}", *error.args[1:])
+        raise
 
 
 class TunesmithError(Exception):

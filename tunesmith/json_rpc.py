@@ -245,7 +245,8 @@ def _end_process(process: subprocess.Popen[bytes], pipes: _Pipes, log: IO[bytes]
 class HttpServer:
     """A server with MCP's streamable HTTP: each message is a POST, whose response is JSON or a stream of events.
 
-    The methods are those of `ServerProcess`; `close` ends the session at the URL.
+    The methods are those of `ServerProcess`; `close` ends the session at the URL after the calls in flight, which
+    are those of other rollouts.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str], label: str) -> None:
@@ -256,16 +257,23 @@ class HttpServer:
         self._session: dict[str, str] = {}
         """Headers that the server expects once it is initialized."""
         self._numbers = itertools.count(1)
+        self._calls: set[int] = set()
+        """Numbers of the calls in flight."""
+        self._is_closing = False
         self._end = weakref.finalize(self, _end_session, self._client, url, self._session, os.getpid())
 
     def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
         number = next(self._numbers)
+        self._calls.add(number)
         try:
             result = read_result(self._exchange(build_message(method, params, id=number), timeout_s))
         except httpx.TimeoutException:
             with contextlib.suppress(ToolUnavailableError, httpx.TimeoutException):
                 self.notify("notifications/cancelled", {"requestId": number})
             raise TimeoutError from None
+        finally:
+            self._calls.discard(number)
+            self._end_if_idle()
         if method == "initialize" and isinstance(result, dict):
             self._session["mcp-protocol-version"] = str(result.get("protocolVersion"))
         return result
@@ -275,7 +283,12 @@ class HttpServer:
             pass
 
     def close(self) -> None:
-        self._end()
+        self._is_closing = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._is_closing and not self._calls:
+            self._end()
 
     def _exchange(self, message: Message, timeout_s: float) -> Message:
         """The reply to a request."""

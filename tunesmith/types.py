@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from logging import Logger
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
 
 from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
@@ -30,6 +31,16 @@ TRUNCATED: frozenset[StopReason] = frozenset({"length", "context"})
 FailureWhere = Literal["workflow", "judge", "timeout", "engine"]
 
 
+def refuse_text(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        raise PydanticCustomError("float_type", "Input should be a number, not text: convert it with float()")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(refuse_text)]
+"""A float, an int or bool, or a scalar of numpy or torch. Text is refused, as in rewards that are posted over HTTP."""
+
+
 class WorkflowOutput(BaseModel):
     """Return value of a workflow. `reward` is ignored if the run has a judge.
 
@@ -38,9 +49,9 @@ class WorkflowOutput(BaseModel):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
-    reward: float | None = None
+    reward: Number | None = None
     response: Any | None = None
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, Number] | None = None
 
 
 class JudgeOutput(BaseModel):
@@ -51,8 +62,8 @@ class JudgeOutput(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    reward: float | None
-    metrics: dict[str, float] | None = None
+    reward: Number | None
+    metrics: dict[str, Number] | None = None
 
 
 class Workflow(Protocol):

@@ -83,6 +83,12 @@ def build_byte_fallback_tokenizer(*, is_stripped: bool) -> PreTrainedTokenizerFa
     return wrapped
 
 
+def test_bytes_of_byte_fallback_tokens():
+    renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=False))
+    text = "a b\u4f60<a\ufffd"
+    assert b"".join(map(renderer.encode_token, renderer.encode(text))) == text.encode()
+
+
 @pytest.mark.parametrize("is_stripped", [True, False])
 @pytest.mark.parametrize("seed", range(30))
 def test_incremental_text_equals_decoded_text_with_byte_fallback(is_stripped, seed):

@@ -75,6 +75,12 @@ def test_a_killed_measurement_resumes_after_the_last_complete_batch(measure, tmp
     assert [row["rate"] for row in read(result.path)] == [0.5, 0.25, 1.0, 0.0]
 
 
+def test_the_error_of_the_data_set_names_its_key(measure, tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"^train_dataset: the data set '.*train\.jsonl' has no rows$"):
+        measure()
+
+
 def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(measure, tmp_path):
     async def stop(task, model):
         if task["number"] == 2:
@@ -91,7 +97,7 @@ def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(meas
     train = tmp_path / "train.jsonl"
     text = train.read_text()
     train.write_text(text.replace("0 apples", "9 apples"))
-    with pytest.raises(ConfigError, match="other settings: the content of rows changed"):
+    with pytest.raises(ConfigError, match="other settings: the content of train_dataset changed"):
         measure()
     train.write_text(text)
     assert [row["rate"] for row in read(measure(max_tasks=3).path)] == [0.0, 1.0, 1.0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.commands.settings import describe
 from tunesmith.compat.trinity_algorithms import PARTS, TERMS_ARGS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.config import RunConfig
@@ -98,3 +100,23 @@ def test_an_unknown_argument_is_refused_when_the_algorithm_is_resolved():
     section = read(algorithm_type="multi_step_grpo", advantage_fn_args={"enable_stepnorm": True})
     with pytest.raises(ConfigError, match="did you mean 'enable_step_norm'"):
         resolve_algorithm(section)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "args", "message"),
+    [
+        ("ppo", {"nonsense": 3}, "unknown argument 'nonsense' in loss_args of 'ppo'"),
+        ("ppo", {"clip_range": "abc"}, "clip_range_low='abc' in loss_args of 'ppo': Input should be a valid number"),
+        ("mix_chord", {"enable_phi_function": False, "nonsense": 3}, "unknown argument 'nonsense' in loss_args of "),
+        ("dpo", {"beta": "abc"}, "beta='abc' in terms_args of 'dpo': Input should be a valid number"),
+    ],
+)
+def test_a_translated_file_is_refused_for_the_arguments_that_training_refuses(tmp_path, algorithm, args, message):
+    values = {"buffer": {}, "model": {"model_path": "m"}}
+    values["algorithm"] = {"algorithm_type": algorithm, "policy_loss_fn_args": args}
+    if algorithm == "dpo":
+        rows = {"storage_type": "file", "path": "rows.jsonl"}
+        values |= {"mode": "train", "buffer": {"trainer_input": {"experience_buffer": rows}}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=message):
+        describe(str(tmp_path / "run.yaml"), stage="prefer" if algorithm == "dpo" else "tune")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import http.server
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -188,6 +190,67 @@ async def test_a_lost_http_server_is_a_failure():
             await tools["die"].call({})
     with pytest.raises(ServerLostError, match=f"the MCP server '{url}' does not answer: "):
         await tools["echo"].call({"text": "a"})
+
+
+class FailingProxy(http.server.BaseHTTPRequestHandler):
+    """An MCP server over HTTP, a call of which gets a 502; with `is_lost` so does what follows in its session."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server, message = self.server, json.loads(self.rfile.read(int(self.headers["content-length"])))
+        session = self.headers.get("mcp-session-id") or f"s{len(server.sessions)}"
+        name = message.get("params", {}).get("name")
+        result = {"content": [{"type": "text", "text": session}]}
+        if message["method"] == "initialize":
+            server.sessions.append(session)
+            result = {"protocolVersion": "2025-06-18"}
+        elif message["method"] == "tools/list":
+            result = {"tools": [{"name": each, "inputSchema": OBJECT} for each in ("fail", "ok", "slow")]}
+        elif name == "slow":
+            server.is_slow.set()
+            assert server.has_failed.wait(20)
+        is_lost = name == "fail" or (server.is_lost and server.has_begun and session == "s0" and name != "slow")
+        server.has_begun |= name == "fail"
+        body = (
+            b"Bad gateway"
+            if is_lost
+            else json.dumps({"jsonrpc": "2.0", "id": message.get("id"), "result": result}).encode()
+        )
+        self.send_response(502 if is_lost else 200)
+        for header, value in (("content-type", "application/json"), ("mcp-session-id", session)):
+            self.send_header(header, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_DELETE(self):
+        self.server.sessions.append("end")
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_one_server_error_fails_one_call_of_a_shared_connection(is_lost):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FailingProxy) as server:
+        server.sessions, server.is_lost, server.has_begun = [], is_lost, False
+        server.is_slow, server.has_failed = threading.Event(), threading.Event()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tools = load(f"http://127.0.0.1:{server.server_port}")
+        slow = asyncio.create_task(tools["slow"].call({}))
+        assert await asyncio.to_thread(server.is_slow.wait, 20)
+        with pytest.raises(ServerLostError, match="status 502: Bad gateway"):
+            await tools["fail"].call({})
+        next_session = (await tools["ok"].call({})).text
+        server.has_failed.set()
+        assert (await slow).text == "s0"
+        assert (next_session, server.sessions) == (("s1", ["s0", "s1", "end"]) if is_lost else ("s0", ["s0"]))
+        server.shutdown()
 
 
 def test_the_process_ends_with_its_tools(tmp_path):

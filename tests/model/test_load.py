@@ -85,6 +85,13 @@ def test_missing_device_is_refused():
             resolve_device(name)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_explained():
+    reason = "torch finds no GPU|torch cannot use the NVIDIA GPU|this torch is a CPU build"
+    with pytest.raises(ModelError, match=rf"model\.device='cuda': this machine has 0 CUDA devices, because ({reason})"):
+        resolve_device("cuda")
+
+
 def test_missing_path_is_refused(tmp_path):
     for path in (str(tmp_path / "nothing"), "./nothing", str(tmp_path / "nothing.gguf")):
         with pytest.raises(ModelError, match="no such"):

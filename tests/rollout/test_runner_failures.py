@@ -8,8 +8,10 @@ import logging
 import math
 import re
 
+import numpy
 import openai
 import pytest
+import torch
 from single_run import TASK, answer, build_service, call_model, run
 
 from conditions import until
@@ -67,6 +69,16 @@ async def bad_metric(task, model):
     return WorkflowOutput(reward=1, metrics={"m": math.inf})
 
 
+async def reward_as_text(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward="0.5")
+
+
+async def metric_as_text(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward=1, metrics={"m": "0.5"})
+
+
 async def silent(task, model):
     return WorkflowOutput(reward=1.0)
 
@@ -102,6 +114,8 @@ async def grouped(task, model):
         (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),
         (no_reward, "neither the workflow nor a judge returned a reward"),
         (bad_metric, "the workflow returned metric m=inf; it must be a finite number"),
+        (reward_as_text, "ValidationError: WorkflowOutput.reward='0.5': Input should be a number, not text"),
+        (metric_as_text, "ValidationError: WorkflowOutput.metrics.m='0.5': Input should be a number"),
         (silent, "the workflow made no call to `model`, so there is nothing to train on"),
         (leaving, "SystemExit: 3"),
         (cancelling, "CancelledError: the workflow or the judge cancelled itself"),
@@ -167,7 +181,32 @@ async def judge_returns_number(task, response):
 
 
 async def judge_writes_text(task, response):
-    return JudgeOutput(reward="good")
+    return JudgeOutput(reward="0.5")
+
+
+async def test_a_workflow_with_a_client_of_its_own_is_told_of_the_clients_of_the_rollout(monkeypatch):
+    for variable in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+
+    async def own_client(task, model):
+        return WorkflowOutput(response=await call_model(openai.AsyncOpenAI()))
+
+    async def own_judge(task, response):
+        return JudgeOutput(reward=openai.AsyncOpenAI())
+
+    advice = "; call `model`, or give your agent the client `model.client`, which is bound to this rollout: "
+    message = (await run(own_client)).failure.message
+    assert message.startswith("OpenAIError: Missing credentials") and advice in message
+    message = (await run(answer, own_judge)).failure.message  # a judge may have a client and a key of its own
+    assert message.startswith("OpenAIError: Missing credentials") and advice not in message
+    silence = (await run(silent)).failure.message
+    assert silence.startswith(f"the workflow made no call to `model`, so there is nothing to train on: {advice[2:]}")
+
+
+async def test_scalars_of_numpy_and_torch_are_rewards():
+    for reward in (numpy.float32(0.5), torch.tensor(0.5), 0.5):
+        assert JudgeOutput(reward=reward).reward == 0.5
+    assert JudgeOutput(reward=numpy.bool_(True)).reward == JudgeOutput(reward=True).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -182,8 +221,8 @@ async def judge_writes_text(task, response):
         ),
         (
             judge_writes_text,
-            "ValidationError: JudgeOutput.reward='good': Input should be a valid number, "  # noqa: ISC004
-            "unable to parse string as a number",
+            "ValidationError: JudgeOutput.reward='0.5': Input should be a number, "  # noqa: ISC004
+            "not text: convert it with float()",
         ),
     ],
 )

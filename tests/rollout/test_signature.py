@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 
+from tunesmith.errors import ConfigError
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function, list_parameters
 
 
@@ -31,6 +32,10 @@ class CallableWorkflow:
     async def __call__(self, task, model, x): ...
 
 
+class TaskClass:
+    def __init__(self, task, model): ...
+
+
 async def judge_with(task, response, threshold): ...
 
 
@@ -40,6 +45,17 @@ def test_allowed_signatures_pass():
     check_workflow_function(functools.partial(full_workflow))
     check_judge_function(judge)
     check_judge_function(Methods())
+
+
+@pytest.mark.parametrize("given", [CallableWorkflow, TaskClass, functools.partial(CallableWorkflow)])
+@pytest.mark.parametrize("check", [check_workflow_function, check_judge_function, list_parameters])
+def test_a_class_is_refused_with_what_to_write(given, check):
+    name = getattr(given, "func", given).__name__
+    with pytest.raises(ConfigError) as refused:
+        check(given)
+    message = str(refused.value)
+    assert message.startswith(f"{name} is a class, but a workflow or judge is a function, `async def workflow(task, mo")
+    assert message.endswith(f"name an object of the class, as `agent = {name}()` makes it")
 
 
 def test_bound_parameters_do_not_count():

@@ -8,10 +8,11 @@ from transformers import AutoTokenizer, Olmo2Config
 
 from trainable_models import read_residual_types
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.config import AlgorithmSection, CriticSection, ModelSection, TeacherSection
+from tunesmith.config import AlgorithmSection, AuxiliaryModelSection, CriticSection, ModelSection, TeacherSection
 from tunesmith.errors import ModelError
 from tunesmith.model.load import load_section_model
 from tunesmith.runs.extra_models import check_extra_models, load_extra_models
+from tunesmith.runs.policy import check_auxiliary
 
 
 def build_section(path: str, residual_dtype: str) -> ModelSection:
@@ -44,5 +45,19 @@ def test_an_extra_model_without_float32_residuals_is_refused_before_it_loads(poc
     settings = AlgorithmSection(algorithm_type="ppo", critic=CriticSection(path=str(tmp_path)))
     algorithm = resolve_algorithm(settings)
     check_extra_models(algorithm, settings, build_section(pocket_folder, "model"))
-    with pytest.raises(ModelError, match=r"algorithm\.critic\.path: model\.residual_dtype=float32 is not supported"):
+    with pytest.raises(ModelError, match=r"^algorithm\.critic: model\.residual_dtype=float32 is not supported"):
         check_extra_models(algorithm, settings, build_section(pocket_folder, "float32"))
+
+
+def test_errors_of_other_models_name_their_own_keys(pocket_folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    other = "nobody/model.path"
+    with pytest.raises(ModelError, match=rf"^auxiliary_models\.judge\.path='{other}' is not a local folder, and it"):
+        check_auxiliary("auxiliary_models.judge", AuxiliaryModelSection(path=other))
+    with pytest.raises(
+        ModelError, match=r"^auxiliary_models\.judge\.max_model_len=99999999 is longer than the model's"
+    ):
+        check_auxiliary("auxiliary_models.judge", AuxiliaryModelSection(path=pocket_folder, max_model_len=99999999))
+    settings = AlgorithmSection(algorithm_type="jsd", teacher=TeacherSection(path=other))
+    with pytest.raises(ModelError, match=rf"^algorithm\.teacher\.path='{other}' is not a local folder"):
+        check_extra_models(resolve_algorithm(settings), settings, build_section(pocket_folder, "model"))

@@ -104,6 +104,15 @@ class Algorithm:
         return self.correction.importance != "none"
 
 
+def load_algorithm(section: AlgorithmSection, load: Callable[..., Any]) -> tuple[Algorithm, OwnFunctions]:
+    """The algorithm, and the section's own functions, which `load(spec, knob=...)` imports."""
+    own = OwnFunctions(
+        advantage=load(section.advantage, knob="algorithm.advantage"),
+        loss=load(section.loss, knob="algorithm.loss"),
+    )
+    return resolve_algorithm(section, own=own), own
+
+
 def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunctions()) -> Algorithm:
     """Look up the algorithm and bind its arguments; an unknown name is a ConfigError with the nearest known name.
 

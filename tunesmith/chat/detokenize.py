@@ -62,15 +62,22 @@ class ByteTable(dict[int, bytes]):
         self._backend = backend
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id) or ""
-        text = bytes(map(BYTE_OF_CHARACTER.__getitem__, token)) if BYTE_CHARACTERS.issuperset(token) else token.encode()
-        self[token_id] = text
+        self[token_id] = text = read_byte_level(self._backend.id_to_token(token_id) or "")
         return text
 
 
 BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 """The alphabet of byte-level BPE (Radford et al., 2019)."""
 BYTE_CHARACTERS = frozenset(BYTE_OF_CHARACTER)
+
+
+def read_byte_level(token: str) -> bytes:
+    return bytes(map(BYTE_OF_CHARACTER.__getitem__, token)) if BYTE_CHARACTERS.issuperset(token) else token.encode()
+
+
+def is_raw_byte(token: str | None) -> bool:
+    """Whether a token is one byte of a byte-fallback vocabulary, such as `<0xE4>`."""
+    return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
 
 
 class IncrementalDetokenizer:
@@ -92,9 +99,8 @@ class IncrementalDetokenizer:
         if token_id in self._hidden_ids:
             return ""
         self._pending.append(token_id)
-        token = self._detokenizer._tokenizer.convert_ids_to_tokens(token_id)
-        if isinstance(token, str) and len(token) == 6 and token.startswith("<0x"):
-            return ""  # a raw byte of a byte-fallback vocabulary decodes together with its neighbors
+        if is_raw_byte(self._detokenizer._tokenizer.convert_ids_to_tokens(token_id)):
+            return ""  # it decodes together with its neighbors
         text = self._decode_pending()
         if text.endswith(REPLACEMENT):
             return ""

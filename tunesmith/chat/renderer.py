@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tunesmith.chat.call_probe import SENTINEL
-from tunesmith.chat.detokenize import Detokenizer
+from tunesmith.chat.detokenize import REPLACEMENT, Detokenizer, is_raw_byte, read_byte_level
 from tunesmith.chat.memo import memoize, memoize_value
 from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
 from tunesmith.chat.parsers import (
@@ -257,6 +257,14 @@ class Renderer:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def encode_token(self, token_id: int) -> bytes:
+        """Bytes of one token, special or not, also of a part of a UTF-8 character, which has no text."""
+        text = self.format_token(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return bytes.fromhex(token[3:5]) if is_raw_byte(token) else read_byte_level(token)
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:

@@ -63,7 +63,7 @@ def check_candidate(candidate: Candidate) -> None:
     if isinstance(source, ModelSection):
         check_section(source)
     elif isinstance(source, AuxiliaryModelSection):
-        read_api_key(source.api_key_env, knob=f"{candidate.label}: api_key_env")
+        read_api_key(source.api_key_env, knob=f"{candidate.label}.api_key_env")
     elif not callable(source):
         raise ConfigError(
             f"{candidate.label} must be a chat model, a TunerModelConfig, or the path of a model, got {source!r}"
@@ -77,7 +77,7 @@ def load_candidate(candidate: Candidate, *, build_model: BuildModel) -> LoadedMo
         policy = load_policy(source, EngineSection(), build_model=build_model)
         return LoadedModel(provider=policy.service, engine=policy.engine)
     if isinstance(source, AuxiliaryModelSection):
-        return load_auxiliary(source, EngineSection(), device="auto", build_model=build_model)
+        return load_auxiliary(candidate.label, source, EngineSection(), device="auto", build_model=build_model)
     return LoadedModel(provider=ExternalModel(source))
 
 

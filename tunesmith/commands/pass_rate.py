@@ -17,7 +17,7 @@ from typing import Any
 from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import PassRateConfig, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, DataError, errors_of
 from tunesmith.experience.operators import compute_pass_rates
 from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
@@ -28,7 +28,7 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.result import Result
 from tunesmith.runs.tasks import load_run_tasks
-from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
+from tunesmith.runs.workspace import compute_digest, describe_rows, digest_rows, open_part
 from tunesmith.storage import Journal, load_json_lines, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType, compute_outcome, read_metric
 
@@ -127,7 +127,7 @@ def describe_inputs(
         "digest": compute_digest([settings, weights, described, *more.values()]),
         "settings": settings | more,
         "weights": weights,
-        "rows": compute_digest(described),
+        "sources": {"train_dataset": digest_rows(described)},
     }
 
 
@@ -135,7 +135,8 @@ def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[T
     """Tasks of `train_dataset`; raise DataError if a row already has one of the fields."""
     if config.train_dataset is None:
         raise ConfigError("the agent runs on the tasks of train_dataset, and there is none: set train_dataset.path")
-    tasks = load_run_tasks(config, config.train_dataset, name="train")
+    with errors_of("train_dataset"):
+        tasks = load_run_tasks(config, config.train_dataset, name="train")
     for field in fields:
         if any(field in task.row for task in tasks):
             raise DataError(

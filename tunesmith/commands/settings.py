@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from tunesmith.cluster.rank_info import find_rank_info, is_launched
 from tunesmith.commands.table import Command, import_named, list_config_classes
@@ -34,7 +34,7 @@ from tunesmith.config import (
 from tunesmith.config.environment import BUILT_IN_TOOLS
 from tunesmith.config.section import DataSection
 from tunesmith.errors import ConfigError
-from tunesmith.model.source.resolve import find_model
+from tunesmith.model.source.resolve import find_model, knobs_of
 from tunesmith.runs.load_config import (
     AnySection,
     change_section,
@@ -43,7 +43,7 @@ from tunesmith.runs.load_config import (
     load_section,
     load_yaml,
 )
-from tunesmith.runs.load_function import check_function
+from tunesmith.runs.load_function import CustomComponents, check_function
 from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,10 @@ def load_file(
         raise ConfigError(f"{path} is a file for `tunesmith {translation.command}`: its algorithm trains on other data")
     for note in translation.notes:
         logger.warning("%s: %s", path, note)
-    return load_section(kind, None, own, values=values, base=translation.values)
+    settings: Any = load_section(kind, None, own, values=values, base=translation.values)
+    # the file's arguments were moved as they are; translating it has imported torch, which this check needs
+    import_named("tunesmith.algorithms.algorithm:load_algorithm")(settings.algorithm, CustomComponents().load)
+    return cast(AnySection, settings)
 
 
 TRANSLATED: dict[str, type[Section]] = {"tune": RunConfig, "sft": SftConfig, "prefer": PreferenceConfig}
@@ -241,9 +244,11 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
     for key, section in iter_sections(config):
         match section:
             case ModelSection() if has_models:
-                find_model(section.path, section.base_path, section=key)
+                with knobs_of(key, ModelSection.model_fields):
+                    find_model(section.path, section.base_path)
             case AuxiliaryModelSection(base_url=None):
-                find_model(section.path, section=key)
+                with knobs_of(key, AuxiliaryModelSection.model_fields):
+                    find_model(section.path)
             case DataSection() | ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
                     check_data_path(path, knob=f"{key}.path")

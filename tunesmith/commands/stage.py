@@ -6,7 +6,6 @@ may not exist yet and is left out.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.commands.references import list_strings, read_reference
 from tunesmith.config import EnvironmentSection, ModelSection, RunConfig
-from tunesmith.model.load import check_section, resolve_device
+from tunesmith.model.load import check_section, explain_missing_gpu, resolve_device
 from tunesmith.model.memory import MemorySettings
 from tunesmith.runs.load_function import has_environment_tasks, load_functions
 from tunesmith.runs.memory import describe_memory
@@ -86,12 +85,7 @@ def explain_device(device: torch.device, requested: str) -> str:
         return f"{device}, {torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
     if requested != "auto":
         return f"cpu, as model.device={requested} says"
-    has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
-    if has_gpu and torch.version.cuda is None:
-        return "cpu, because this torch is a CPU build; this machine has an NVIDIA GPU: install torch with CUDA"
-    if has_gpu:
-        return "cpu, because torch cannot use the NVIDIA GPU of this machine: see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
-    return "cpu, because torch finds no GPU"
+    return f"cpu, because {explain_missing_gpu()}"
 
 
 def check_run(config: RunConfig, *, models: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.callbacks import PatienceSection
 from tunesmith.config.model import ModelSection, refuse_dropout
 from tunesmith.config.run import MonitorSection, TrainerSection
@@ -95,6 +96,11 @@ class OfflineConfig(Section):
     """Optimizer, memory and speed."""
     monitor: MonitorSection = MonitorSection()
     """Trackers and console output."""
+
+    @property
+    def algorithm(self) -> AlgorithmSection:
+        """The algorithm and its arguments, as in a run file."""
+        return AlgorithmSection(**self.model_dump(include={"algorithm_type", "terms_args"}))
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> OfflineConfig:

@@ -41,6 +41,7 @@ WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 SOLVED_FOR = re.compile(r"^\s*[A-Za-z]\s*=")
 CHOICE = re.compile(r"\W*[A-Za-z]\W*")
+MODULO = re.compile(r"\\?[bp]?mod(?![a-z])|\\equiv(?![a-z])")
 WORDS = re.compile(r"(?=.*[A-Za-z]{2})[A-Za-z\s]+")
 
 
@@ -60,6 +61,8 @@ def compare_expressions(candidate: str | None, reference: str) -> bool | None:
     # math-verify reads a word as a product of its letters, so that an anagram would be equal
     if WORDS.fullmatch(texts[1]):
         return texts[0].casefold().split() == texts[1].casefold().split()
+    if any(MODULO.search(text) for text in texts):  # math-verify reads some as their modulus
+        return _write_residue(texts[0]) == _write_residue(texts[1])
     # math-verify ignores case; choices like (B) may differ in it, variables and units may not
     letters = [sorted(VARIABLE.findall(SOLVED_FOR.sub("", text))) for text in texts]
     if letters[0] != letters[1] and sorted("".join(letters[0]).casefold()) == sorted("".join(letters[1]).casefold()):
@@ -69,6 +72,12 @@ def compare_expressions(candidate: str | None, reference: str) -> bool | None:
         return False
     terms = [] if candidate is None else _parse_expression(candidate)
     return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=None))
+
+
+def _write_residue(text: str) -> str:
+    r"""A residue as written, but for spaces and the notations `\\pmod{7}`, `(\\bmod 7)` and `mod 7` of its modulus."""
+    plain = re.sub(r"\{(\w+)\}", r"\1", "".join(re.sub(r"\\?[bp]?mod(?![a-z])", "mod", DOLLAR.sub("", text)).split()))
+    return re.sub(r"\((mod\w+)\)", r"\1", plain)
 
 
 def is_too_large(text: str) -> bool:

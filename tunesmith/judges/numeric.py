@@ -117,12 +117,17 @@ DISPLAYED = re.compile(
     rf"(?<!\\)\$(?!\s)([^$\n]{{1,{MAX_DISPLAYED}}})(?<!\s)(?<!\\)\$(?!\d)|\\\((.{{1,{MAX_DISPLAYED}}}?)\\\)"
 )
 """A formula in dollar signs, which are not those of amounts of money, or in LaTeX's brackets."""
-BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
+BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])(?:[A-Za-z]|mod)(?![A-Za-z]))+")
 COMPUTED = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})")
 UNIT = re.compile(r"(?:\\[ ,;:!]|[~\s])*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
 RELATION = re.compile(r"=|\\(?:approx|to|implies|[Rr]ightarrow)(?![a-z])")
-PART_END = re.compile(rf"{RELATION.pattern}|\s\(|,\s|\n|[.!](?:\s|$)")
-"""What separates the parts of a formula in dollar signs, and of one in the text."""
+PART_END = re.compile(rf"{RELATION.pattern}|\s(?=\((?!\\?[bp]?mod))|,\s|\n|[.!](?:\s|$)")
+"""What separates the parts of a formula in dollar signs, and of one in the text, unless it is in brackets."""
+BRACKETS = re.compile(r"[(\[{](?:[^()\[\]{}\n]|[({][^(){}\n]*[)}])*[)\]}]")
+JOINED = re.compile(
+    r"(?<![\\{])[,;](?!\s*\\(?:q?quad|text))|\\(?:[bp]?mod|pod|equiv|pm|mp|text\s*\{\s*(?:and|or)\b)|(?<![A-Za-z\\])mod\b"
+)
+"""What makes a tuple, an interval, a list or a residue of its numbers: none of them is its value."""
 VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])(?!\s*(?:[<>:]|\\[gl]eq?(?![a-z])))")
 """A variable that no bound follows: `$n \\ge 12$` states 12."""
 SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
@@ -210,8 +215,9 @@ def extract_marked(text: str) -> str | None:
     if not mark:
         return None
     line = write_plainly(rest.strip().split("\n", 1)[0])
-    number = NUMBER.search(SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), line))
-    return number.group() if number else line.strip() or None
+    joined = SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), line)
+    number = NUMBER.search(joined)
+    return (number and (_find_formula(joined, number.start()) or number.group())) or line.strip() or None
 
 
 def write_plainly(text: str) -> str:
@@ -267,17 +273,19 @@ def _find_formula(text: str, start: int) -> str | None:
 
     No number is the value of `$\frac{1}{2}$`, `2^{10}` and `$x^2 + 1$`; one is that of `$18$` and `$5\text{ cm}$`.
     """
-    near = DISPLAYED.finditer(text, max(start - MAX_DISPLAYED, 0), start + MAX_DISPLAYED)
-    shown = next((each for each in near if each.start() < start < each.end()), None)
-    whole = shown or BARE_FORMULA.match(text)
-    if whole is None or whole.end() <= start:
+    near = max(start - MAX_DISPLAYED, 0), start + MAX_DISPLAYED
+    found = [each for kind in (DISPLAYED, BARE_FORMULA) for each in kind.finditer(text, *near)]
+    whole = next((each for each in found if each.start() <= start < each.end()), None)
+    if whole is None:
         return None
-    group = (shown and shown.lastindex) or 0
-    at, formula = start - whole.start(group), whole[group]
-    ends = [each.span() for each in (PART_END if shown is None else RELATION).finditer(formula)]
+    shown = whole.lastindex
+    at, formula = start - whole.start(shown or 0), whole[shown or 0]
+    brackets = [each.span() for each in BRACKETS.finditer(formula)]
+    ends = [each.span() for each in (RELATION if shown else PART_END).finditer(formula)]
+    ends = [(begin, end) for begin, end in ends if not any(left < begin and end < right for left, right in brackets)]
     first = max((end for _, end in ends if end <= at), default=0)
     value = formula[first : min((begin for begin, _ in ends if begin >= at), default=len(formula))].strip(" *.,")
-    is_term = COMPUTED.search(value) or (shown and VARIABLE_FIRST.match(value))
+    is_term = COMPUTED.search(value) or (shown and VARIABLE_FIRST.match(value)) or JOINED.search(NUMBER.sub("", value))
     return UNIT.sub("", value) if is_term and value.count("{") == value.count("}") else None
 
 

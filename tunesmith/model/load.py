@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -89,9 +90,21 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     index = device.index or 0
     if index >= torch.cuda.device_count():
-        raise ModelError(f"model.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+        found = f"this machine has {torch.cuda.device_count()} CUDA devices"
+        why = "" if torch.cuda.device_count() else f", because {explain_missing_gpu()}; auto takes the CPU"
+        raise ModelError(f"model.device={name!r}: {found}{why}")
     round_allocations()
     return torch.device("cuda", index)
+
+
+def explain_missing_gpu() -> str:
+    """Why torch has no GPU."""
+    has_gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    if has_gpu and torch.version.cuda is None:
+        return "this torch is a CPU build; this machine has an NVIDIA GPU: install torch with CUDA"
+    if has_gpu:
+        return "torch cannot use the NVIDIA GPU of this machine: see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    return "torch finds no GPU"
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -18,6 +18,10 @@ IN_PLAIN_FUNCTION = (
     "; a plain function got a coroutine from an async client: define it with `async def` and await the call, or use "
     "model.as_sync_openai_client()"
 )
+USE_MODEL = (
+    "call `model`, or give your agent the client `model.client`, which is bound to this rollout: calls of another "
+    "client are not trained"
+)
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 8000
 """Of a longer traceback the end is kept, where the error is."""
@@ -53,6 +57,11 @@ def advise_on_coroutine(message: str, *, is_sync: bool) -> str:
     if re.search(r"\bcoroutine\b", message) is None:
         return ""
     return IN_PLAIN_FUNCTION if is_sync else NOT_AWAITED
+
+
+def advise_on_client(error: BaseException) -> str:
+    """What to change if the workflow made a client of the OpenAI SDK without arguments, else nothing."""
+    return f"; {USE_MODEL}" if str(error).startswith("Missing credentials") else ""
 
 
 def format_traceback(error: BaseException) -> str:

@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 from tunesmith.errors import ServerLostError, shorten
 from tunesmith.rollout.failures import (
     MAX_MESSAGE_CHARS,
+    USE_MODEL,
     WorkerError,
     WorkerLostError,
+    advise_on_client,
     advise_on_coroutine,
     describe_error,
     describe_type,
@@ -259,7 +261,7 @@ async def _run_workflow_and_judge(run: _Run) -> _Outcome:
     if session is not None:
         session.end()
         if session.num_calls == 0:
-            message = "the workflow made no call to `model`, so there is nothing to train on"
+            message = f"the workflow made no call to `model`, so there is nothing to train on: {USE_MODEL}"
             raise _UserCodeError("workflow", message, find_definition_line(agent.workflow))
     metrics = _check_metrics("workflow", agent.workflow, output.metrics)
     text = describe_response(output.response)
@@ -297,6 +299,7 @@ async def _call_user_function(
         line = None if is_outside else find_error_line(error) or find_definition_line(func)
         message = describe_error(error, run.task)
         message += advise_on_coroutine(message, is_sync=is_sync_function(func))
+        message += advise_on_client(error) if where == "workflow" else ""
         raise _UserCodeError(where, message, line, format_traceback(error)) from error
     if not isinstance(output, output_type):
         name, field_name = output_type.__name__, "reward" if output_type is JudgeOutput else "response"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunesmith.errors import ConfigError
@@ -91,6 +91,12 @@ def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Paramet
     """Parameters not bound by a partial, by name."""
     if not callable(func):
         raise ConfigError(f"{func!r} is no function; its name belongs into the config, as workflow or judge")
+    if inspect.isclass(inner := find_innermost(func)):
+        raise ConfigError(
+            f"{inner.__name__} is a class, but a workflow or judge is a function, `async def workflow(task, model)` or "
+            "`async def judge(task, response)`, or an object with such a `__call__`: name an object of the class, as "
+            f"`agent = {inner.__name__}()` makes it"
+        )
     bound: set[str] = set()
     outer = func
     while isinstance(outer, functools.partial):
@@ -109,15 +115,18 @@ def find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_parameters(func: Callable[..., Any], role: str, essential: frozenset[str], optional: frozenset[str]) -> None:
     try:
-        _check_names(func, essential, optional)
+        _check_names(_find_open_parameters(func), essential, optional)
     except ValueError as error:
+        if inspect.isclass(find_innermost(func)):
+            raise  # what a workflow and a judge take is said
         place = find_definition_line(find_innermost(func)) or _find_name(func)
         takes = ", ".join(sorted(essential, key=ORDER.index)) + "".join(f"[, {name}]" for name in sorted(optional))
         raise ValueError(f"{error}. The {role} ({place}) takes {takes}") from None
 
 
-def _check_names(func: Callable[..., Any], essential: frozenset[str], optional: frozenset[str]) -> None:
-    parameters = _find_open_parameters(func)
+def _check_names(
+    parameters: Mapping[str, inspect.Parameter], essential: frozenset[str], optional: frozenset[str]
+) -> None:
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             raise ValueError(f"*args parameter is not allowed: *{name}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.config import DatasetSection, EnvironmentSection, PythonToolSection, RunConfig, ToolSection
 from tunesmith.config.environment import ENVIRONMENT_TASKS
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.rollout.signature import (
     AUXILIARY_MODELS,
     ENVIRONMENT,
@@ -215,11 +215,9 @@ def load_tools(section: ToolSection) -> list[Tool]:
     from tunesmith.tools.mcp import McpToolSection, load_mcp_tools
 
     limit = {} if section.timeout_s is None else {"timeout_s": section.timeout_s}
-    try:
+    with errors_of("environment.tools: mcp"):
         settings = build_section(McpToolSection, section.settings)
         tools = load_mcp_tools(section.mcp, settings, prefix=section.name, is_session=section.is_session, **limit)
-    except ConfigError as error:
-        raise ConfigError(f"environment.tools: mcp: {error}") from error
     return [change_limits(each, section, ("max_calls", "max_result_chars")) for each in tools]
 
 
@@ -238,11 +236,9 @@ def load_tool(section: ToolSection) -> Tool:
     assert name is not None
     knob = f"environment.tools: {name}"
     if name == "python":
-        try:
-            limit = {} if section.max_result_chars is None else {"max_result_chars": section.max_result_chars}
+        limit = {} if section.max_result_chars is None else {"max_result_chars": section.max_result_chars}
+        with errors_of(f"{knob}: settings"):
             settings = build_section(PythonToolSection, limit | section.settings)
-        except ConfigError as error:
-            raise ConfigError(f"{knob}: settings: {error}") from error
         tool = PythonTool(settings).build_tool(is_session=section.is_session)
     elif name == "calculator":
         tool = build_calculator_tool()
@@ -251,11 +247,9 @@ def load_tool(section: ToolSection) -> Tool:
         from tunesmith.tools.search.settings import SearchToolSection
         from tunesmith.tools.search.tool import SearchTool
 
-        try:
+        with errors_of(f"{knob}: settings"):
             search = build_section(SearchToolSection, section.settings)
             tool = SearchTool(search, total_timeout_s=section.timeout_s).build_tool()
-        except ConfigError as error:
-            raise ConfigError(f"{knob}: settings: {error}") from error
         section = section.model_copy(update={"timeout_s": None})  # what exceeds a limit of a Tool is an observation
     else:
         source, name = split_spec(name, knob=knob)

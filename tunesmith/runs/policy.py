@@ -40,6 +40,7 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
+from tunesmith.model.source.resolve import knobs_of
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.model.towers import find_model_class, train_all_weights
 from tunesmith.rollout.actors import Actors
@@ -251,25 +252,24 @@ def build_sampling(section: ModelSection, *, temperature: float | None = None) -
     return Sampling(distribution=distribution, max_tokens=section.max_tokens)
 
 
-def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
+def check_auxiliary(key: str, section: AuxiliaryModelSection) -> None:
     if section.base_url is None:
-        try:
+        with knobs_of(key, AuxiliaryModelSection.model_fields):
             check_section(_to_model_section(section))
-        except ConfigError as error:
-            raise ConfigError(f"auxiliary_models.{name}: {error}") from error
     else:
-        read_api_key(section.api_key_env, knob=f"auxiliary_models.{name}.api_key_env")
+        read_api_key(section.api_key_env, knob=f"{key}.api_key_env")
 
 
 def load_auxiliary(
-    section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
+    key: str, section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
 ) -> LoadedModel:
-    """A second local model on `device`, or a client of an OpenAI-compatible server."""
+    """The model of the section `key`: a local one on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
-        policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
+        with knobs_of(key, AuxiliaryModelSection.model_fields):
+            policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
         return LoadedModel(provider=policy.service, engine=policy.engine)
-    api_key = read_api_key(section.api_key_env, knob="api_key_env") or "EMPTY"
+    api_key = read_api_key(section.api_key_env, knob=f"{key}.api_key_env") or "EMPTY"
     endpoint = Endpoint(
         base_url=section.base_url,
         api_key=api_key,
@@ -330,8 +330,9 @@ def build_actors(
     has_auxiliaries: bool = True,
 ) -> Actors:
     """The actors of a run whose workflows call this model; its auxiliary models are loaded."""
+    options: dict[str, Any] = {"device": config.model.device, "build_model": build_model}
     auxiliaries = {
-        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
+        name: load_auxiliary(f"auxiliary_models.{name}", section, config.engine, **options)
         for name, section in config.auxiliary_models.items()
         if has_auxiliaries
     }

@@ -15,7 +15,7 @@ a result that appears whole, by one rename (`prepare`, `export`, `pass-rate`). T
 
 A worked example, a measurement of many rows into the new folder `out`:
 
-    workspace, inputs = Workspace(Path("out"), is_whole=True), {"settings": {"seed": 0}, "rows": compute_digest(rows)}
+    workspace, inputs = Workspace(Path("out"), is_whole=True), {"settings": {"seed": 0}, "rows": digest_rows(rows)}
     record = workspace.find_result(inputs)                       # None: there is no folder yet
     if record is None:
         with workspace:                                          # out.lock
@@ -251,8 +251,8 @@ def describe_value(value: Any) -> Any:
 
 
 def digest_rows(rows: Iterable[Any]) -> str | None:
-    """A digest of rows in their order, row by row, as a large data set is no text that fits in memory; None for rows
-    without one, such as those with keys that JSON does not have, which are then not compared."""
+    """The one digest of rows that inputs have: in their order, row by row, as a large data set is no text that fits in
+    memory; None for rows without one, such as those with keys that JSON does not have, which are then not compared."""
     digest = hashlib.sha256()
     try:
         for row in rows:

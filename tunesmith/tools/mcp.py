@@ -150,8 +150,11 @@ class McpServer:
         params = {"name": tool, "arguments": dict(arguments)}
         try:
             return self._read_result(tool, connection.call("tools/call", params, timeout_s=self._timeout_s))
-        except TimeoutError:
-            self._check_alive(connection, tool)
+        except TimeoutError as error:
+            if not self._keeps(connection):
+                raise ServerLostError(
+                    f"{self.label} answered neither a call of {tool} in {self._timeout_s:g} s nor a ping after it"
+                ) from error
             text = f"Error: {tool} took longer than {self._timeout_s:g} s and was stopped."
             return ToolResult(text=text, failure="timeout")
         except RpcError as error:
@@ -159,20 +162,20 @@ class McpServer:
                 return ToolResult(text=f"Error: {error}", failure="arguments")
             raise ToolUnavailableError(f"the tool {tool} of {self.label} failed: {error} ({error.code})") from error
         except ServerLostError:
-            self._shared.forget(connection)
+            self._keeps(connection)
             raise
 
-    def _check_alive(self, connection: Server, tool: str) -> None:
-        """Raise unless the server answers a ping: a tool may be slow, but a server that hangs is lost."""
+    def _keeps(self, connection: Server) -> bool:
+        """Whether the server answers a ping: a tool may be slow, and one call may get an error of a proxy. Otherwise
+        the server is lost, and the next call opens another connection."""
         try:
             connection.call("ping", {}, timeout_s=PING_TIMEOUT_S)
         except RpcError:
             pass  # an answer
-        except (TimeoutError, ServerLostError) as error:
+        except (TimeoutError, ToolUnavailableError):
             self._shared.forget(connection)
-            raise ServerLostError(
-                f"{self.label} answered neither a call of {tool} in {self._timeout_s:g} s nor a ping after it"
-            ) from error
+            return False
+        return True
 
     def _list_tools(self, connection: Server) -> list[Mapping[str, Any]]:
         listed: list[Mapping[str, Any]] = []

@@ -43,6 +43,11 @@ def test_a_model_alone_is_planned_with_the_defaults_and_overrides_change_them(mo
     assert "reference" not in plan.runs["LoRA"].parts  # the base under the adapter is the reference
 
 
+def test_a_run_with_its_own_loss_is_planned(model):
+    overrides = ["algorithm.loss=tunesmith.algorithms.losses.policy:compute_sft_losses"]
+    assert doctor(plan=model, memory_gib=24, overrides=overrides).runs["as it is"].parts
+
+
 def test_a_folder_and_a_plan_exclude_each_other(model):
     with pytest.raises(ConfigError, match="either the folder of a run, or plan"):
         doctor(plan=model, run=model)

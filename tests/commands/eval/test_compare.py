@@ -199,6 +199,12 @@ def workplace(tmp_path, pocket_folder, monkeypatch):
     return tmp_path
 
 
+def test_the_error_of_a_set_names_its_key(workplace, tmp_path):
+    (tmp_path / "two.jsonl").write_text("")
+    output = run_eval("eval.yaml", "--out", "out", expected_status=1).output
+    assert "eval_datasets.b: the data set 'two.jsonl' has no rows" in output
+
+
 def run_eval(*arguments, expected_status=0):
     result = CliRunner().invoke(app, ["eval", *arguments])
     assert result.exit_code == expected_status, result.output

@@ -321,3 +321,9 @@ def test_invalid_settings_are_refused(run, tmp_path, name, settings, message):
     with pytest.raises(ConfigError, match=message):
         run(name, "out", **settings)
     assert not (tmp_path / "out").exists()
+
+
+def test_kto_needs_rows_to_pair(run, tmp_path):
+    with pytest.raises(DataError, match="kto pairs prompts with completions of other rows and needs at least 2 rows"):
+        run("kto", "out", rows=LABELED_ROWS[:1])
+    assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_a_killed_run_with_rollouts_in_flight_ends_and_trains_nothing_too_old(wo
         turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
         lags = {step - 1 - version for turn in turns for version in turn.policy_versions}
         assert lags <= {0, 1, 2}
+
+
+def test_a_run_that_was_killed_before_it_removed_old_checkpoints_removes_them(workplace):
+    """Checkpoints of a run that keeps all are those of one that keeps one and was killed after it wrote another."""
+    folder, zygote = workplace
+    assert zygote.run(["tune", "run.yaml", "--resume", "--set", "name=whole"]) == 0
+    run = folder / "runs/tunesmith/last"
+    shutil.copytree(folder / "runs/tunesmith/whole", run)
+    arguments = ["tune", "run.yaml", "--resume", "--set", "name=last", "--set", "keep_checkpoints=1"]
+    assert {path.name for path in run.glob("global_step_*")} > {"global_step_6"}
+    assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
+    assert [path.name for path in run.glob("global_step_*")] == ["global_step_6"]
+    assert_same_run(folder / "runs/tunesmith/whole", run)
 
 
 def assert_same_run(whole: Path, killed: Path) -> None:

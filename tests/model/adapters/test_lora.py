@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from tiny_models import build_tiny
 from tunesmith.commands.stage import check_models
-from tunesmith.config import LoraSection, ModelSection
+from tunesmith.config import AuxiliaryModelSection, LoraSection, ModelSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
 from tunesmith.model.adapters.lora import add_adapter, measure_quantization_error
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint, save_model_files
 from tunesmith.model.load import check_model, check_section, load_model, load_section_model, load_tokenizer
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
-from tunesmith.model.source.resolve import find_model
+from tunesmith.runs.policy import check_auxiliary
 from tunesmith.runs.result import load_for_inference
 
 CPU = torch.device("cpu")
@@ -233,7 +233,7 @@ def test_broken_adapters_are_one_sentence(base, adapter, tmp_path):
         with pytest.raises(ModelError, match=match):
             check_model(str(tmp_path), max_model_len=16)
         with pytest.raises(ModelError, match=rf"^auxiliary_models\.judge\.path=.*{match}"):
-            find_model(str(tmp_path), section="auxiliary_models.judge")
+            check_auxiliary("auxiliary_models.judge", AuxiliaryModelSection(path=str(tmp_path)))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"half")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(adapter)}))
     with pytest.raises(ModelError, match="itself an adapter"):

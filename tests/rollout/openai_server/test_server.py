@@ -135,6 +135,14 @@ async def test_reasoning_is_separated_from_the_content():
     assert (message.reasoning_content, message.content) == ("hm", "fine")
 
 
+async def test_bytes_of_tokens_are_those_of_parts_of_characters():
+    text = "a \U0001f600\u4f60"
+    completion, _ = await create_completion(build_service(text), logprobs=True)
+    tokens = completion.choices[0].logprobs.content
+    assert "\ufffd" in [each.token for each in tokens]
+    assert b"".join(bytes(each.bytes) for each in tokens) == f"{text}<|im_end|>".encode()
+
+
 async def test_each_choice_is_a_turn():
     rng_script = lambda prompt, sampling, order: random.Random(sampling.seed).choices(range(20, 90), k=5)  # noqa: E731
     service = build_service(script=rng_script)

@@ -178,6 +178,29 @@ def run_narrow(ranks: Ranks, *, is_sharded: bool = True) -> dict[str, object]:
     return found | {"num_warnings": len(warnings)}
 
 
+def run_resumed(ranks: Ranks, *, is_sharded: bool = False) -> dict[str, object]:
+    """A step of a run that one rank began and that resumes here: what it hands on, and its times before the step."""
+    samples = load_samples((), num_layers=2)
+    section = AlgorithmSection(algorithm_type="grpo")
+    settings = TrainerSection(**(SETTINGS | {"schedule": "cosine", "warmup_steps": 2, "num_minibatches": 2}))
+    options = {"max_model_len": 64, "num_total_steps": 5}
+    began = Trainer(build_trainable(num_layers=2), settings, section, **options)
+    for _ in range(3):
+        began.step(samples)
+    model = build_trainable(num_layers=2, seed=1)
+    model.load_state_dict(began.model.state_dict())
+    if is_sharded and not ranks.is_alone:
+        shard_model(model, ranks, torch.device("cpu"))
+    trainer = Trainer(model, settings, section, ranks=ranks, **options)
+    trainer.load_state_dict(began.state_dict())
+    times = trainer.take_times()
+    own = [each for each in samples if ranks.is_alone or each.group_index % ranks.world_size == ranks.rank]
+    metrics = trainer.step(own)
+    weights = torch.cat([weight.flatten() for _, weight in iter_whole_weights(model)])
+    state = trainer.state_dict()["optimizer"]
+    return {"times": times, "metrics": metrics, "weights": weights, "state": state}
+
+
 def run_split(name: str, world: Ranks, num_samplers: int) -> torch.Tensor:
     """The weights after a case that the last ranks do not train, but take from the first one."""
     roles = split_ranks(world, num_samplers=num_samplers, timeout_s=120)
@@ -206,6 +229,8 @@ def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:
         place = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, address=f"127.0.0.1:{port}")
         with open_ranks(place, device=torch.device("cpu"), timeout_s=120) as ranks:
             results: dict = {name: run_case(name, ranks) for name in list_cases() if is_run(name, num_ranks)}
+            results["resumed"] = run_resumed(ranks)
+            results["resumed, sharded weights"] = run_resumed(ranks, is_sharded=True)
             results["narrow"] = run_narrow(ranks)
             results["narrow, whole weights"] = run_narrow(ranks, is_sharded=False)
             if num_ranks == 3:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from rank_updates import ALONE, SPLIT, is_run, list_cases, run_case, run_narrow
+from rank_updates import ALONE, SPLIT, is_run, list_cases, run_case, run_narrow, run_resumed
 
 from forked_programs import LOG, start_forked_programs
 
@@ -62,6 +62,23 @@ def test_weights_and_metrics_do_not_depend_on_ranks(name, num_ranks, results):
         assert found_state.keys() == (state.keys() if rank == 0 else set())
         for key, value in found_state.items():
             torch.testing.assert_close(value, state[key], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", ["resumed", "resumed, sharded weights"])
+def test_a_resumed_optimizer_continues_its_steps_and_schedule_and_counts_no_time_of_reading(name, num_ranks, results):
+    alone = run_resumed(ALONE)
+    assert {int(value) for key, value in alone["state"].items() if key.startswith("step:")} == {
+        8
+    }  # 4 steps of 2 updates
+    assert alone["metrics"]["train/learning_rate"] == pytest.approx(1e-2 * (1 + math.cos(math.pi / 3)) / 2)
+    for rank, found in enumerate(result[name] for result in results[num_ranks]):
+        assert found["times"] == {"perf/train_wait_s": 0.0, "perf/communication_s": 0.0}
+        assert found["metrics"]["train/learning_rate"] == alone["metrics"]["train/learning_rate"]
+        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=1e-10)
+        assert found["state"].keys() == (alone["state"].keys() if rank == 0 else set())
+        for key, value in found["state"].items():
+            torch.testing.assert_close(value, alone["state"][key], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

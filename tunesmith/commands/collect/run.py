@@ -39,7 +39,7 @@ from tunesmith.runs.policy import (
     load_auxiliary,
 )
 from tunesmith.runs.result import Result
-from tunesmith.runs.workspace import compute_digest, describe_rows, open_part
+from tunesmith.runs.workspace import describe_rows, digest_rows, open_part
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.load import write_rows
 from tunesmith.types import Group, JudgeType, Trajectory, WorkflowType, is_at_least
@@ -87,7 +87,7 @@ def collect(
     settings = config.model_dump(mode="json", include=set(OWN_SETTINGS))
     for key in ("base_url", "api_key_env") if config.teacher is not None else ():
         del settings["teacher"][key]  # a server may have moved
-    inputs: dict[str, Any] = {"settings": settings, "rows": compute_digest(describe_rows(rows))}
+    inputs: dict[str, Any] = {"settings": settings, "sources": {"train_dataset": digest_rows(describe_rows(rows))}}
     if config.teacher is None:
         inputs["weights"] = describe_weights(config.model.path)
     with open_part(out, inputs) as journal:
@@ -129,7 +129,8 @@ def load_models(
         policy, actors = load_actors(config, **functions, has_trainer=False)
     else:
         set_num_threads(config.num_cpu_threads)
-        teacher = load_auxiliary(config.teacher, config.engine, device=config.model.device, build_model=build_model)
+        options: dict[str, Any] = {"device": config.model.device, "build_model": build_model}
+        teacher = load_auxiliary("teacher", config.teacher, config.engine, **options)
         actors = build_actors(config, teacher, **functions)
     model = RecordingModel(actors.model, build_model=build_model)
     return model, replace(actors, model=model, service=None), policy  # the recording model has a server of its own

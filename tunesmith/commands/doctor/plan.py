@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.algorithm import load_algorithm
 from tunesmith.commands.settings import load_settings
 from tunesmith.commands.stage import format_count
 from tunesmith.commands.table import find_command
@@ -24,6 +24,7 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import check_lengths, resolve_device, resolve_dtype
 from tunesmith.model.memory import GIB, Card, count_token_bytes, estimate_memory, fit_rows
 from tunesmith.runs.load_config import change_section
+from tunesmith.runs.load_function import CustomComponents
 from tunesmith.runs.memory import build_planned_model, collect_run_settings, find_card
 
 CHECKPOINTING = ("trainer.has_gradient_checkpointing=true",)
@@ -123,7 +124,8 @@ def plan_run(config: RunConfig, changes: Sequence[str], card: Card) -> PlannedRu
     config = change_section(config, changes)
     dtype = resolve_dtype(config.model.dtype, torch.device(card.type))
     model = build_trained_model(config.model.model_dump_json(), dtype)
-    settings = fit_rows(model, collect_run_settings(config, resolve_algorithm(config.algorithm), model), card)
+    algorithm, _ = load_algorithm(config.algorithm, CustomComponents().load)
+    settings = fit_rows(model, collect_run_settings(config, algorithm, model), card)
     parts = estimate_memory(model, settings, card)
     token_bytes = count_token_bytes(model.config) * dtype.itemsize
     num_cached_tokens = parts.get("KV cache", 0) // token_bytes

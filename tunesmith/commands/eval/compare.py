@@ -35,7 +35,7 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.judges.tir import describe_scorers
 from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
@@ -88,13 +88,14 @@ def run_eval(
         if not LABEL.fullmatch(label):
             raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
     load_set = partial(load_run_tasks, run) if suite is None else load_suite_tasks
-    sets = {
-        name: load_set(dataset, name=name)[: run.evaluation.max_tasks] for name, dataset in run.eval_datasets.items()
-    }
+    sets: dict[str, list[Task]] = {}
+    for name, dataset in run.eval_datasets.items():
+        with errors_of(f"eval_datasets.{name}"):
+            sets[name] = load_set(dataset, name=name)[: run.evaluation.max_tasks]
     for path in models.values():
         check_section(with_model_path(run, path).model)
     for name, section in run.auxiliary_models.items():
-        check_auxiliary(name, section)
+        check_auxiliary(f"auxiliary_models.{name}", section)
     if has_plot:
         check_plot()
         if out is None:

@@ -27,9 +27,9 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.commands.sft.conversations import PreferenceReader, add_probes
 from tunesmith.commands.sft.plan import OfflinePlan, build_plan, count_rows, digest_sources
 from tunesmith.commands.stage import ChooseModel, StageResult, check_models, describe_device, describe_run
-from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
+from tunesmith.config import EarlyStoppingSection, OfflineConfig, PreferenceConfig, SftConfig
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal
-from tunesmith.errors import StorageError, TrainingError
+from tunesmith.errors import DataError, StorageError, TrainingError
 from tunesmith.model.checkpoint import (
     TRAINER_FOLDER,
     estimate_checkpoint_bytes,
@@ -137,8 +137,7 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
     if summary is not None:
         return OfflineResult(folder=root / MODEL, **summary)
     set_num_threads(config.num_cpu_threads)
-    terms_args = config.terms_args if isinstance(config, PreferenceConfig) else {}
-    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=terms_args)
+    algorithm = config.algorithm
     has_reference = "reference" in resolve_algorithm(algorithm).needs
     plan = build_preference_plan(config) if isinstance(config, PreferenceConfig) else build_plan(config)
     with workspace:
@@ -165,7 +164,6 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
                 reference_model=load_reference(config.model, policy=model) if has_reference else None,
                 dropout_seed=config.seed,
             )
-            check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
             progress = restore(checkpoint, model, trainer)
             OfflineTraining(
                 config=config,
@@ -197,6 +195,8 @@ class OfflineTraining:
 
     def run(self) -> None:
         """Run all remaining steps; the last step is always saved. A signal ends the training after a step."""
+        self.remove_replaced()  # by a run that was killed before it did
+        check_free_space(self.paths.root, estimate_checkpoint_bytes(self.model, self.trainer.state_dict()))
         with StopAfterStep() as stop:
             self.run_steps(stop)
         if stop.signal_number is not None:
@@ -277,6 +277,9 @@ class OfflineTraining:
             trainer_state=self.trainer.state_dict(),
             run_state=asdict(self.progress),
         )
+        self.remove_replaced()
+
+    def remove_replaced(self) -> None:
         best_step = self.progress.best_step if self.plan.eval_samples else None
         remove_old_checkpoints(self.paths.root, num_kept=self.config.keep_checkpoints or 1, best_step=best_step)
 
@@ -386,6 +389,8 @@ def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:
     plan = build_plan(config, partial(PreferenceReader, kind="labels" if is_kto else "pairs"))
     if not is_kto:
         return plan
+    if count_rows(plan.samples) < 2:
+        raise DataError("kto pairs prompts with completions of other rows and needs at least 2 rows, got 1")
     add = partial(add_probes, max_model_len=config.model.max_model_len)
     epochs = [[add(batch) for batch in epoch] for epoch in plan.epochs]
     return replace(plan, epochs=epochs, eval_samples=add(plan.eval_samples))

@@ -121,6 +121,13 @@ def commit(
     save_json(paths.last_commit, {"step": step})
     merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
     control.save_best()
+    remove_replaced(paths, control, num_kept=num_kept, replaced_steps=replaced_steps)
+
+
+def remove_replaced(
+    paths: RunPaths, control: RunControl, *, num_kept: int | None, replaced_steps: Sequence[int]
+) -> None:
+    """Remove the checkpoints of `replaced_steps` and all but `num_kept`; the best one stays."""
     best_step = None if control.best is None else control.best.step
     for each in replaced_steps:
         if each != best_step and paths.checkpoint(each).is_dir():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
+from tunesmith.algorithms.algorithm import Algorithm, load_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.sft.conversations import ConversationReader
@@ -28,7 +28,7 @@ from tunesmith.config import (
     RunConfig,
     SelectorSection,
 )
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.experience.replay import ExpertFeed, ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
@@ -73,8 +73,7 @@ class RunPlan:
 
 def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> RunPlan:
     """Run every check that needs no weights, and read the data."""
-    functions = load_own_functions(config.algorithm, custom)
-    algorithm = resolve_algorithm(config.algorithm, own=functions)
+    algorithm, functions = load_algorithm(config.algorithm, custom.load)
     if algorithm.is_supervised:
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
@@ -91,11 +90,8 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     sources: dict[str, str | None] = {}
 
     def load_set(section: DatasetSection, *, name: str, knob: str) -> list[Task]:
-        try:
+        with errors_of(knob):
             tasks = load_run_tasks(config, section, name=name)
-        except DataError as error:
-            error.args = (f"{knob}: {error}",)
-            raise
         sources[knob] = digest_rows(describe_rows(tasks))  # before operators, which may call a model
         return tasks
 
@@ -120,7 +116,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         check_sharded_models(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
-        check_auxiliary(name, section)
+        check_auxiliary(f"auxiliary_models.{name}", section)
     experts = None
     if config.algorithm.expert is not None:
         experts, sources["algorithm.expert"] = load_expert_feed(config.algorithm, config.model, config.seed)
@@ -137,14 +133,6 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         sources=sources,
         total_steps=config.total_steps
         or compute_total_steps(config.total_epochs, num_tasks=len(feed.tasks), batch_size=config.algorithm.batch_size),
-    )
-
-
-def load_own_functions(section: AlgorithmSection, custom: CustomComponents) -> OwnFunctions:
-    """The advantage and loss function that were passed as objects or that the section names."""
-    return OwnFunctions(
-        advantage=custom.load(section.advantage, knob="algorithm.advantage"),
-        loss=custom.load(section.loss, knob="algorithm.loss"),
     )
 
 

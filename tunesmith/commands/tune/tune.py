@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.algorithm import load_algorithm
 from tunesmith.cluster.process_group import RankRoles, open_ranks, split_ranks
 from tunesmith.cluster.rank_info import find_rank_info
 from tunesmith.cluster.ranks import Ranks
@@ -26,13 +26,14 @@ from tunesmith.commands.tune.checkpoints import (
     StepRollouts,
     commit,
     count_checkpoint_bytes,
+    remove_replaced,
     restore,
     restore_models,
     save_error,
     save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
-from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition, load_own_functions
+from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition
 from tunesmith.commands.tune.ranks import (
     Rank,
     RunEnd,
@@ -206,7 +207,6 @@ def run_leader(
     for line in describe_run(policy.model, config.model, folder.paths.root, memory):
         monitor.show_line(line)
     parts = build_parts(rank, plan)
-    check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer.trainer, roles.trainers))
     save_tokenizer(policy, folder.paths)
     early_stopping, keep_best = config.early_stopping, config.keep_best
     control = RunControl(early_stopping, keep_best, plan.callbacks, folder.paths, total_steps=plan.total_steps)
@@ -229,8 +229,7 @@ def run_follower(
 ) -> TuneResult:
     """Do this rank's part of every step, rollouts or training or both; returns the result of the first rank."""
     place = find_rank_info()
-    functions = load_own_functions(config.algorithm, custom)
-    algorithm = resolve_algorithm(config.algorithm, own=functions)
+    algorithm, functions = load_algorithm(config.algorithm, custom.load)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
     config, _ = fit_run(config, algorithm, policy.model)
@@ -297,6 +296,11 @@ class Training:
         first_step, timed_steps = restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
+        # first what a killed run has replaced and not removed, as the next checkpoint may need the space
+        paths, rank, replaced_steps = self.folder.paths, self.rank, [step for step in timed_steps if step != first_step]
+        remove_replaced(paths, control, num_kept=rank.config.keep_checkpoints, replaced_steps=replaced_steps)
+        num_bytes = count_checkpoint_bytes(rank.policy, self.parts.trainer.trainer, rank.roles.trainers)
+        check_free_space(paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
         if first_step == 0 and self.rank.config.evaluation.at_start:
             evaluations = await self.evaluate(0)

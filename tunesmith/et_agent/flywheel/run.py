@@ -82,7 +82,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
     check_models(config.model, [config.model.path])
     functions = load_role_functions(config)
     for name, section in config.auxiliary_models.items():
-        check_auxiliary(name, section)
+        check_auxiliary(f"auxiliary_models.{name}", section)
     with Workspace(out_dir) as workspace:
         attempts = Attempts(workspace, describe_inputs(config, states))
         run_config = config.to_run_config()

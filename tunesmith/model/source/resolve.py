@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.errors import ModelError
+from tunesmith.errors import ConfigError, ModelError
 from tunesmith.hub import describe_hub_failure, is_path_like
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -37,14 +40,24 @@ class AdapterFiles:
     """Names of adapted weights of experts."""
 
 
-def find_adapter(path: str, base_path: str | None, *, section: str = "model") -> AdapterFiles | None:
-    """The adapter at the path of the config's `section`, or None if it names a full model."""
+@contextmanager
+def knobs_of(section: str, keys: Iterable[str]) -> Iterator[None]:
+    """Errors about `model` name these keys of another section of a config, or begin with its name."""
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        knobs = rf"(?<![\w./'])model\.(?=(?:{'|'.join(keys)})\b)"
+        message = re.sub(knobs, lambda _: f"{section}.", str(error))
+        error.args = (message if section in message else f"{section}: {message}",)
+        raise
+
+
+def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
+    """The adapter at a path, or None if it names a full model."""
     folder = Path(path).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("model*.safetensors")):
         if base_path is not None:
-            raise ModelError(
-                f"{section}.base_path={base_path!r} is unused: {section}.path={path!r} is not an adapter folder"
-            )
+            raise ModelError(f"model.base_path={base_path!r} is unused: model.path={path!r} is not an adapter folder")
         return None
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -58,15 +71,13 @@ def find_adapter(path: str, base_path: str | None, *, section: str = "model") ->
             target_parameters=settings.get("target_parameters") or [],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{section}.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})"
-        ) from error
+        raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})") from error
     if kind != "LORA":
-        raise ModelError(f"{section}.path={path!r} is an adapter of type {kind}; LoRA adapters are supported")
+        raise ModelError(f"model.path={path!r} is an adapter of type {kind}; LoRA adapters are supported")
     if not base:
-        raise ModelError(f"{section}.path={path!r}: the adapter does not name its base; set model.base_path")
+        raise ModelError(f"model.path={path!r}: the adapter does not name its base; set model.base_path")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"{section}.path={path!r}: the adapter has no {ADAPTER_WEIGHTS}")
+        raise ModelError(f"model.path={path!r}: the adapter has no {ADAPTER_WEIGHTS}")
     return adapter
 
 
@@ -88,11 +99,10 @@ class ModelSource:
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
-def find_model(path: str, base_path: str | None = None, *, section: str = "model") -> ModelSource:
-    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error of the
-    config's `section`."""
+def find_model(path: str, base_path: str | None = None) -> ModelSource:
+    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error."""
     path = find_exported(path)
-    adapter = find_adapter(path, base_path, section=section)
+    adapter = find_adapter(path, base_path)
     if adapter is not None:
         try:
             base = find_model(adapter.base)
@@ -108,22 +118,20 @@ def find_model(path: str, base_path: str | None = None, *, section: str = "model
     place = Path(path).expanduser()
     if place.suffix == ".gguf":
         if not place.is_file():
-            raise ModelError(f"{section}.path={path!r}: there is no such .gguf file")
+            raise ModelError(f"model.path={path!r}: there is no such .gguf file")
         check_gguf_reader()
         return ModelSource(name_or_path=str(place.parent), gguf_file=place.name)
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise ModelError(
-                f"{section}.path={path!r} is a folder without config.json; give a Hugging Face model folder, "
+                f"model.path={path!r} is a folder without config.json; give a Hugging Face model folder, "
                 "such as global_step_N of a run or model of a fine-tuning, or a .gguf file"
             )
         return ModelSource(name_or_path=str(place))
     if place.exists():
-        raise ModelError(
-            f"{section}.path={path!r} is a file, but not a .gguf file; give the folder that holds config.json"
-        )
+        raise ModelError(f"model.path={path!r} is a file, but not a .gguf file; give the folder that holds config.json")
     if is_path_like(path):
-        raise ModelError(f"{section}.path={path!r}: there is no such folder")
+        raise ModelError(f"model.path={path!r}: there is no such folder")
     return ModelSource(name_or_path=path)
 
 

@@ -227,7 +227,7 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         return {"delta": build_delta(delta, num_calls=num_calls, is_first=is_first)}
 
     def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return build_logprobs(tokens, self.renderer.format_token)
+        return build_logprobs(tokens, self.renderer)
 
     def add_prompt_ids(self, body: dict[str, Any]) -> None:
         body["prompt_token_ids"] = list(self.prompt_ids)
@@ -260,7 +260,7 @@ class PendingTextCompletion(PendingCompletion[TextRequest]):
 
     def build_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
         has_top = self.request.sampling.top_logprobs > 0
-        return build_text_logprobs(tokens, self.renderer.format_token, has_top=has_top)
+        return build_text_logprobs(tokens, self.renderer, has_top=has_top)
 
 
 async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pydantic_core
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
+from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.storage import clean_text
 from tunesmith.types import Completion, TopLogprobs
@@ -58,7 +59,6 @@ def build_delta(delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, An
 
 TokenLogprobs = tuple[int, float, TopLogprobs]
 """A sampled token, its logprob, and the most likely tokens in its place; empty if they were not asked for."""
-FormatToken = Callable[[int], str]
 
 
 def list_tokens(
@@ -68,12 +68,12 @@ def list_tokens(
     return list(zip(token_ids, logprobs, tops, strict=True))
 
 
-def build_logprobs(tokens: Sequence[TokenLogprobs], format_token: FormatToken) -> dict[str, Any]:
+def build_logprobs(tokens: Sequence[TokenLogprobs], renderer: Renderer) -> dict[str, Any]:
     """Logprobs of sampled tokens in the chat completions format."""
 
     def build(token_id: int, logprob: float) -> dict[str, Any]:
-        text = format_token(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        raw = list(renderer.encode_token(token_id))
+        return {"token": renderer.format_token(token_id), "logprob": logprob, "bytes": raw}
 
     content = [
         build(token_id, logprob) | {"top_logprobs": [build(*each) for each in top]} for token_id, logprob, top in tokens
@@ -82,13 +82,13 @@ def build_logprobs(tokens: Sequence[TokenLogprobs], format_token: FormatToken) -
 
 
 def build_text_logprobs(
-    tokens: Sequence[TokenLogprobs], format_token: FormatToken, *, has_top: bool = False
+    tokens: Sequence[TokenLogprobs], renderer: Renderer, *, has_top: bool = False
 ) -> dict[str, Any]:
     """Logprobs of sampled tokens in the completions format; with `has_top` those of other tokens, by text."""
-    texts = [format_token(token_id) for token_id, *_ in tokens]
+    texts = [renderer.format_token(token_id) for token_id, *_ in tokens]
     ends = itertools.accumulate(map(len, texts))
     tops = [
-        {format_token(each): value for each, value in reversed([*top, (token_id, logprob)])}
+        {renderer.format_token(each): value for each, value in reversed([*top, (token_id, logprob)])}
         for token_id, logprob, top in tokens
     ]
     return {
