@@ -7,7 +7,8 @@ boundary at which a run failed; the command line prints their message and exits 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,12 +19,15 @@ LOST_DEVICE_ADVICE = (
 
 
 @contextmanager
-def errors_of(knob: str) -> Iterator[None]:
-    """Errors begin with the knob that they are about."""
+def errors_of(section: str, keys: Iterable[str] = ()) -> Iterator[None]:
+    """Errors name the section of a config that they are about: `model.KEY` is its key for these keys, and errors that
+    do not name it begin with it."""
     try:
         yield
     except TunesmithError as error:
-        error.args = (f"{knob}: {error}", *error.args[1:])
+        renamed = rf"(?<![\w./'])model\.(?=(?:{'|'.join(keys)})\b)" if keys else "(?!)"
+        message = re.sub(renamed, lambda _: f"{section}.", str(error))
+        error.args = (message if section in message else f"{section}: {message}", *error.args[1:])
         raise
 
 

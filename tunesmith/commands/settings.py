@@ -33,8 +33,8 @@ from tunesmith.config import (
 )
 from tunesmith.config.environment import BUILT_IN_TOOLS
 from tunesmith.config.section import DataSection
-from tunesmith.errors import ConfigError
-from tunesmith.model.source.resolve import find_model, knobs_of
+from tunesmith.errors import ConfigError, errors_of
+from tunesmith.model.source.resolve import find_model
 from tunesmith.runs.load_config import (
     AnySection,
     change_section,
@@ -244,10 +244,10 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
     for key, section in iter_sections(config):
         match section:
             case ModelSection() if has_models:
-                with knobs_of(key, ModelSection.model_fields):
+                with errors_of(key, ModelSection.model_fields):
                     find_model(section.path, section.base_path)
             case AuxiliaryModelSection(base_url=None):
-                with knobs_of(key, AuxiliaryModelSection.model_fields):
+                with errors_of(key, AuxiliaryModelSection.model_fields):
                     find_model(section.path)
             case DataSection() | ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:

@@ -118,7 +118,9 @@ DISPLAYED = re.compile(
 )
 """A formula in dollar signs, which are not those of amounts of money, or in LaTeX's brackets."""
 BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])(?:[A-Za-z]|mod)(?![A-Za-z]))+")
-COMPUTED = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})")
+COMPUTED = re.compile(
+    r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})|\d_\{?\d"
+)
 UNIT = re.compile(r"(?:\\[ ,;:!]|[~\s])*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
 RELATION = re.compile(r"=|\\(?:approx|to|implies|[Rr]ightarrow)(?![a-z])")
 PART_END = re.compile(rf"{RELATION.pattern}|\s(?=\((?!\\?[bp]?mod))|,\s|\n|[.!](?:\s|$)")
@@ -128,6 +130,8 @@ JOINED = re.compile(
     r"(?<![\\{])[,;](?!\s*\\(?:q?quad|text))|\\(?:[bp]?mod|pod|equiv|pm|mp|text\s*\{\s*(?:and|or)\b)|(?<![A-Za-z\\])mod\b"
 )
 """What makes a tuple, an interval, a list or a residue of its numbers: none of them is its value."""
+OF_VARIABLES = re.compile(r"[\d)][A-Za-z](?![A-Za-z])|\\begin|\)\(")
+"""Numbers times variables, products of sums, matrices; `$5 m$`, with a space, has a unit."""
 VARIABLE_FIRST = re.compile(r"[-+]?[A-Za-z](?![A-Za-z])(?!\s*(?:[<>:]|\\[gl]eq?(?![a-z])))")
 """A variable that no bound follows: `$n \\ge 12$` states 12."""
 SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
@@ -285,7 +289,8 @@ def _find_formula(text: str, start: int) -> str | None:
     ends = [(begin, end) for begin, end in ends if not any(left < begin and end < right for left, right in brackets)]
     first = max((end for _, end in ends if end <= at), default=0)
     value = formula[first : min((begin for begin, _ in ends if begin >= at), default=len(formula))].strip(" *.,")
-    is_term = COMPUTED.search(value) or (shown and VARIABLE_FIRST.match(value)) or JOINED.search(NUMBER.sub("", value))
+    is_of_variables = shown and (VARIABLE_FIRST.match(value) or OF_VARIABLES.search(value))
+    is_term = COMPUTED.search(value) or is_of_variables or JOINED.search(NUMBER.sub("", value))
     return UNIT.sub("", value) if is_term and value.count("{") == value.count("}") else None
 
 

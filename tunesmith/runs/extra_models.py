@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.advantages.group import NEEDED_REWARDS
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
     build_empty_model,
@@ -27,7 +27,6 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from tunesmith.model.source.resolve import knobs_of
 from tunesmith.model.value_model import ValueModel
 from tunesmith.runs.policy import load_sharded_model
 from tunesmith.trainer.sharding.sharded_model import find_decoder_layers, find_sharding
@@ -78,7 +77,7 @@ def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model:
 def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
     """Refuse a model with another vocabulary than the policy's, or with a shorter context."""
     own = load_section_tokenizer(model).get_vocab()
-    with knobs_of(knob.removesuffix(".path"), ("path",)):
+    with errors_of(knob.removesuffix(".path"), ("path",)):
         config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
         check_residual_dtype(model, config)
         # the chat template of the other model is not used

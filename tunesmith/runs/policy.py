@@ -26,7 +26,7 @@ from tunesmith.engine.vllm.engine import DistantEngine, VllmEngine, list_devices
 from tunesmith.engine.vllm.support import check_installation, check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.environments.episode import OPPONENT
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.forward.recurrence import is_recurrent
 from tunesmith.model.load import (
@@ -40,7 +40,6 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from tunesmith.model.source.resolve import knobs_of
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.model.towers import find_model_class, train_all_weights
 from tunesmith.rollout.actors import Actors
@@ -254,7 +253,7 @@ def build_sampling(section: ModelSection, *, temperature: float | None = None) -
 
 def check_auxiliary(key: str, section: AuxiliaryModelSection) -> None:
     if section.base_url is None:
-        with knobs_of(key, AuxiliaryModelSection.model_fields):
+        with errors_of(key, AuxiliaryModelSection.model_fields):
             check_section(_to_model_section(section))
     else:
         read_api_key(section.api_key_env, knob=f"{key}.api_key_env")
@@ -266,7 +265,7 @@ def load_auxiliary(
     """The model of the section `key`: a local one on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
-        with knobs_of(key, AuxiliaryModelSection.model_fields):
+        with errors_of(key, AuxiliaryModelSection.model_fields):
             policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
         return LoadedModel(provider=policy.service, engine=policy.engine)
     api_key = read_api_key(section.api_key_env, knob=f"{key}.api_key_env") or "EMPTY"

@@ -10,14 +10,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.errors import ConfigError, ModelError
+from tunesmith.errors import ModelError
 from tunesmith.hub import describe_hub_failure, is_path_like
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,18 +35,6 @@ class AdapterFiles:
     """A pattern or a list of names, in the form of PEFT's config."""
     target_parameters: list[str]
     """Names of adapted weights of experts."""
-
-
-@contextmanager
-def knobs_of(section: str, keys: Iterable[str]) -> Iterator[None]:
-    """Errors about `model` name these keys of another section of a config, or begin with its name."""
-    try:
-        yield
-    except (ConfigError, ModelError) as error:
-        knobs = rf"(?<![\w./'])model\.(?=(?:{'|'.join(keys)})\b)"
-        message = re.sub(knobs, lambda _: f"{section}.", str(error))
-        error.args = (message if section in message else f"{section}: {message}",)
-        raise
 
 
 def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
