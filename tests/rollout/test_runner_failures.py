@@ -203,6 +203,15 @@ async def test_a_workflow_with_a_client_of_its_own_is_told_of_the_clients_of_the
     assert silence.startswith(f"the workflow made no call to `model`, so there is nothing to train on: {advice[2:]}")
 
 
+async def test_a_reply_of_agentscope_read_as_that_of_openai_names_the_knob():
+    async def read_choices(task, model):
+        return WorkflowOutput(response={"content": []}["choices"])
+
+    message = (await run(read_choices)).failure.message
+    assert message.startswith("KeyError: 'choices'") and "with rollout.chat_model=openai" in message
+    assert "fields of the task" not in message
+
+
 async def test_scalars_of_numpy_and_torch_are_rewards():
     for reward in (numpy.float32(0.5), torch.tensor(0.5), 0.5):
         assert JudgeOutput(reward=reward).reward == 0.5

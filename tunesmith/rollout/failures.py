@@ -22,6 +22,11 @@ USE_MODEL = (
     "call `model`, or give your agent the client `model.client`, which is bound to this rollout: calls of another "
     "client are not trained"
 )
+CLIENT_ERRORS = {
+    "Missing credentials": USE_MODEL,
+    "'choices'": "`model` is AgentScope's, which is installed; replies have `choices` with rollout.chat_model=openai",
+}
+"""Beginnings of messages: of a client of the OpenAI SDK without arguments, of a reply of AgentScope's model."""
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 8000
 """Of a longer traceback the end is kept, where the error is."""
@@ -47,7 +52,7 @@ def describe_error(error: BaseException, task: Task) -> str:
         text = "; ".join(f"{error.title}.{key}={value!r}: {message}" for key, message, value in found)
     text = shorten(text, MAX_MESSAGE_CHARS)
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, KeyError) and error.args and error.args[0] not in task.row:
+    if isinstance(error, KeyError) and error.args and error.args[0] not in task.row and not advise_on_client(error):
         message += f" (fields of the task: {', '.join(map(str, task.row))})"
     return message
 
@@ -60,8 +65,8 @@ def advise_on_coroutine(message: str, *, is_sync: bool) -> str:
 
 
 def advise_on_client(error: BaseException) -> str:
-    """What to change if the workflow made a client of the OpenAI SDK without arguments, else nothing."""
-    return f"; {USE_MODEL}" if str(error).startswith("Missing credentials") else ""
+    """What to change if the error is known to be about how a workflow calls the model, else nothing."""
+    return next((f"; {advice}" for start, advice in CLIENT_ERRORS.items() if str(error).startswith(start)), "")
 
 
 def format_traceback(error: BaseException) -> str:
