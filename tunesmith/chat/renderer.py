@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.detokenize import Detokenizer
-from tunesmith.chat.memo import memoize, memoize_value
+from tunesmith.chat.memo import MAX_TOTAL_LENGTH, memoize, memoize_value
 from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
 from tunesmith.chat.parsers import (
     HARMONY,
@@ -37,13 +37,11 @@ from tunesmith.chat.parsers import (
     parse_reply,
 )
 from tunesmith.chat.special_tokens import ESCAPE, encode_text
-from tunesmith.chat.template import ChatTemplate
+from tunesmith.chat.template import NUM_CACHED_PROMPTS, ChatTemplate
 from tunesmith.types import Sampling
 
 logger = logging.getLogger(__name__)
 
-NUM_CACHED_PROMPTS = 512
-"""Tokenized prompts cached; the rollouts of a group start with the same prompt."""
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
 """Tokenized deltas cached, and their longest text; tools often return the same short result."""
 UNPARSED_CALLS_WARNING = (
@@ -125,7 +123,7 @@ class Renderer:
         self._backend = _find_backend(tokenizer)
         self.is_thread_safe = self._backend is not None
         """Whether several threads may tokenize at the same time."""
-        self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
+        self._encode_prompt = memoize(max_entries=NUM_CACHED_PROMPTS, max_length=MAX_TOTAL_LENGTH)(self.encode)
         self._encode_delta = memoize(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
 
     def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
