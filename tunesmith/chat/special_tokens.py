@@ -26,8 +26,6 @@ FIRST_CODE_POINT = 0x100000
 """Code point of the second character of the first escape sequence; also in a private-use plane."""
 PREFIX_LENGTHS = (1, 2)
 """Lengths of the prefixes used as fast filters: messages without any of one length contain no special token."""
-LONG_CHARACTERS = 32768
-"""`encode` blocks other threads, 20 ms and more for longer texts; these go through the batch call, which does not."""
 
 Unescape = Callable[[re.Match[str]], str]
 
@@ -154,9 +152,7 @@ class _LiteralEncoder:
 
 
 def encode_text(backend: Tokenizer, text: str, *, adds_special_tokens: bool = False) -> list[int]:
-    """Ids of a text; other threads can run while a long one is encoded."""
-    if len(text) <= LONG_CHARACTERS:
-        return backend.encode(text, add_special_tokens=adds_special_tokens).ids
+    """Ids of a text; the batch call computes no offsets, and other threads can run meanwhile."""
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
     return encoding.ids
 

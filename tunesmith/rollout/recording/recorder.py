@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
 from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
-from tunesmith.chat.special_tokens import LONG_CHARACTERS
 from tunesmith.errors import EngineError
 from tunesmith.experience.samples import extends
 from tunesmith.rollout.recording.open_turn import OpenTurn
@@ -30,6 +29,8 @@ from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, Recor
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
+LONG_CHARACTERS = 32768
+"""Texts up to this length are tokenized on the event loop, which they block for less than 20 ms."""
 TEXT_SCOPE = "text"
 """Scope of text prompts (/v1/completions), which are not conversations."""
 
