@@ -54,8 +54,9 @@ JSON_CALLS_WARNING = (
 )
 NUM_WATCHED_REPLIES = 4
 """Unread JSON calls before the warning; the first call that is read ends the watch."""
-NUM_TAIL_IDS = 16
-"""Last ids of a prompt that are decoded to check whether it opens a <think> block."""
+NUM_TAIL_IDS, NUM_CACHED_TAILS = 16, 256
+"""Last ids of a prompt that are decoded to check whether it opens a <think> block, and how many of their texts are
+cached; most prompts end with the same."""
 
 
 END_OF_REPLY = Message(role="assistant", content=SENTINEL)
@@ -76,6 +77,8 @@ class Prompt:
     """Chat template variables of the request; they override the renderer's."""
     reply_start: str = ""
     """Text that the reply begins with; it is part of the prompt, without the end of a turn."""
+    scope: str = ""
+    """Of a request: its tools and variables as text, from `describe_scope`."""
 
 
 class Renderer:
@@ -119,6 +122,7 @@ class Renderer:
         self.has_reasoning = reasoning_parser in REASONING_TAGS and not self.is_harmony
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.hidden_ids)
         self.decode = self._detokenizer.decode
+        self._decode_tail = functools.lru_cache(maxsize=NUM_CACHED_TAILS)(self.decode)
         self.build_incremental_detokenizer = self._detokenizer.build_incremental
         self._backend = _find_backend(tokenizer)
         self.is_thread_safe = self._backend is not None
@@ -272,7 +276,7 @@ class Renderer:
         return self.has_reasoning and self._ends_in(prompt_ids, self.reasoning_tags.opening)
 
     def _ends_in(self, prompt_ids: Sequence[int], tag: str) -> bool:
-        return self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(tag)
+        return self._decode_tail(tuple(prompt_ids[-NUM_TAIL_IDS:])).rstrip().endswith(tag)
 
     def _merge_variables(self, prompt: Prompt) -> dict[str, Any]:
         return {**self._variables, **dict(prompt.variables)}
@@ -420,11 +424,7 @@ def _drops_nothing(step: dict[str, Any]) -> bool:
     return replaced is not None and len(step["content"]) >= len(replaced)
 
 
-def describe_scope(prompt: Prompt) -> str:
-    """The tools and template variables of a prompt as text: only a call with the same ones extends a recorded turn."""
-    return _dump_scope([list(prompt.tools), list(prompt.variables)])
-
-
 @memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _dump_scope(tools_and_variables: list[Any]) -> str:
+def describe_scope(tools_and_variables: list[Any]) -> str:
+    """The tools and template variables of a prompt as text: only a call with the same ones extends a recorded turn."""
     return json.dumps(tools_and_variables, sort_keys=True, default=str)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
-from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
+from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.errors import EngineError
 from tunesmith.experience.samples import extends
 from tunesmith.rollout.recording.open_turn import OpenTurn
@@ -116,6 +116,8 @@ class Session:
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[tuple[int, str], RecordedReply] = {}
         """By digest of the conversation up to the reply, and scope."""
+        self._new_replies: list[Callable[[], None]] = []
+        """Add the replies since the last call to both: most rollouts have no call after the last reply."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
         self.stored_responses: dict[str, list[dict[str, Any]]] = {}
@@ -125,7 +127,7 @@ class Session:
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
-        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
+        conversation, scope = self.conversations.find(prompt.messages), prompt.scope
         index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
         prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
         self.num_extended += is_extended
@@ -136,7 +138,7 @@ class Session:
         """The prompt ids that `admit` would build now, without counting a call."""
         if self.is_closed:
             raise SessionClosedError
-        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
+        conversation, scope = self.conversations.find(prompt.messages), prompt.scope
         prompt_ids, *_ = await self._build_prompt_ids(prompt, conversation, scope)
         return prompt_ids
 
@@ -173,8 +175,14 @@ class Session:
             task, arriving = asyncio.current_task(), self.record.arriving
             self.record.arriving = {index: each for index, each in arriving.items() if each is not task}
 
+    def _add_new_replies(self) -> None:
+        new, self._new_replies = self._new_replies, []
+        for add in new:
+            add()
+
     def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""
+        self._add_new_replies()
         keys = conversation.keys
         for num_old, digest in reversed(conversation.reply_digests):
             reply = self._replies.get((digest, scope))
@@ -308,8 +316,10 @@ class Session:
         """Store the parsed reply, so that later calls can extend or continue its turn; `cut_stop` was cut off it."""
         choice_id = (call.index, choice)
         turn = self._turns.get(choice_id)
-        if turn is None:
-            return
+        if turn is not None:
+            self._new_replies.append(partial(self._add_reply, call, choice_id, turn, reply, cut_stop))
+
+    def _add_reply(self, call: SessionCall, choice_id: ChoiceId, turn: Turn, reply: Message, cut_stop: str) -> None:
         reply_start = call.prompt.reply_start
         if reply_start:
             reply = replace(reply, content=reply_start + reply.content)
@@ -325,6 +335,7 @@ class Session:
             self._replies[digest, call.scope] = recorded
 
     def list_conversations(self) -> tuple[ObservedConversation, ...]:
+        self._add_new_replies()
         replies = self._replies.items()
         return tuple(ObservedConversation(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in replies)
 
