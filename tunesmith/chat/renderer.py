@@ -36,7 +36,7 @@ from tunesmith.chat.parsers import (
     find_reasoning_parser,
     parse_reply,
 )
-from tunesmith.chat.special_tokens import ESCAPE, encode_text
+from tunesmith.chat.special_tokens import ESCAPE
 from tunesmith.chat.template import NUM_CACHED_PROMPTS, ChatTemplate
 from tunesmith.types import Sampling
 
@@ -342,7 +342,9 @@ class Renderer:
         with _refuse_surrogates():
             if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
                 return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
-            return tuple(encode_text(backend, text, adds_special_tokens=adds_special_tokens))
+            # the batch call computes no offsets, and other threads can run meanwhile
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+            return tuple(encoding.ids)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or len(text) <= max_tokens or self._longest_token is None:

@@ -147,14 +147,10 @@ class _LiteralEncoder:
 
     def encode(self, text: str, escape_pattern: re.Pattern[str], unescape: Unescape) -> list[int]:
         replaced = self._pattern.sub(lambda found: self._placeholders[found.group()], text)
-        ids = encode_text(self._backend, escape_pattern.sub(unescape, replaced))
-        return [self._original_ids.get(token_id, token_id) for token_id in ids if token_id != self._separator_id]
-
-
-def encode_text(backend: Tokenizer, text: str, *, adds_special_tokens: bool = False) -> list[int]:
-    """Ids of a text; the batch call computes no offsets, and other threads can run meanwhile."""
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
-    return encoding.ids
+        (encoding,) = self._backend.encode_batch_fast(
+            [escape_pattern.sub(unescape, replaced)], add_special_tokens=False
+        )
+        return [self._original_ids.get(each, each) for each in encoding.ids if each != self._separator_id]
 
 
 def build_pattern(texts: Iterable[str]) -> re.Pattern[str]:

@@ -224,9 +224,7 @@ class ChatTemplate:
     ) -> str:
         """Text of a conversation, including the generation prompt."""
         messages, tools = self._apply_fallbacks(messages, tools)
-        inputs = self._build_inputs(messages, tools, variables or {}, has_generation_prompt)
-        is_pure = self._jinja.is_pure(tools, variables or {})
-        return (self._render_cached if is_pure else self._render_inputs)(inputs)
+        return self._render(messages, tools, variables or {}, has_generation_prompt, is_cached=True)
 
     def render_delta(
         self, messages: Sequence[Message], *, tools: Tools, variables: Variables, appended: str = ""
@@ -289,14 +287,11 @@ class ChatTemplate:
         return after[found.start() :] if is_end else None
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_prompt: bool, is_cached: bool = False
     ) -> str:
-        return self._render_inputs(self._build_inputs(messages, tools, variables, has_generation_prompt))
-
-    def _build_inputs(
-        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
-    ) -> list[Any]:
-        return [[self._convert(message) for message in messages], list(tools), dict(variables), has_generation_prompt]
+        inputs = [[self._convert(message) for message in messages], list(tools), dict(variables), has_prompt]
+        is_cached = is_cached and self._jinja.is_pure(tools, variables)
+        return (self._render_cached if is_cached else self._render_inputs)(inputs)
 
     def _render_inputs(self, inputs: list[Any]) -> str:
         if self.special_tokens is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
@@ -53,16 +53,6 @@ IMPURE_NAMES = frozenset({"lipsum", "random", "strftime_now"})
 """Functions and filters of Jinja and transformers whose results change between calls."""
 
 
-class _Compiled(NamedTuple):
-    """A compiled template."""
-
-    template: Template
-    names: Mapping[str, Any]
-    """The names that it knows besides the arguments of `render`."""
-    is_rendered_from_neighbors: bool
-    is_pure: bool
-
-
 class JinjaTemplate:
     """Renders messages in the form of `Message.to_template`; raises the same errors as `apply_chat_template`."""
 
@@ -78,11 +68,11 @@ class JinjaTemplate:
 
     def is_rendered_from_neighbors(self, tools: Tools) -> bool:
         """Whether the template for requests with these tools renders each message from neighboring messages only."""
-        return self.is_direct and self._find_template(tools).is_rendered_from_neighbors
+        return self.is_direct and self._find_template(tools)[2]
 
     def is_pure(self, tools: Tools, variables: Variables) -> bool:
         """Whether the text depends on the arguments of `render` alone: not on the date, nor on a class of its own."""
-        return self._is_rendered_directly(variables) and self._find_template(tools).is_pure
+        return self._is_rendered_directly(variables) and self._find_template(tools)[3]
 
     def render(self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool) -> str:
         render = self._render_directly if self._is_rendered_directly(variables) else self._render_by_tokenizer
@@ -91,14 +81,13 @@ class JinjaTemplate:
     def _is_rendered_directly(self, variables: Variables) -> bool:
         return self.is_direct and self._tokenizer_parameters.isdisjoint(variables)
 
-    def _find_template(self, tools: Tools) -> _Compiled:
+    def _find_template(self, tools: Tools) -> tuple[Template, Mapping[str, Any], bool, bool]:
         return self._compile_cached(self._tokenizer.get_chat_template(None, list(tools) or None))
 
     def _render_directly(
         self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
-        compiled = self._find_template(tools)
-        template = compiled.template
+        template, names, *_ = self._find_template(tools)
         request = {
             "messages": messages,
             "tools": list(tools) or None,
@@ -107,19 +96,18 @@ class JinjaTemplate:
         }
         # not `template.new_context`, which makes a set of all global names for templates that import others
         context = new_context(
-            template.environment, template.name, template.blocks, {**compiled.names, **request, **variables}, shared=True
+            template.environment, template.name, template.blocks, {**names, **request, **variables}, shared=True
         )
         return "".join(template.root_render_func(context))
 
-    def _compile(self, source: str) -> _Compiled:
+    def _compile(self, source: str) -> tuple[Template, Mapping[str, Any], bool, bool]:
+        """The compiled template, the names it knows, and whether it renders from neighboring messages only and calls
+        only functions whose results do not change."""
         template = chat_template_utils._compile_jinja_template(source)
         tree = template.environment.parse(source)
-        return _Compiled(
-            template=template,
-            names={**template.globals, **self._tokenizer.special_tokens_map},
-            is_rendered_from_neighbors=is_rendered_from_neighbors(tree),
-            is_pure=IMPURE_NAMES.isdisjoint(node.name for node in tree.find_all((nodes.Name, nodes.Filter))),
-        )
+        names = {**template.globals, **self._tokenizer.special_tokens_map}
+        is_pure = IMPURE_NAMES.isdisjoint(node.name for node in tree.find_all((nodes.Name, nodes.Filter)))
+        return template, names, is_rendered_from_neighbors(tree), is_pure
 
     def _render_by_tokenizer(
         self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool

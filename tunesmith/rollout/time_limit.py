@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,7 +33,7 @@ class UncountedTime:
             self._ended_s, self._since = self.compute_s(), None
 
 
-class Begun:
+class Begun(Generator[Any, Any, Any]):
     """An awaitable of a coroutine that has begun, and that waits for what it has yielded."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], yielded: Any) -> None:
@@ -44,17 +44,11 @@ class Begun:
     def __await__(self) -> Begun:
         return self
 
-    def __next__(self) -> Any:
-        return self.send(None)
-
     def send(self, value: Any) -> Any:
         return self._yielded.pop() if self._yielded else self.cr_await.send(value)
 
     def throw(self, *error: Any) -> Any:
         return self.cr_await.throw(*error)
-
-    def close(self) -> None:
-        self.cr_await.close()
 
 
 _current: ContextVar[UncountedTime | None] = ContextVar("uncounted_time", default=None)

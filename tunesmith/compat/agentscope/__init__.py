@@ -28,21 +28,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AlgorithmConfig",
-    "DatasetConfig",
-    "JudgeOutput",
-    "JudgeType",
-    "PromptTuneConfig",
-    "TinkerConfig",
-    "TunerModelConfig",
-    "WorkflowOutput",
-    "WorkflowType",
-    "check_judge_function",
-    "check_workflow_function",
-    "select_model",
-    "tune",
-    "tune_prompt",
-]
+    "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "JudgeType", "PromptTuneConfig", "TinkerConfig",
+    "TunerModelConfig", "WorkflowOutput", "WorkflowType", "check_judge_function", "check_workflow_function",
+    "select_model", "tune", "tune_prompt",
+]  # fmt: skip
 FORMER_NAMES = {"TunerChatModel": "TunerModelConfig", "Algorithm": "AlgorithmConfig", "Dataset": "DatasetConfig"}
 """Names of classes in earlier versions of AgentScope."""
 

@@ -52,8 +52,6 @@ class SessionCall:
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     conversation: Conversation
-    scope: str
-    """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
     @property
     def keys(self) -> tuple[MatchKey, ...]:
@@ -127,19 +125,18 @@ class Session:
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
-        conversation, scope = self.conversations.find(prompt.messages), prompt.scope
-        index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
-        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
+        conversation = self.conversations.find(prompt.messages)
+        index = self._count_call((hash((conversation.digest, prompt.reply_start)), prompt.scope))
+        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation)
         self.num_extended += is_extended
         self.num_unextended += is_found and not is_extended
-        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope)
+        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation)
 
     async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt ids that `admit` would build now, without counting a call."""
         if self.is_closed:
             raise SessionClosedError
-        conversation, scope = self.conversations.find(prompt.messages), prompt.scope
-        prompt_ids, *_ = await self._build_prompt_ids(prompt, conversation, scope)
+        prompt_ids, *_ = await self._build_prompt_ids(prompt, self.conversations.find(prompt.messages))
         return prompt_ids
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
@@ -153,9 +150,8 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return SessionCall(
-            index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE
-        )
+        prompt = Prompt(messages=(), scope=TEXT_SCOPE)
+        return SessionCall(index=index, prompt=prompt, prompt_ids=text, conversation=EMPTY)
 
     def _count_call(self, request_key: tuple[int, str]) -> int:
         """Index of a new call; calls after the end of the session are counted and refused."""
@@ -194,15 +190,13 @@ class Session:
                 return EarlierTurn(turn=extended[0].turn, num_messages=num_old, appended=extended[1])
         return None
 
-    async def _build_prompt_ids(
-        self, prompt: Prompt, conversation: Conversation, scope: str
-    ) -> tuple[tuple[int, ...], bool, bool]:
+    async def _build_prompt_ids(self, prompt: Prompt, conversation: Conversation) -> tuple[tuple[int, ...], bool, bool]:
         """Prompt ids, whether they extend a recorded turn, and whether the prompt continues one."""
         max_tokens = self._engine.max_model_len
-        found = self._find_earlier_turn(conversation, scope)
+        found = self._find_earlier_turn(conversation, prompt.scope)
         continued = None
         if prompt.reply_start:
-            continued = self._reply_texts.find((conversation.keys, scope), prompt.reply_start)
+            continued = self._reply_texts.find((conversation.keys, prompt.scope), prompt.reply_start)
         build: Callable[[], tuple[int, ...] | None]
         if continued is not None:
             rest = prompt.reply_start[len(continued.text or "") :]
@@ -320,7 +314,7 @@ class Session:
             self._new_replies.append(partial(self._add_reply, call, choice_id, turn, reply, cut_stop))
 
     def _add_reply(self, call: SessionCall, choice_id: ChoiceId, turn: Turn, reply: Message, cut_stop: str) -> None:
-        reply_start = call.prompt.reply_start
+        reply_start, scope = call.prompt.reply_start, call.prompt.scope
         if reply_start:
             reply = replace(reply, content=reply_start + reply.content)
         digest, keys = call.conversation.identify_reply(reply)
@@ -329,10 +323,10 @@ class Session:
             has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
         )  # fmt: skip
         if not reply.tool_calls:
-            self._reply_texts.add((call.keys, call.scope), recorded)
-        existing = self._replies.get((digest, call.scope))
+            self._reply_texts.add((call.keys, scope), recorded)
+        existing = self._replies.get((digest, scope))
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest, call.scope] = recorded
+            self._replies[digest, scope] = recorded
 
     def list_conversations(self) -> tuple[ObservedConversation, ...]:
         self._add_new_replies()
