@@ -75,13 +75,10 @@ class Agent:
     each has new sessions and the whole time. Branches and what they replay have one."""
     parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)
     """Parameter names of the workflow and the judge."""
-    is_sync: Mapping[FailureWhere, bool] = field(init=False)
-    """Whether they are plain functions, which run in threads."""
 
     def __post_init__(self) -> None:
         functions = {"workflow": self.workflow} | ({} if self.judge is None else {"judge": self.judge})
         object.__setattr__(self, "parameters", {where: list_parameters(each) for where, each in functions.items()})
-        object.__setattr__(self, "is_sync", {where: is_sync_function(each) for where, each in functions.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +291,7 @@ async def _call_user_function(
     arguments = {name: available[name] for name in run.agent.parameters[where] & available.keys()}
     try:
         arguments["task"] = row
-        called = ThreadCall(func, arguments) if run.agent.is_sync[where] else func(**arguments)
+        called = ThreadCall(func, arguments) if is_sync_function(func) else func(**arguments)
         run.user_coroutine = UserCoroutine(called, run.watchdog, run.blocked)
         output = await run.user_coroutine
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
@@ -303,12 +300,12 @@ async def _call_user_function(
         is_outside = isinstance(error, WorkerError)
         line = None if is_outside else find_error_line(error) or find_definition_line(func)
         message = describe_error(error, run.task)
-        message += advise_on_coroutine(message, is_sync=run.agent.is_sync[where])
+        message += advise_on_coroutine(message, is_sync=is_sync_function(func))
         raise _UserCodeError(where, message, line, format_traceback(error)) from error
     if not isinstance(output, output_type):
         name, field_name = output_type.__name__, "reward" if output_type is JudgeOutput else "response"
         message = f"the {where} must return a {name}, got {describe_type(type(output))}"
-        advice = advise_on_coroutine(message, is_sync=run.agent.is_sync[where])
+        advice = advise_on_coroutine(message, is_sync=is_sync_function(func))
         message += advice or f": write `return {name}({field_name}=...)`"
         if inspect.iscoroutine(output):
             output.close()

@@ -17,10 +17,28 @@ from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, Reasoni
 from tunesmith.config.model import CALL_FORMATS as PLACES
 
 __all__ = [
-    "CALL_CLOSE", "CALL_FORMATS", "CALL_OPEN", "HARMONY", "HERMES", "JSON", "MISTRAL", "REASONING_TAGS", "THINK",
-    "THINK_CLOSE", "THINK_OPEN", "CallFormat", "Delta", "HarmonyParser", "IncrementalParser", "ReasoningTags",
-    "ReplyParser", "find_call_format", "find_reasoning_parser", "join_deltas", "parse_reply",
-]  # fmt: skip
+    "CALL_CLOSE",
+    "CALL_FORMATS",
+    "CALL_OPEN",
+    "HARMONY",
+    "HERMES",
+    "JSON",
+    "MISTRAL",
+    "REASONING_TAGS",
+    "THINK",
+    "THINK_CLOSE",
+    "THINK_OPEN",
+    "CallFormat",
+    "Delta",
+    "HarmonyParser",
+    "IncrementalParser",
+    "ReasoningTags",
+    "ReplyParser",
+    "find_call_format",
+    "find_reasoning_parser",
+    "join_deltas",
+    "parse_reply",
+]
 
 REASONING_TAGS = {"deepseek_r1": THINK, "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]")}
 

@@ -28,10 +28,21 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "JudgeType", "PromptTuneConfig", "TinkerConfig",
-    "TunerModelConfig", "WorkflowOutput", "WorkflowType", "check_judge_function", "check_workflow_function",
-    "select_model", "tune", "tune_prompt",
-]  # fmt: skip
+    "AlgorithmConfig",
+    "DatasetConfig",
+    "JudgeOutput",
+    "JudgeType",
+    "PromptTuneConfig",
+    "TinkerConfig",
+    "TunerModelConfig",
+    "WorkflowOutput",
+    "WorkflowType",
+    "check_judge_function",
+    "check_workflow_function",
+    "select_model",
+    "tune",
+    "tune_prompt",
+]
 FORMER_NAMES = {"TunerChatModel": "TunerModelConfig", "Algorithm": "AlgorithmConfig", "Dataset": "DatasetConfig"}
 """Names of classes in earlier versions of AgentScope."""
 
