@@ -174,7 +174,7 @@ async def test_the_line_at_which_a_step_waits_is_found():
     playing = asyncio.ensure_future(run(Hanging, "3"))
     await asyncio.sleep(0.01)
     line = find_waiting_line(playing.get_coro())
-    assert line.endswith(f"test_episodes.py:{Hanging.step.__code__.co_firstlineno + 1}")
+    assert line.endswith(f"test_episodes.py:{Hanging.step.__code__.co_firstlineno + 1} in step")
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
