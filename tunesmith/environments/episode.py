@@ -46,7 +46,7 @@ from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import DataError, ToolUnavailableError
 from tunesmith.rollout.open_sessions import SESSIONS
-from tunesmith.rollout.time_limit import Begun, uncounted_time
+from tunesmith.rollout.time_limit import uncounted_time
 from tunesmith.tool_log import CURRENT_LOG, record_call
 from tunesmith.tools.tool import Tool, ToolInputError, name_kind
 from tunesmith.types import WorkflowOutput
@@ -364,18 +364,11 @@ class TaskEnvironment:
 
     async def _call(self, function: Callable[..., Any], what: str, *arguments: Any) -> Any:
         """The result of a function of the environment, a plain one in a thread; raises at the time limit."""
-        deadline, begun = asyncio.get_running_loop().time() + self.step_timeout_s, None
-        if inspect.iscoroutinefunction(function):
-            coroutine = function(*arguments)
-            try:
-                begun = Begun(coroutine, coroutine.send(None))
-            except StopIteration as end:  # most steps wait for nothing: a timer would cost more than they do
-                return end.value
-        limit = asyncio.timeout_at(deadline)
+        limit = asyncio.timeout(self.step_timeout_s)
         try:
             async with limit:
-                if begun is not None:
-                    return await begun
+                if inspect.iscoroutinefunction(function):
+                    return await function(*arguments)
                 call = partial(contextvars.copy_context().run, function, *arguments)
                 returned = await asyncio.get_running_loop().run_in_executor(self.executor, call)
                 return await returned if inspect.isawaitable(returned) else returned

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 
 class UncountedTime:
@@ -31,24 +30,6 @@ class UncountedTime:
             yield
         finally:
             self._ended_s, self._since = self.compute_s(), None
-
-
-class Begun(Generator[Any, Any, Any]):
-    """An awaitable of a coroutine that has begun, and that waits for what it has yielded."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], yielded: Any) -> None:
-        self.cr_await = coroutine
-        """The name by which `find_waiting_line` follows it."""
-        self._yielded = [yielded]
-
-    def __await__(self) -> Begun:
-        return self
-
-    def send(self, value: Any) -> Any:
-        return self._yielded.pop() if self._yielded else self.cr_await.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self.cr_await.throw(*error)
 
 
 _current: ContextVar[UncountedTime | None] = ContextVar("uncounted_time", default=None)

@@ -178,15 +178,6 @@ def find_close(text: str, closing: str, start: int, *, is_end: bool) -> tuple[in
     return end, end + len(closing)
 
 
-def read_value(text: str, start: int) -> tuple[Any, int] | None:
-    """The JSON object or array at `start`, and the position after it; None if it is incomplete. Raises ValueError."""
-    try:
-        return _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        end = find_json_end(text, start)
-        return None if end is None else (load_json(text[start:end]), end)
-
-
 def find_json_end(text: str, start: int) -> int | None:
     """The position after the JSON object or array at `start`; None if it is incomplete. Raises ValueError if brackets
     do not match."""

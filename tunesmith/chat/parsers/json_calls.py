@@ -23,8 +23,8 @@ from tunesmith.chat.parsers.call_format import (
     Tools,
     build_call,
     find_close,
+    find_json_end,
     load_json,
-    read_value,
 )
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, read_hermes
 
@@ -55,8 +55,8 @@ def read_llama(text: str, tools: Tools, *, is_end: bool) -> Block | None:
     block = malformed
     while True:
         try:
-            value = read_value(text, start)
-            end, call = (None, None) if value is None else (value[1], _build_llama_call(value[0]))
+            end = find_json_end(text, start)
+            call = None if end is None else _build_llama_call(load_json(text[start:end]))
         except ValueError:
             end, call = len(text), None
         if end is None and not is_end:
@@ -103,13 +103,13 @@ def read_mistral(text: str, tools: Tools, *, is_end: bool) -> Block | None:
         is_hopeless = len(text) >= len(TOOL_CALLS) + MAX_HEAD_CHARACTERS
         return malformed if is_end or is_hopeless else None
     try:
-        value = read_value(text, start)
-        if value is None:
+        end = find_json_end(text, start)
+        if end is None:
             return malformed if is_end else None
-        calls = _build_mistral_calls(text[len(TOOL_CALLS) : start].strip(), value[0])
+        calls = _build_mistral_calls(text[len(TOOL_CALLS) : start].strip(), load_json(text[start:end]))
     except ValueError:
         return malformed
-    return Block(length=value[1], calls=calls) if calls else malformed
+    return Block(length=end, calls=calls) if calls else malformed
 
 
 def _find_mistral_start(text: str) -> int | None:
@@ -162,15 +162,15 @@ def _read_fence(text: str, tools: Tools, *, is_end: bool) -> Block | None:
         start = place
         try:
             value = _find_value(text, start, is_end=is_end)
-            more = () if value is None else _build_listed_calls(value[0], tools)
+            more = () if value is None else _build_listed_calls(load_json(text[value[0] : value[1]]), tools)
         except ValueError:
-            value, more = (None, 0), ()
+            value, more = (0, 0, 0), ()
         if value is None and not is_end:
             return None
         if value is None or not more:
             calls, place = (), start
             break
-        between = _BETWEEN.match(text, value[1])
+        between = _BETWEEN.match(text, value[2])
         assert between is not None
         calls, place = (*calls, *more), between.end()
     ends = find_close(text, FENCE, place, is_end=is_end)
@@ -180,12 +180,13 @@ def _read_fence(text: str, tools: Tools, *, is_end: bool) -> Block | None:
     return Block(length=length, calls=calls if place >= body_end else ())
 
 
-def _find_value(text: str, start: int, *, is_end: bool) -> tuple[Any, int] | None:
-    """A value, and where it ends; None if it needs more text."""
+def _find_value(text: str, start: int, *, is_end: bool) -> tuple[int, int, int] | None:
+    """Where the JSON of a value starts and ends, and where the value ends; None if it needs more text."""
     if text.startswith(CALL_OPEN, start):
         ends = find_close(text, CALL_CLOSE, start + len(CALL_OPEN), is_end=is_end)
-        return None if ends is None else (load_json(text[start + len(CALL_OPEN) : ends[0]]), ends[1])
-    return read_value(text, start)
+        return None if ends is None else (start + len(CALL_OPEN), *ends)
+    end = find_json_end(text, start)
+    return None if end is None else (start, end, end)
 
 
 def _read_object(text: str, tools: Tools, *, is_end: bool) -> Block | None:
@@ -195,10 +196,10 @@ def _read_object(text: str, tools: Tools, *, is_end: bool) -> Block | None:
     if not text.startswith('"', first):
         return Block(length=1)
     try:
-        value = read_value(text, 0)
-        if value is None:
+        end = find_json_end(text, 0)
+        if end is None:
             return Block(length=len(text)) if is_end else None
-        return Block(length=value[1], calls=_build_listed_calls(value[0], tools))
+        return Block(length=end, calls=_build_listed_calls(load_json(text[:end]), tools))
     except ValueError:
         return Block(length=1)
 
