@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from datetime import datetime
+
 import pytest
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
+from transformers.utils import chat_template_utils
 
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING
 from fakes import build_chat_tokenizer
 from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
+from tunesmith.chat.renderer import Prompt
 from tunesmith.chat.template import ChatTemplate
 from tunesmith.chat.template_rendering import JinjaTemplate, is_rendered_from_neighbors
 
@@ -168,3 +173,47 @@ def test_cached_text_depends_on_tools_and_variables():
     assert renderer.render(plain) != renderer.render(tooled) == renderer.render(tooled)
     renderer = build_renderer(QWEN25)
     assert renderer.render(plain) != renderer.render(tooled) == renderer.render(tooled)
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3, CHATML])
+def test_a_changed_message_tool_or_variable_is_rendered_again(template):
+    """Each change is made in place, in an object that was rendered before."""
+    renderer = build_renderer(template)
+    tool = copy.deepcopy(TOOLS[0])
+    options = {"enable_thinking": False}
+    call = {"id": "call1", "type": "function", "function": {"name": "calculator", "arguments": {"a": 1}}}
+    raw = [dict(USER), {"role": "assistant", "content": "", "tool_calls": [call]}, dict(USER)]
+
+    def render() -> list[int]:
+        prompt = Prompt(messages=parse_messages(raw), tools=(tool,), variables=tuple(options.items()))
+        fresh = build_renderer(template).render(prompt)
+        assert renderer.render(prompt) == renderer.render(prompt) == fresh
+        return fresh
+
+    rendered = [render()]
+    tool["function"]["parameters"]["properties"]["a"]["type"] = "number"
+    rendered.append(render())
+    raw[0]["content"] = "Q"
+    rendered.append(render())
+    for value in (1.0, True, "1"):  # all but the last equal 1
+        call["function"]["arguments"]["a"] = value
+        rendered.append(render())
+    options["enable_thinking"] = True
+    if template is QWEN3:
+        rendered.append(render())
+    assert len(set(rendered)) == len(rendered)
+
+
+def test_a_template_that_reads_the_date_is_rendered_each_time(monkeypatch):
+    class Clock:
+        today = datetime(2026, 5, 1)
+
+        @classmethod
+        def now(cls):
+            return cls.today
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    renderer = build_renderer(CHATML + "{{ strftime_now('%d') }}")
+    first = renderer.render(make_prompt(USER))
+    Clock.today = datetime(2026, 5, 2)
+    assert renderer.render(make_prompt(USER)) != first

@@ -15,6 +15,7 @@ from tunesmith.errors import ToolUnavailableError
 from tunesmith.rollout.open_sessions import count_open_sessions
 from tunesmith.rollout.time_limit import UncountedTime
 from tunesmith.tools.tool import ToolInputError
+from tunesmith.user_lines import find_waiting_line
 
 TASK = {"seed": 0, "number": 3}
 
@@ -150,6 +151,33 @@ async def test_the_death_of_an_environment_is_raised_and_it_is_closed(create, er
     with pytest.raises(error, match=message):
         await run(create, "3", step_timeout_s=0.05)
     assert create.closed == 1
+    assert count_open_sessions() == 0
+
+
+class Waiting(Guess):
+    async def step(self, action):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.sleep(60), 0.001)
+        return await super().step(action)
+
+
+@pytest.mark.anyio
+async def test_a_step_that_waits_goes_on_where_it_waited():
+    output, _ = await run(Waiting, "3", step_timeout_s=30)
+    assert output.reward == 1.0
+
+
+@pytest.mark.anyio
+async def test_the_line_at_which_a_step_waits_is_found():
+    playing = asyncio.ensure_future(run(Hanging, "3"))
+    await asyncio.sleep(0.01)
+    line = find_waiting_line(playing.get_coro())
+    assert line.endswith(f"test_episodes.py:{Hanging.step.__code__.co_firstlineno + 1} in step")
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
     assert count_open_sessions() == 0
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.detokenize import REPLACEMENT, Detokenizer, is_raw_byte, read_byte_level
-from tunesmith.chat.memo import memoize, memoize_value
+from tunesmith.chat.memo import MAX_TOTAL_LENGTH, memoize, memoize_value
 from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
 from tunesmith.chat.parsers import (
     HARMONY,
@@ -36,14 +36,12 @@ from tunesmith.chat.parsers import (
     find_reasoning_parser,
     parse_reply,
 )
-from tunesmith.chat.special_tokens import ESCAPE, encode_text
-from tunesmith.chat.template import ChatTemplate
+from tunesmith.chat.special_tokens import ESCAPE
+from tunesmith.chat.template import NUM_CACHED_PROMPTS, ChatTemplate
 from tunesmith.types import Sampling
 
 logger = logging.getLogger(__name__)
 
-NUM_CACHED_PROMPTS = 512
-"""Tokenized prompts cached; the rollouts of a group start with the same prompt."""
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
 """Tokenized deltas cached, and their longest text; tools often return the same short result."""
 UNPARSED_CALLS_WARNING = (
@@ -56,8 +54,9 @@ JSON_CALLS_WARNING = (
 )
 NUM_WATCHED_REPLIES = 4
 """Unread JSON calls before the warning; the first call that is read ends the watch."""
-NUM_TAIL_IDS = 16
-"""Last ids of a prompt that are decoded to check whether it opens a <think> block."""
+NUM_TAIL_IDS, NUM_CACHED_TAILS = 16, 256
+"""Last ids of a prompt that are decoded to check whether it opens a <think> block, and how many of their texts are
+cached; most prompts end with the same."""
 
 
 END_OF_REPLY = Message(role="assistant", content=SENTINEL)
@@ -78,6 +77,8 @@ class Prompt:
     """Chat template variables of the request; they override the renderer's."""
     reply_start: str = ""
     """Text that the reply begins with; it is part of the prompt, without the end of a turn."""
+    scope: str = ""
+    """Of a request: its tools and variables as text, from `describe_scope`."""
 
 
 class Renderer:
@@ -121,11 +122,12 @@ class Renderer:
         self.has_reasoning = reasoning_parser in REASONING_TAGS and not self.is_harmony
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.hidden_ids)
         self.decode = self._detokenizer.decode
+        self._decode_tail = functools.lru_cache(maxsize=NUM_CACHED_TAILS)(self.decode)
         self.build_incremental_detokenizer = self._detokenizer.build_incremental
         self._backend = _find_backend(tokenizer)
         self.is_thread_safe = self._backend is not None
         """Whether several threads may tokenize at the same time."""
-        self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
+        self._encode_prompt = memoize(max_entries=NUM_CACHED_PROMPTS, max_length=MAX_TOTAL_LENGTH)(self.encode)
         self._encode_delta = memoize(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
 
     def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
@@ -282,7 +284,7 @@ class Renderer:
         return self.has_reasoning and self._ends_in(prompt_ids, self.reasoning_tags.opening)
 
     def _ends_in(self, prompt_ids: Sequence[int], tag: str) -> bool:
-        return self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(tag)
+        return self._decode_tail(tuple(prompt_ids[-NUM_TAIL_IDS:])).rstrip().endswith(tag)
 
     def _merge_variables(self, prompt: Prompt) -> dict[str, Any]:
         return {**self._variables, **dict(prompt.variables)}
@@ -348,7 +350,9 @@ class Renderer:
         with _refuse_surrogates():
             if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
                 return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
-            return tuple(encode_text(backend, text, adds_special_tokens=adds_special_tokens))
+            # the batch call computes no offsets, and other threads can run meanwhile
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+            return tuple(encoding.ids)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or len(text) <= max_tokens or self._longest_token is None:
@@ -430,11 +434,7 @@ def _drops_nothing(step: dict[str, Any]) -> bool:
     return replaced is not None and len(step["content"]) >= len(replaced)
 
 
-def describe_scope(prompt: Prompt) -> str:
-    """The tools and template variables of a prompt as text: only a call with the same ones extends a recorded turn."""
-    return _dump_scope([list(prompt.tools), list(prompt.variables)])
-
-
 @memoize_value(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _dump_scope(tools_and_variables: list[Any]) -> str:
+def describe_scope(tools_and_variables: list[Any]) -> str:
+    """The tools and template variables of a prompt as text: only a call with the same ones extends a recorded turn."""
     return json.dumps(tools_and_variables, sort_keys=True, default=str)

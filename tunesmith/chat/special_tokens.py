@@ -26,8 +26,6 @@ FIRST_CODE_POINT = 0x100000
 """Code point of the second character of the first escape sequence; also in a private-use plane."""
 PREFIX_LENGTHS = (1, 2)
 """Lengths of the prefixes used as fast filters: messages without any of one length contain no special token."""
-LONG_CHARACTERS = 32768
-"""`encode` blocks other threads, 20 ms and more for longer texts; these go through the batch call, which does not."""
 
 Unescape = Callable[[re.Match[str]], str]
 
@@ -149,16 +147,10 @@ class _LiteralEncoder:
 
     def encode(self, text: str, escape_pattern: re.Pattern[str], unescape: Unescape) -> list[int]:
         replaced = self._pattern.sub(lambda found: self._placeholders[found.group()], text)
-        ids = encode_text(self._backend, escape_pattern.sub(unescape, replaced))
-        return [self._original_ids.get(token_id, token_id) for token_id in ids if token_id != self._separator_id]
-
-
-def encode_text(backend: Tokenizer, text: str, *, adds_special_tokens: bool = False) -> list[int]:
-    """Ids of a text; other threads can run while a long one is encoded."""
-    if len(text) <= LONG_CHARACTERS:
-        return backend.encode(text, add_special_tokens=adds_special_tokens).ids
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
-    return encoding.ids
+        (encoding,) = self._backend.encode_batch_fast(
+            [escape_pattern.sub(unescape, replaced)], add_special_tokens=False
+        )
+        return [self._original_ids.get(each, each) for each in encoding.ids if each != self._separator_id]
 
 
 def build_pattern(texts: Iterable[str]) -> re.Pattern[str]:

@@ -21,6 +21,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tunesmith.chat.call_probe import PROBE, PROBE_CALL_ID, SENTINEL, RenderedCall, find_rendered_call
+from tunesmith.chat.memo import MAX_TOTAL_LENGTH, memoize_value
 from tunesmith.chat.messages import Message, ToolCall, load_arguments
 from tunesmith.chat.parsers import (
     CALL_CLOSE,
@@ -138,6 +139,9 @@ FALLBACK_CALL = RenderedCall(
 )
 """How `write_calls_as_text` writes calls."""
 
+NUM_CACHED_PROMPTS = 4096
+"""Rendered prompts cached, and their ids; the rollouts of a group start with the same prompt, and epochs and
+evaluations repeat prompts. `MAX_TOTAL_LENGTH` limits their length."""
 NUM_CONTEXT_MESSAGES = 2
 """Messages that replace the history before a reply: the first one and the one right before the reply."""
 
@@ -162,6 +166,9 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
+        self._render_cached = memoize_value(max_entries=NUM_CACHED_PROMPTS, max_length=MAX_TOTAL_LENGTH)(
+            self._render_inputs
+        )
         added = tokenizer.added_tokens_decoder
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
@@ -217,7 +224,7 @@ class ChatTemplate:
     ) -> str:
         """Text of a conversation, including the generation prompt."""
         messages, tools = self._apply_fallbacks(messages, tools)
-        return self._render(messages, tools, variables or {}, has_generation_prompt)
+        return self._render(messages, tools, variables or {}, has_generation_prompt, is_cached=True)
 
     def render_delta(
         self, messages: Sequence[Message], *, tools: Tools, variables: Variables, appended: str = ""
@@ -280,14 +287,17 @@ class ChatTemplate:
         return after[found.start() :] if is_end else None
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_generation_prompt: bool
+        self, messages: Sequence[Message], tools: Tools, variables: Variables, has_prompt: bool, is_cached: bool = False
     ) -> str:
-        inputs: list[Any] = [[self._convert(message) for message in messages], list(tools), dict(variables)]
+        inputs = [[self._convert(message) for message in messages], list(tools), dict(variables), has_prompt]
+        is_cached = is_cached and self._jinja.is_pure(tools, variables)
+        return (self._render_cached if is_cached else self._render_inputs)(inputs)
+
+    def _render_inputs(self, inputs: list[Any]) -> str:
         if self.special_tokens is not None:
             inputs = self.special_tokens.escape(inputs)
-        message_dicts, tool_dicts, template_variables = inputs
         try:
-            return self._jinja.render(message_dicts, tool_dicts, template_variables, has_generation_prompt)
+            return self._jinja.render(*inputs)
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 

@@ -49,6 +49,10 @@ PROBE_TOOL = {
 }
 
 
+IMPURE_NAMES = frozenset({"lipsum", "random", "strftime_now"})
+"""Functions and filters of Jinja and transformers whose results change between calls."""
+
+
 class JinjaTemplate:
     """Renders messages in the form of `Message.to_template`; raises the same errors as `apply_chat_template`."""
 
@@ -64,21 +68,29 @@ class JinjaTemplate:
 
     def is_rendered_from_neighbors(self, tools: Tools) -> bool:
         """Whether the template for requests with these tools renders each message from neighboring messages only."""
-        return self.is_direct and self._compile_cached(self._tokenizer.get_chat_template(None, list(tools) or None))[2]
+        return self.is_direct and self._find_template(tools)[2]
+
+    def is_pure(self, tools: Tools, variables: Variables) -> bool:
+        """Whether the text depends on the arguments of `render` alone: not on the date, nor on a class of its own."""
+        return self._is_rendered_directly(variables) and self._find_template(tools)[3]
 
     def render(self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool) -> str:
-        is_direct = self.is_direct and self._tokenizer_parameters.isdisjoint(variables)
-        render = self._render_directly if is_direct else self._render_by_tokenizer
+        render = self._render_directly if self._is_rendered_directly(variables) else self._render_by_tokenizer
         return render(messages, tools, variables, has_generation_prompt)
+
+    def _is_rendered_directly(self, variables: Variables) -> bool:
+        return self.is_direct and self._tokenizer_parameters.isdisjoint(variables)
+
+    def _find_template(self, tools: Tools) -> tuple[Template, Mapping[str, Any], bool, bool]:
+        return self._compile_cached(self._tokenizer.get_chat_template(None, list(tools) or None))
 
     def _render_directly(
         self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool
     ) -> str:
-        tools_or_none = list(tools) or None
-        template, names, _ = self._compile_cached(self._tokenizer.get_chat_template(None, tools_or_none))
+        template, names, *_ = self._find_template(tools)
         request = {
             "messages": messages,
-            "tools": tools_or_none,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": has_generation_prompt,
         }
@@ -88,11 +100,14 @@ class JinjaTemplate:
         )
         return "".join(template.root_render_func(context))
 
-    def _compile(self, source: str) -> tuple[Template, Mapping[str, Any], bool]:
-        """The compiled template, the names it knows, and whether it renders from neighboring messages only."""
+    def _compile(self, source: str) -> tuple[Template, Mapping[str, Any], bool, bool]:
+        """The compiled template, the names it knows, and whether it renders from neighboring messages only and calls
+        only functions whose results do not change."""
         template = chat_template_utils._compile_jinja_template(source)
+        tree = template.environment.parse(source)
         names = {**template.globals, **self._tokenizer.special_tokens_map}
-        return template, names, is_rendered_from_neighbors(template.environment.parse(source))
+        is_pure = IMPURE_NAMES.isdisjoint(node.name for node in tree.find_all((nodes.Name, nodes.Filter)))
+        return template, names, is_rendered_from_neighbors(tree), is_pure
 
     def _render_by_tokenizer(
         self, messages: MessageDicts, tools: Tools, variables: Variables, has_generation_prompt: bool

@@ -31,9 +31,8 @@ def build_agentscope_model(
     """
     from agentscope.model import OpenAIChatModel
 
-    is_v2 = "credential" in inspect.signature(OpenAIChatModel).parameters
-    model_class = _add_base_url(OpenAIChatModel)
-    model = (_build_v2 if is_v2 else _build_v1)(model_class, endpoint, dict(options or {}), is_stream)
+    build, model_class = _choose_builder(OpenAIChatModel)
+    model = build(model_class, endpoint, dict(options or {}), is_stream)
     model.endpoint = endpoint
     model.client = endpoint.client
     model.api_key = endpoint.api_key
@@ -43,9 +42,11 @@ def build_agentscope_model(
 
 
 @functools.cache
-def _add_base_url(model_class: type) -> Any:
-    """A subclass with `base_url`, other clients, and the same name, by which AgentScope's tracing identifies models."""
-    return type(model_class.__name__, (ModelClients, model_class), {"__module__": model_class.__module__})
+def _choose_builder(model_class: type) -> tuple[Callable[..., Any], Any]:
+    """The function for the class's signature, and a subclass with `base_url`, other clients, and the same name, by
+    which AgentScope's tracing identifies models."""
+    build = _build_v2 if "credential" in inspect.signature(model_class).parameters else _build_v1
+    return build, type(model_class.__name__, (ModelClients, model_class), {"__module__": model_class.__module__})
 
 
 def _build_v1(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_stream: bool) -> Any:
@@ -53,7 +54,7 @@ def _build_v1(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_
         model_name=endpoint.model_name,
         api_key=endpoint.api_key,
         stream=is_stream,
-        client_kwargs={"base_url": str(endpoint.client.base_url), "http_client": endpoint.http_client},
+        client_kwargs={"base_url": endpoint.client.base_url, "http_client": endpoint.http_client},
         generate_kwargs=options,
     )
 

@@ -130,9 +130,8 @@ class Session:
     """Actions of the seat that the environment refused, and calls that failed."""
     early_reward: float = 0.0
     """Paid before the first reply of the seat."""
-    toolbox: Toolbox = field(
-        default_factory=lambda: Toolbox(tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True)
-    )
+    toolbox: Toolbox | None = None
+    """Runs calls of the environment's own tools; made with the first of them."""
 
     def pay(self, reward: Any) -> None:
         """Add the seat's reward to that of its last reply."""
@@ -283,10 +282,13 @@ class TaskEnvironment:
             session = Session(self.create(), int(task["player"]) if has_players else 0, has_players)
             SESSIONS["opened"] += 1
             try:
-                async with session.toolbox:
-                    returned = await self._call(session.environment.reset, "reset", task)
-                    session.observation = self._check_text(returned, "reset")
+                returned = await self._call(session.environment.reset, "reset", task)
+                session.observation = self._check_text(returned, "reset")
+                try:
                     yield session
+                finally:
+                    if session.toolbox is not None:
+                        await session.toolbox.__aexit__()
             except BaseException:
                 try:
                     await self._close(session.environment)
@@ -302,8 +304,11 @@ class TaskEnvironment:
             session.rewards.append(0.0 if session.rewards else session.early_reward)
         own_tools = {each.name: each for each in session.tools if isinstance(each, Tool)}
         if reply.calls and own_tools:
-            session.toolbox.tools = own_tools
-            run = partial(session.toolbox.run, reply.calls)
+            toolbox = session.toolbox = session.toolbox or Toolbox(
+                tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True
+            )
+            toolbox.tools = own_tools
+            run = partial(toolbox.run, reply.calls)
             has_sessions = any(each.is_stateful for each in own_tools.values())
             results = await (run() if has_sessions else self._move(session, reply, run))
             session.num_invalid += is_own * sum(not each.ok for each in results)

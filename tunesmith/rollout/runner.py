@@ -57,6 +57,8 @@ from tunesmith.user_lines import find_definition_line, find_error_line
 Output = TypeVar("Output", WorkflowOutput, JudgeOutput)
 
 MAX_RESPONSE_CHARS = 4000
+ATOMIC_TYPES = frozenset({str, int, float, bool, type(None)})
+"""Types of values that cannot be changed in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +287,9 @@ async def _call_user_function(
 
     A plain function runs in a thread of its own.
     """
-    row = copy.deepcopy(dict(run.task.row))
+    row = dict(run.task.row)
+    if not ATOMIC_TYPES.issuperset(map(type, row.values())):
+        row = copy.deepcopy(row)
     arguments = {name: available[name] for name in run.agent.parameters[where] & available.keys()}
     try:
         arguments["task"] = row

@@ -350,7 +350,7 @@ def describe_branch(call: SessionCall, conversations: tuple[ObservedConversation
     closest = max(earlier, key=lambda each: (count_equal(each.keys, call.keys), each.call_index))
     num_equal, recorded = count_equal(closest.keys, call.keys), f"that of call {closest.call_index + 1}"
     if num_equal == len(closest.keys):
-        if closest.scope != call.scope:
+        if closest.scope != call.prompt.scope:
             return f"its tools or template variables differ from {recorded}"
         return f"its messages extend {recorded}, but the chat template renders the earlier ones differently"
     if num_equal == len(call.keys):

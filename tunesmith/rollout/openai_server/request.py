@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
-from tunesmith.chat.renderer import Prompt
+from tunesmith.chat.renderer import Prompt, describe_scope
 from tunesmith.rollout.openai_server.constraints import CONSTRAINT_FIELDS, Constraint, choose_constraint
 from tunesmith.rollout.openai_server.fields import (
     FLAG,
@@ -79,7 +79,8 @@ class ChatRequest(CompletionRequest):
 
     tools: tuple[Mapping[str, Any], ...]
     variables: tuple[tuple[str, Any], ...]
-    """Both as in `Prompt`."""
+    scope: str
+    """All three as in `Prompt`."""
     tool_choice: ToolChoice
     forced_tool: str | None
     """The tool that must be called, if the request names one."""
@@ -317,8 +318,9 @@ class RequestParser:
                 raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
         # a request that is cached is not copied: that takes as long as all else here
         return request, Prompt(
-            messages=messages, tools=request.tools, variables=request.variables, reply_start=reply_start
-        )
+            messages=messages, tools=request.tools, variables=request.variables, reply_start=reply_start,
+            scope=request.scope,
+        )  # fmt: skip
 
     def _parse_key(self, key: bytes, defaults: Sampling) -> ChatRequest:
         return _parse_options(load_cache_key(key), defaults, self._uses_variable)
@@ -346,9 +348,11 @@ def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str],
             f"tool_choice forces a tool call, and {constraint.param} constrains the text of a reply without one: give "
             "only one of them", param=constraint.param,
         )  # fmt: skip
+    variables = _choose_variables(given, uses_variable)
     return ChatRequest(
         tools=tools,
-        variables=_choose_variables(given, uses_variable),
+        variables=variables,
+        scope=describe_scope([list(tools), list(variables)]),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
         strict_tools=strict_tools,

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
 from tunesmith.chat.messages import MatchKey, Message
-from tunesmith.chat.renderer import Prompt, Renderer, describe_scope
-from tunesmith.chat.special_tokens import LONG_CHARACTERS
+from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.errors import EngineError
 from tunesmith.experience.samples import extends
 from tunesmith.rollout.recording.open_turn import OpenTurn
@@ -30,6 +29,8 @@ from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, Recor
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
+LONG_CHARACTERS = 32768
+"""Texts up to this length are tokenized on the event loop, which they block for less than 20 ms."""
 TEXT_SCOPE = "text"
 """Scope of text prompts (/v1/completions), which are not conversations."""
 
@@ -51,8 +52,6 @@ class SessionCall:
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     conversation: Conversation
-    scope: str
-    """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
     @property
     def keys(self) -> tuple[MatchKey, ...]:
@@ -115,6 +114,8 @@ class Session:
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[tuple[int, str], RecordedReply] = {}
         """By digest of the conversation up to the reply, and scope."""
+        self._new_replies: list[Callable[[], None]] = []
+        """Add the replies since the last call to both: most rollouts have no call after the last reply."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
         self.stored_responses: dict[str, list[dict[str, Any]]] = {}
@@ -124,19 +125,18 @@ class Session:
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
-        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
-        index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
-        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
+        conversation = self.conversations.find(prompt.messages)
+        index = self._count_call((hash((conversation.digest, prompt.reply_start)), prompt.scope))
+        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation)
         self.num_extended += is_extended
         self.num_unextended += is_found and not is_extended
-        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope)
+        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation)
 
     async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt ids that `admit` would build now, without counting a call."""
         if self.is_closed:
             raise SessionClosedError
-        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
-        prompt_ids, *_ = await self._build_prompt_ids(prompt, conversation, scope)
+        prompt_ids, *_ = await self._build_prompt_ids(prompt, self.conversations.find(prompt.messages))
         return prompt_ids
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
@@ -150,9 +150,8 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return SessionCall(
-            index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE
-        )
+        prompt = Prompt(messages=(), scope=TEXT_SCOPE)
+        return SessionCall(index=index, prompt=prompt, prompt_ids=text, conversation=EMPTY)
 
     def _count_call(self, request_key: tuple[int, str]) -> int:
         """Index of a new call; calls after the end of the session are counted and refused."""
@@ -172,8 +171,14 @@ class Session:
             task, arriving = asyncio.current_task(), self.record.arriving
             self.record.arriving = {index: each for index, each in arriving.items() if each is not task}
 
+    def _add_new_replies(self) -> None:
+        new, self._new_replies = self._new_replies, []
+        for add in new:
+            add()
+
     def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""
+        self._add_new_replies()
         keys = conversation.keys
         for num_old, digest in reversed(conversation.reply_digests):
             reply = self._replies.get((digest, scope))
@@ -185,15 +190,13 @@ class Session:
                 return EarlierTurn(turn=extended[0].turn, num_messages=num_old, appended=extended[1])
         return None
 
-    async def _build_prompt_ids(
-        self, prompt: Prompt, conversation: Conversation, scope: str
-    ) -> tuple[tuple[int, ...], bool, bool]:
+    async def _build_prompt_ids(self, prompt: Prompt, conversation: Conversation) -> tuple[tuple[int, ...], bool, bool]:
         """Prompt ids, whether they extend a recorded turn, and whether the prompt continues one."""
         max_tokens = self._engine.max_model_len
-        found = self._find_earlier_turn(conversation, scope)
+        found = self._find_earlier_turn(conversation, prompt.scope)
         continued = None
         if prompt.reply_start:
-            continued = self._reply_texts.find((conversation.keys, scope), prompt.reply_start)
+            continued = self._reply_texts.find((conversation.keys, prompt.scope), prompt.reply_start)
         build: Callable[[], tuple[int, ...] | None]
         if continued is not None:
             rest = prompt.reply_start[len(continued.text or "") :]
@@ -307,9 +310,11 @@ class Session:
         """Store the parsed reply, so that later calls can extend or continue its turn; `cut_stop` was cut off it."""
         choice_id = (call.index, choice)
         turn = self._turns.get(choice_id)
-        if turn is None:
-            return
-        reply_start = call.prompt.reply_start
+        if turn is not None:
+            self._new_replies.append(partial(self._add_reply, call, choice_id, turn, reply, cut_stop))
+
+    def _add_reply(self, call: SessionCall, choice_id: ChoiceId, turn: Turn, reply: Message, cut_stop: str) -> None:
+        reply_start, scope = call.prompt.reply_start, call.prompt.scope
         if reply_start:
             reply = replace(reply, content=reply_start + reply.content)
         digest, keys = call.conversation.identify_reply(reply)
@@ -318,12 +323,13 @@ class Session:
             has_prefix=len(turn.prompt_ids) > len(call.prompt_ids),
         )  # fmt: skip
         if not reply.tool_calls:
-            self._reply_texts.add((call.keys, call.scope), recorded)
-        existing = self._replies.get((digest, call.scope))
+            self._reply_texts.add((call.keys, scope), recorded)
+        existing = self._replies.get((digest, scope))
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest, call.scope] = recorded
+            self._replies[digest, scope] = recorded
 
     def list_conversations(self) -> tuple[ObservedConversation, ...]:
+        self._add_new_replies()
         replies = self._replies.items()
         return tuple(ObservedConversation(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in replies)
 
