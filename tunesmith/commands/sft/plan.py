@@ -55,14 +55,6 @@ class OfflinePlan:
     def batches(self) -> list[list[Sample]]:
         return [batch for epoch in self.epochs for batch in epoch][: self.max_steps]
 
-    def count_last_epoch_steps(self, num_steps: int) -> int:
-        """Number of steps in the epoch of the last of `num_steps` steps."""
-        for epoch in self.epochs:
-            if num_steps <= len(epoch):
-                break
-            num_steps -= len(epoch)
-        return num_steps
-
 
 def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationReader] | None = None) -> OfflinePlan:
     """Run every check that needs no weights, and read the rows."""
