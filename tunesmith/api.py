@@ -41,7 +41,7 @@ from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.runs.load_config import change_section, load_section
-from tunesmith.runs.load_function import CustomComponents, load_functions
+from tunesmith.runs.load_function import CustomComponents, load_functions, name_function
 from tunesmith.types import JudgeType, WorkflowType
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def tune(
         operators=tuple(operators),
         functions={knob: function for knob, function in functions.items() if function is not None},
     )
-    changes = [*overrides, *custom.list_overrides()]
+    changes = [*overrides, *(f"{knob}={name_function(function)}" for knob, function in custom.functions.items())]
     values: dict[str, Any] = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
     if environment is not None:
         values["environment"] = environment

@@ -31,6 +31,12 @@ def find_error_line(error: BaseException) -> str | None:
     return find_user_line((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
 
 
+def describe_raised(name: str, error: BaseException) -> str:
+    """What the code of that name raised, with the line of `find_error_line`."""
+    line = find_error_line(error)
+    return f"{name} raised {type(error).__name__}: {error}" + ("" if line is None else f" ({line})")
+
+
 def find_running_line(frame: FrameType, *, within: CodeType | None = None) -> str | None:
     """The line of user code that a thread executes; `frame` is its innermost frame. Callers of `within` are left
     out."""

@@ -11,7 +11,7 @@ from test_trainer import build_trainer, score
 
 from trainable_models import build_trainable
 from tunesmith.errors import TrainingError
-from tunesmith.trainer.sharding.sharded_adamw import CollectiveTimes
+from tunesmith.trainer.sharding.sharded_adamw import COMMUNICATION, WAITING, CollectiveTimes
 from tunesmith.trainer.trainer import FREEZE_CALL, FULL_INTERVAL, HostWork
 
 
@@ -111,9 +111,9 @@ def test_an_interval_that_has_not_ended_on_the_device_is_reported_later(monkeypa
     times, last = CollectiveTimes("cuda"), Event(7.0, has_ended=False)
     marks = iter([Event(1.0), Event(2.5), Event(4.0), last])
     monkeypatch.setattr(times, "_mark", lambda: next(marks))
-    with times.waiting():
+    with times.measured(WAITING):
         pass
-    with times.communicating():
+    with times.measured(COMMUNICATION):
         pass
     assert times.take() == {"perf/train_wait_s": 1.5, "perf/communication_s": 0.0}
     assert times.take() == {"perf/train_wait_s": 0.0, "perf/communication_s": 0.0}

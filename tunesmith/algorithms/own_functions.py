@@ -30,7 +30,7 @@ from tunesmith.algorithms.table import AlgorithmEntry
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage
-from tunesmith.user_lines import find_error_line
+from tunesmith.user_lines import describe_raised
 
 NUM_SEQUENCES = 6
 SEQUENCE_LENGTH = 4
@@ -131,8 +131,7 @@ def _check_tensor(found: Any, like: Tensor, name: str) -> None:
 
 
 def _describe_raised(error: Exception, scores: TokenScores, *, knob: str, algorithm_type: str) -> str:
-    line = find_error_line(error)
-    message = f"{knob} raised {type(error).__name__}: {error}" + ("" if line is None else f" ({line})")
+    message = describe_raised(knob, error)
     missing = [each.name for each in fields(TokenScores) if getattr(scores, each.name) is None]
     if "NoneType" in str(error) and missing:
         message += (
@@ -294,9 +293,7 @@ class CheckedAdvantages:
         try:
             result = self._function([list(group) for group in groups])
         except Exception as error:
-            line = find_error_line(error)
-            where = "" if line is None else f" ({line})"
-            raise ConfigError(f"{self._knob} raised {type(error).__name__}: {error}{where}") from error
+            raise ConfigError(describe_raised(self._knob, error)) from error
         if not _is_list(result) or len(result) != len(groups):
             raise self._error(f"must return one list per group, {len(groups)} in all, got {_describe(result)}")
         return [self._read_row(row, group) for row, group in zip(result, groups, strict=True)]

@@ -134,7 +134,11 @@ def describe(
     if schema:
         return json.dumps(find_config_class(stage).model_json_schema(), indent=2)
     if options:
-        return format_options(find_config_class(stage))
+        return "\n".join(
+            f"{each.key}: {each.type} = {each.default}{f' (needs {each.needs})' if each.needs else ''}\n"
+            f"    {' '.join(each.description.split())}"
+            for each in describe_options(find_config_class(stage))
+        )
     if algorithms:
         return str(import_named("tunesmith.algorithms.algorithm:describe_algorithms")())
     return dump_config(load_file(find_config_class(stage), config, overrides)).removesuffix("\n")
@@ -147,15 +151,6 @@ def find_config_class(stage: str) -> type[Section]:
         raise ConfigError(f"stage {stage!r}: allowed are {', '.join(classes)}")
     found: type[Section] = classes[stage]
     return found
-
-
-def format_options(kind: type[Section]) -> str:
-    """Every key of a file: one line with type and default, one with the description."""
-    return "\n".join(
-        f"{each.key}: {each.type} = {each.default}{f' (needs {each.needs})' if each.needs else ''}\n"
-        f"    {' '.join(each.description.split())}"
-        for each in describe_options(kind)
-    )
 
 
 def is_launcher(cluster: ClusterSection) -> bool:

@@ -142,7 +142,7 @@ class EnvironmentSection(Section):
         return tools
 
 
-def add_environment_tasks(values: Any, fields: Mapping[str, Any]) -> Any:
+def add_environment_tasks(cls: type[Section], values: Any) -> Any:
     """The values of a file with the tasks and the workflow of the environment that it names, where it names none.
 
     Agents of `serve` run elsewhere, so that its files name their tasks themselves.
@@ -160,4 +160,4 @@ def add_environment_tasks(values: Any, fields: Mapping[str, Any]) -> Any:
         added["train_dataset"] = {"path": ENVIRONMENT_TASKS}
     if values.get("eval_datasets") is None:
         added["eval_datasets"] = {"test": {"path": ENVIRONMENT_TASKS, "split": "test"}}
-    return {**values, **{key: value for key, value in added.items() if key in fields}}
+    return {**values, **{key: value for key, value in added.items() if key in cls.model_fields}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -57,10 +57,7 @@ class EvalConfig(Section):
     has_progress: bool = True
     """Show live progress on the console."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _add_environment_tasks(cls, values: Any) -> Any:
-        return add_environment_tasks(values, cls.model_fields)
+    _add_tasks = model_validator(mode="before")(add_environment_tasks)
 
     @model_validator(mode="after")
     def _check_sets(self) -> EvalConfig:

@@ -300,10 +300,7 @@ class RunConfig(Section):
             values["trainer"]["learning_rate"] = self.learning_rate
         return values
 
-    @model_validator(mode="before")
-    @classmethod
-    def _add_environment_tasks(cls, values: Any) -> Any:
-        return add_environment_tasks(values, cls.model_fields)
+    _add_tasks = model_validator(mode="before")(add_environment_tasks)
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:

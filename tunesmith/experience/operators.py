@@ -351,12 +351,6 @@ def arpo_reward(
     return changed, metrics | {"num_bonuses": Count(num_bonuses)}
 
 
-def check_rounds(args: Mapping[str, Any]) -> None:
-    """Refuse arguments of `efficiency_reward` without a sigma for the round."""
-    for name in ("sigma_tool", "sigma_length"):
-        choose_sigma(name, args.get(name, 0.0), args.get("curriculum_round", 1))
-
-
 def choose_sigma(name: str, sigma: float | list[float], curriculum_round: int) -> float:
     if not isinstance(sigma, list):
         return sigma

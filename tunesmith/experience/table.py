@@ -13,7 +13,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.experience.operators import (
     Operator,
     arpo_reward,
-    check_rounds,
+    choose_sigma,
     dapo_dynamic_sampling,
     data_juicer,
     efficiency_reward,
@@ -81,7 +81,8 @@ def bind_operator(
     where = f"the arguments of operator {name!r}"
     bound = bind_arguments(operator, args, where=where, reserved=sorted(step_keywords))
     if operator is efficiency_reward:
-        check_rounds(args)
+        for key in ("sigma_tool", "sigma_length"):  # raises without a sigma for the round
+            choose_sigma(key, args.get(key, 0.0), args.get("curriculum_round", 1))
     if operator is data_juicer:
         bound([])  # before a model loads: Data-Juicer knows its operators
     return BoundOperator(

@@ -226,11 +226,7 @@ def extract_marked(text: str) -> str | None:
 
 def write_plainly(text: str) -> str:
     """The text with its numbers as `NUMBER` reads them: `-$5` as -5, `1{,}000` as 1000, `3 1/2` as 7/2."""
-    return MIXED.sub(_add_whole, GROUPED.sub("", SIGN.sub(_write_sign, text)))
-
-
-def _write_sign(found: re.Match[str]) -> str:
-    return "+" if found[1] == "+" else "-"
+    return MIXED.sub(_add_whole, GROUPED.sub("", SIGN.sub(lambda found: "+" if found[1] == "+" else "-", text)))
 
 
 def _add_whole(found: re.Match[str]) -> str:

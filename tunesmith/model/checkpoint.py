@@ -72,7 +72,12 @@ def save_checkpoint(
     with new_folder(folder, {"step": step}) as temporary:
         check_free_space(temporary, estimate_checkpoint_bytes(model, trainer_state, weights=weights))
         save_model_files(temporary, model, tokenizer, weights=weights)
-        save_states(temporary, trainer_state=trainer_state, run_state=run_state)
+        (temporary / TRAINER_STATE).parent.mkdir()
+        try:
+            torch.save(dict(trainer_state), temporary / TRAINER_STATE)
+        except RuntimeError as error:  # torch's file writer reports operating system errors as RuntimeError
+            raise StorageError(describe_failed_write(temporary, error)) from error
+        save_json(temporary / RUN_STATE, dict(run_state))
         if folder.exists():
             remove_tree(folder)
 
@@ -128,15 +133,6 @@ def save_model_files(
         raise StorageError(describe_failed_write(folder, error)) from error
     finally:
         model.generation_config = generation_config
-
-
-def save_states(folder: Path, *, trainer_state: Mapping[str, Any], run_state: Mapping[str, Any]) -> None:
-    (folder / TRAINER_STATE).parent.mkdir()
-    try:
-        torch.save(dict(trainer_state), folder / TRAINER_STATE)
-    except RuntimeError as error:  # torch's file writer reports operating system errors as RuntimeError
-        raise StorageError(describe_failed_write(folder, error)) from error
-    save_json(folder / RUN_STATE, dict(run_state))
 
 
 def describe_failed_write(folder: Path, error: Exception) -> str:

@@ -67,10 +67,6 @@ class CustomComponents:
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Knob, such as `algorithm.loss` -> the function, whose name is in the config."""
 
-    def list_overrides(self) -> list[str]:
-        """Overrides of a run file ("a.b=value") with the names of the functions."""
-        return [f"{knob}={name_function(function)}" for knob, function in self.functions.items()]
-
     def load(self, spec: str | None, *, knob: str) -> Callable[..., Any] | None:
         """The function that was passed for the knob, or else the one that its value names."""
         if knob in self.functions or spec is None:

@@ -84,7 +84,7 @@ class RunRecord:
         self.root, self.paths = root, RunPaths(root)
         self.rollouts = RolloutFiles(self.paths.rollouts(0).parent)
         """Which steps have rollouts on disk, and their rows."""
-        self._load_evaluation = functools.lru_cache(maxsize=NUM_KEPT_EVALUATIONS)(load_evaluation)
+        self._load_evaluation = functools.lru_cache(maxsize=NUM_KEPT_EVALUATIONS)(lambda path, _: load_json(path))
         self._load_settings = functools.lru_cache(maxsize=1)(load_settings)
 
     @property
@@ -216,12 +216,6 @@ def load_settings(path: Path, modified: int) -> Mapping[str, Any]:
     except yaml.YAMLError as error:
         raise StorageError(f"cannot read {path}: it is not YAML ({error})") from error
     return values if isinstance(values, dict) else {}
-
-
-def load_evaluation(path: Path, modified: int) -> Mapping[str, Any]:
-    """The content of an evaluation file as it is since `modified`."""
-    loaded: Mapping[str, Any] = load_json(path)
-    return loaded
 
 
 def find_run_folder(path: Path) -> Path:

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.errors import ModelError
-from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.model.load import LOAD_ERRORS, load_config, load_tokenizer
-from tunesmith.model.source.resolve import explain_load_error, find_model
+from tunesmith.model.load import load_config, load_tokenizer, loading
+from tunesmith.model.source.resolve import find_model
 from tunesmith.model.towers import find_auto_class
 from tunesmith.monitor.metric_table import MetricTable, draw_curve
 from tunesmith.runs.record import RunRecord
@@ -87,15 +86,12 @@ def load_for_inference(path: str, **options: Any) -> tuple[PreTrainedModel, PreT
     """
     source = find_model(path)
     auto_class = find_auto_class(load_config(path, trust_remote_code=options.get("trust_remote_code", False)))
-    try:
-        with hidden_progress_bars(), offline_if_unreachable(source.name_or_path):
-            model = auto_class.from_pretrained(source.name_or_path, **source.kwargs, **options)
-            if source.adapter is not None:
-                from tunesmith.model.adapters.lora import attach_adapter  # PEFT takes seconds to import
+    with hidden_progress_bars(), loading(path, source):
+        model = auto_class.from_pretrained(source.name_or_path, **source.kwargs, **options)
+        if source.adapter is not None:
+            from tunesmith.model.adapters.lora import attach_adapter  # PEFT takes seconds to import
 
-                model = attach_adapter(model, source.adapter, is_trainable=False)
-    except LOAD_ERRORS as error:
-        raise explain_load_error(path, source, error) from error
+            model = attach_adapter(model, source.adapter, is_trainable=False)
     tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
     return cast(PreTrainedModel, model.eval()), tokenizer
 

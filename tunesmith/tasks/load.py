@@ -72,7 +72,10 @@ def read_field(row: Mapping[str, Any], field: str, *, where: str, advice: str = 
     """The value of a field that the row `where` must have; `datasets` fills missing fields with None, so None counts as
     missing."""
     if row.get(field) is None:
-        raise DataError(f"{where} {describe_missing_field(row, field)}{advice}")
+        why = f"; its fields are {', '.join(sorted(row))}"
+        if field in row:
+            why = ": its value is empty (null, or not in this row)"
+        raise DataError(f"{where} has no {field!r}{why}{advice}")
     return row[field]
 
 
@@ -87,13 +90,6 @@ def check_finite(rows: Iterable[Mapping[str, Any]], *, path: Path | str) -> None
                     f"row {index} of {str(path)!r} has a number that is not finite in {field!r}, and JSON lines cannot "
                     "hold it: replace it by null, or remove the field"
                 ) from error
-
-
-def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
-    """Why a field is missing: absent, or None because `datasets` fills in fields that only other rows have."""
-    if field in row:
-        return f"has no {field!r}: its value is empty (null, or not in this row)"
-    return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
 def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None = None) -> list[dict[str, Any]]:

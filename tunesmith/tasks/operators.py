@@ -210,13 +210,10 @@ def paraphrase(
     requests = {build_key(text, number): (text, number) for text in texts for number in range(num_variants)}
     missing = {key: request for key, request in requests.items() if key not in cache}
 
-    def save_reply(key: str, reply: str) -> None:
-        journal.append([key, reply])
-
     if missing:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2)
         send = partial(_send_request, client, model=model, temperature=temperature, max_tokens=max_tokens)
-        asyncio.run(_send_all(missing, send, save_reply, client, max_concurrency))
+        asyncio.run(_send_all(missing, send, journal, client, max_concurrency))
         cache = _read_replies(Journal(journal.path))  # another run may have saved a reply to the same request before
     kept: list[Task] = []
     counts: Counter[Rejection] = Counter()
@@ -278,7 +275,7 @@ def list_ngrams(text: str) -> set[tuple[str, ...]]:
 async def _send_all(
     requests: Mapping[str, tuple[str, int]],
     send: Callable[..., Awaitable[str]],
-    save_reply: Callable[[str, str], None],
+    journal: Journal,
     client: openai.AsyncOpenAI,
     max_concurrency: int,
 ) -> None:
@@ -287,7 +284,7 @@ async def _send_all(
 
     async def run(key: str, text: str, number: int) -> None:
         async with semaphore:
-            save_reply(key, await send(text, seed=number))
+            journal.append([key, await send(text, seed=number)])
 
     try:
         async with client, asyncio.TaskGroup() as running:

@@ -22,6 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, Literal, overload
 
 import pydantic
@@ -281,7 +282,8 @@ class Tool:
         A branch of a rollout receives the result of its parent's call, or repeats the call if the tool has a session.
         """
         make = partial(self._call, arguments, run)
-        return await record_call(self.name, arguments, make, has_state=run is not None, describe=_describe_result)
+        describe = attrgetter("text", "failure")  # what the model reads: all but the wall time
+        return await record_call(self.name, arguments, make, has_state=run is not None, describe=describe)
 
     async def _call(self, arguments: Mapping[str, Any], run: Run | None) -> ToolResult:
         started = time.perf_counter()
@@ -373,8 +375,3 @@ def find_text_argument(parameters: Mapping[str, Any]) -> str | None:
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     is_text = len(required) == 1 and properties.get(required[0], {}).get("type") == "string"
     return required[0] if is_text else None
-
-
-def _describe_result(result: ToolResult) -> tuple[str, FailureKind]:
-    """What the model reads: all but the wall time."""
-    return result.text, result.failure

@@ -119,9 +119,6 @@ class DeviceInputs:
         """A contiguous slice of the events, also for a slice of all: compiled code specializes on the layout."""
         return DeviceInputs(names=self.names, values_FE=self.values_FE[:, part].contiguous())
 
-    def unstack(self) -> dict[str, Tensor]:
-        return dict(zip(self.names, self.values_FE.unbind(), strict=True))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkArrays:

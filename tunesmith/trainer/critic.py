@@ -42,7 +42,7 @@ class Critic:
             enable_checkpointing(model.body)
         optimizer = {"learning_rate": settings.learning_rate, "weight_decay": 0.0}
         self._ranks = ranks
-        self._optimizer = build_optimizer(model, trainer.model_copy(update=optimizer), ranks)
+        self.optimizer = build_optimizer(model, trainer.model_copy(update=optimizer), ranks)
 
     @torch.no_grad()
     def score(self, rows: Sequence[Trie]) -> np.ndarray:
@@ -61,14 +61,14 @@ class Critic:
         for _ in range(self._settings.num_epochs):
             own = self._accumulate(rows, old_values_E, returns_E, num_events=num_events)
             loss, num_clipped = map(sum, zip(*self._ranks.all_gather_objects(own), strict=True))
-            norm = self._optimizer.compute_grad_norm()
+            norm = self.optimizer.compute_grad_norm()
             if not (np.isfinite(loss) and torch.isfinite(norm)):
-                self._optimizer.clear_gradients()
+                self.optimizer.clear_gradients()
                 raise TrainingError(
                     f"the critic's loss is {loss:g} and the norm of its gradient is {norm.item():g}: lower "
                     "algorithm.critic.learning_rate, or try model.dtype=float32"
                 )
-            self._optimizer.update(
+            self.optimizer.update(
                 learning_rate=self._settings.learning_rate,
                 grad_norm=norm,
                 max_grad_norm=self._settings.max_grad_norm,
@@ -84,21 +84,17 @@ class Critic:
 
     def state_dict(self) -> dict[str, Any]:
         """State of model and optimizer; tensors are not copied."""
-        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-
-    def take_times(self) -> dict[str, float]:
-        """As `Trainer.take_times`, in the critic's updates."""
-        return self._optimizer.take_times()
+        return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def count_state_bytes(self) -> int:
         """Approximate size of `state_dict`, without gathering it."""
         model = sum(tensor.nbytes for tensor in self._model.state_dict().values())
-        return model + self._optimizer.count_state_bytes()
+        return model + self.optimizer.count_state_bytes()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; training continues bit for bit."""
         self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def _accumulate(
         self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray, *, num_events: int

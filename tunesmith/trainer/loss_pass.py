@@ -184,7 +184,8 @@ def compute_chunk_loss(
     Expert tokens have no KL and no entropy. `kl_coef` is that of the algorithm, as a tensor, so that a captured row can
     be replayed with another value.
     """
-    columns, logprobs_N = device_inputs.unstack(), logprobs_S.index_select(0, site_N)
+    columns = dict(zip(device_inputs.names, device_inputs.values_FE.unbind(), strict=True))
+    logprobs_N = logprobs_S.index_select(0, site_N)
     if "importance_caps_N" in columns:  # the policy of this pass is the proximal one
         columns["old_logprobs_N"] = logprobs_N.detach()
     scores = ChunkScores(logprobs_N=logprobs_N, **columns)

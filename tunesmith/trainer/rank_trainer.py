@@ -201,7 +201,9 @@ class RankTrainer:
         assigned = assign_groups(costs, owners, num_ranks, num_minibatches=self.trainer.num_minibatches)
         trained: list[list[TrainedGroup]] = [[] for _ in range(num_ranks)]
         loads, moved = [0.0] * num_ranks, []
-        rows = zip(groups.groups, origins, list_indices(groups.groups), groups.advantages, costs, assigned, strict=True)
+        starts = np.cumsum([0, *(len(group.trajectories) for group in groups.groups)]).tolist()
+        indices_of_groups = enumerate(starts[:-1])  # of the group, and of its first trajectory
+        rows = zip(groups.groups, origins, indices_of_groups, groups.advantages, costs, assigned, strict=True)
         for group, origin, indices, advantages, cost, rank in rows:
             named: Group | int = group
             if origin is not None and (origin.rank == rank or not origin.has_tokens):
@@ -292,12 +294,6 @@ def find_origins(groups: StepGroups) -> list[FinishedGroup | None]:
     found = [groups.finished[position] for position in batch.positions]
     origins = [each if each.group is group else None for each, group in zip(found, batch.groups, strict=True)]
     return [*origins, *(None for _ in groups.replayed)]
-
-
-def list_indices(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Index of each group, and of its first trajectory."""
-    starts = np.cumsum([0, *(len(group.trajectories) for group in groups)]).tolist()
-    return list(zip(range(len(groups)), starts[:-1], strict=True))
 
 
 def assign_groups(costs: Sequence[float], owners: Sequence[int], num_ranks: int, *, num_minibatches: int) -> list[int]:

@@ -21,6 +21,7 @@ from tunesmith.algorithms.scores import Need
 from tunesmith.errors import ConfigError
 from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
 from tunesmith.model.value_model import ValueModel
+from tunesmith.trainer.optimizer import find_trainable
 
 Weights = Mapping[str, Tensor]
 
@@ -47,7 +48,7 @@ class Reference:
         metrics = {"train/reference_step": float(self._step)}
         if num_steps % self._refresh_steps == 0:
             if has_adapter(self.model):
-                self._adapter = {name: tensor.detach().clone() for name, tensor in _list_adapter(policy).items()}
+                self._adapter = {name: tensor.detach().clone() for name, tensor in find_trainable(policy).items()}
             else:
                 _copy_weights(policy.state_dict(), self.model.state_dict())
             self._step = num_steps
@@ -67,7 +68,7 @@ class Reference:
             return
         self._step = state["reference"]["step"]
         if has_adapter(self.model):
-            self._adapter = {name: torch.empty_like(value) for name, value in _list_adapter(self.model).items()}
+            self._adapter = {name: torch.empty_like(value) for name, value in find_trainable(self.model).items()}
         target = self.model.state_dict() if self._adapter is None else self._adapter
         _copy_weights(state["reference"]["weights"], target)
 
@@ -78,7 +79,7 @@ class Reference:
             with disabled_adapter(self.model):
                 yield self.model
             return
-        parameters = _list_adapter(self.model)
+        parameters = find_trainable(self.model)
         own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
             _copy_weights(self._adapter, parameters)
@@ -87,10 +88,6 @@ class Reference:
         finally:
             with torch.no_grad():
                 _copy_weights(own, parameters)
-
-
-def _list_adapter(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _copy_weights(source: Weights, target: Weights) -> None:

@@ -238,7 +238,7 @@ class Trainer:
 
     def take_times(self) -> dict[str, float]:
         """Seconds since the last call in which this rank waited for others and communicated; {} on a single rank."""
-        own, critic = self._optimizer.take_times(), {} if self._critic is None else self._critic.take_times()
+        own, critic = self._optimizer.take_times(), {} if self._critic is None else self._critic.optimizer.take_times()
         return {name: seconds + critic.get(name, 0.0) for name, seconds in own.items()}
 
     def count_state_bytes(self) -> int:

@@ -144,7 +144,8 @@ def run_case(
     metrics = trainer.step(own, host_work=[lambda: met.append(ranks.all_gather_objects(ranks.rank)), lambda: None])
     assert met == [list(range(ranks.world_size))], "ranks meet during the update"
     trainer.take_times()
-    optimizers = [each._optimizer for each in (trainer, trainer._critic) if each is not None]
+    critics = [] if trainer._critic is None else [trainer._critic.optimizer]
+    optimizers = [trainer._optimizer, *critics]
     assert ranks.is_alone or not any(each._times._intervals for each in optimizers), "times of updates pile up"
     weights = torch.cat([weight.flatten() for _, weight in iter_whole_weights(model)])
     return metrics, weights, trainer.state_dict()["optimizer"]

@@ -34,7 +34,7 @@ CONCURRENCY_FACTOR = 2
 
 def find_idle_engine(run: RlRun) -> Outcome:
     """The engine idles while workflows wait for tools."""
-    waited, step_s = run.need_recent("perf/tool_wait_s"), run.need_recent("perf/step_s")
+    waited, step_s = run.need("perf/tool_wait_s").recent, run.need("perf/step_s").recent
     share = waited.mean / step_s.mean if step_s.mean else 0.0
     observed = f"{waited.mean:.2g} s of a step of {step_s.mean:.2g} s"
     if share < MAX_WAIT_SHARE or waited.mean < MIN_WAIT_S:

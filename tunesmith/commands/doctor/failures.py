@@ -119,13 +119,13 @@ def find_truncation(run: RlRun) -> Outcome:
     """Responses cut off by `max_tokens` or the context."""
     truncated, total = run.sum_recent("rollout/num_truncated"), run.sum_recent("rollout/num_trajectories")
     source, unit = "rollout/num_truncated", "rollouts"
-    length, context = (run.need_recent(f"rollout/num_stop_{name}").total for name in ("length", "context"))
+    length, context = (run.need(f"rollout/num_stop_{name}").recent.total for name in ("length", "context"))
     if truncated is None:  # runs of earlier versions count turns only
         truncated, total = length + context, run.sum_recent("rollout/num_turns")
         source, unit = "rollout/num_stop_length", "turns"
     if not total:
         return None
-    recent = run.need_recent(source)
+    recent = run.need(source).recent
     share, longest = truncated / total, run.get_recent("rollout/sampled_tokens_per_turn_max")
     longest_text = "" if longest is None else f", the longest turn has {longest.values.max():.0f} tokens"
     if share < MAX_TRUNCATED_SHARE:
@@ -171,7 +171,7 @@ def find_truncated_rollout(run: RlRun) -> list[Evidence]:
 
 def find_refused_prompts(run: RlRun) -> Outcome:
     """Model calls refused because the prompt leaves no room for a token."""
-    recent, num_calls = run.need_recent("rollout/num_overlong"), run.need_recent("rollout/num_calls").total
+    recent, num_calls = run.need("rollout/num_overlong").recent, run.need("rollout/num_calls").recent.total
     if not num_calls:
         return None
     if (share := recent.total / num_calls) < MAX_REFUSED_SHARE:

@@ -195,9 +195,6 @@ class CheckedRun(RunRecord, Generic[Config]):
             raise NotRecordedError(name)
         return series
 
-    def need_recent(self, name: str) -> Series:
-        return self.need(name).recent
-
     def get_recent(self, name: str) -> Series | None:
         series = self.get(name)
         return None if series is None else series.recent

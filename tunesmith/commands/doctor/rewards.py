@@ -66,7 +66,7 @@ class EqualGroups:
 
 def find_equal_rewards(run: RlRun) -> Outcome:
     """Groups whose rollouts all have one reward give no gradient."""
-    useful, share = run.need_recent("experience/num_useful_groups"), compute_equal_share(run)
+    useful, share = run.need("experience/num_useful_groups").recent, compute_equal_share(run)
     if share < MAX_EQUAL_SHARE:
         return f"{share:.0%} of recent groups have equal rewards"
     groups = explain_equal_groups(run)
@@ -88,7 +88,7 @@ def find_equal_rewards(run: RlRun) -> Outcome:
 
 def compute_equal_share(run: RlRun) -> float:
     """Share of the recent groups with a reward whose advantages are all zero."""
-    tried, useful = (run.need_recent(f"experience/num_{name}") for name in ("tasks_tried", "useful_groups"))
+    tried, useful = (run.need(f"experience/num_{name}").recent for name in ("tasks_tried", "useful_groups"))
     scored = tried.total - (run.sum_recent("algorithm/num_unscored_groups") or 0.0)
     if not scored:
         raise NotRecordedError("algorithm/num_unscored_groups")

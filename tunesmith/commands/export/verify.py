@@ -107,7 +107,10 @@ def check_gguf_file(
     file_type: str,
 ) -> dict[str, float]:
     """Raise ModelError unless llama.cpp gives the same token ids and, within `KL_LIMITS`, the same distributions."""
-    check_gguf_tokens(gguf_model, tokenizer, [*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)])
+    for text in [*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)]:
+        ids, found_ids = tokenizer(text)["input_ids"], gguf_model.tokenize(text)
+        if found_ids != ids:
+            raise ModelError(f"llama.cpp encodes {text!r} as {found_ids}, the model's tokenizer as {ids}")
     divergences, num_same = [], 0
     for prompt, logits in zip(prompts, expected, strict=True):
         found = torch.from_numpy(gguf_model.compute_logits(prompt.ids))
@@ -126,14 +129,6 @@ def check_gguf_file(
         "kl_max": divergence.max().item(),
         "same_top_token": num_same / len(divergence),
     }
-
-
-def check_gguf_tokens(gguf_model: GgufModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-    """Raise ModelError for the first text that llama.cpp encodes differently."""
-    for text in texts:
-        expected, found = tokenizer(text)["input_ids"], gguf_model.tokenize(text)
-        if found != expected:
-            raise ModelError(f"llama.cpp encodes {text!r} as {found}, the model's tokenizer as {expected}")
 
 
 def compute_divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,6 @@ def measure_model(
 
 
 TRAIN, EVALUATION, REPORT, PARAPHRASES = "train.jsonl", "eval.jsonl", "report.json", "paraphrases.jsonl"
-CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -211,9 +210,11 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
     folder = Path(out_dir).expanduser().absolute()
     workspace = Workspace(folder, is_whole=True)
     models = {} if settings.pass_rate is None else settings.pass_rate.models
+    sources = {"data": settings.data, "eval_data": settings.eval_data}
     inputs = {
         "settings": list_settings(settings),
-        "sources": hash_sources(settings),
+        # None for a data set that is not a local path
+        "sources": {knob: hash_files(Path(each.path).expanduser()) for knob, each in sources.items() if each},
         "weights": {name: describe_weights(model.path) for name, model in models.items()},
     }
     if workspace.find_result(inputs) is None:
@@ -235,12 +236,6 @@ def list_settings(settings: PrepareSection) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude={"num_cpu_threads": True, "paraphrase": {"max_concurrency"}})
 
 
-def hash_sources(settings: PrepareSection) -> dict[str, str | None]:
-    """SHA-256 of the files of each data set; None for one that is not a local path."""
-    sources = {"data": settings.data, "eval_data": settings.eval_data}
-    return {knob: hash_files(Path(section.path).expanduser()) for knob, section in sources.items() if section}
-
-
 def hash_files(path: Path) -> str | None:
     """SHA-256 of a data file, or of all data files in a folder with their names; None if `path` does not exist."""
     if not path.exists():
@@ -250,8 +245,7 @@ def hash_files(path: Path) -> str | None:
     for file in files:
         digest.update(f"{file.relative_to(path)}\n{file.stat().st_size}\n".encode())
         with storage_errors(file, "read"), file.open("rb") as stream:
-            while chunk := stream.read(CHUNK_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 

@@ -320,13 +320,8 @@ class PipelineResult(ModelResult):
         return facts
 
 
-def load_pipeline_result(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> PipelineResult:
-    """Read the records of the stages in a pipeline's folder."""
-    outcomes = {stage.name: load_outcome(folder, stage) for stage in stages}
-    return PipelineResult(folder=folder.root, report=folder.root / REPORT_TABLE, stages=outcomes)
-
-
 def load_outcome(folder: PipelineFolder, stage: PlannedStage) -> StageOutcome:
+    """Read the record of a stage in a pipeline's folder."""
     state = folder.find_state(stage)
     done = folder.load_done(stage.name) if state == "done" else None
     return StageOutcome(

@@ -23,10 +23,11 @@ from tunesmith.commands.references import StageReference
 from tunesmith.commands.run.config import PipelineConfig, PlannedStage, StageSelection, plan_stages
 from tunesmith.commands.run.folder import (
     CONFIG_FILE,
+    REPORT_TABLE,
     PipelineFolder,
     PipelineResult,
     State,
-    load_pipeline_result,
+    load_outcome,
     save_report,
 )
 from tunesmith.commands.stage import ChooseModel, StageResult
@@ -109,7 +110,8 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
             folder.finish(stage, result)
             screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
         save_report(folder, stages)
-    return load_pipeline_result(folder, stages)
+    outcomes = {stage.name: load_outcome(folder, stage) for stage in stages}
+    return PipelineResult(folder=folder.root, report=folder.root / REPORT_TABLE, stages=outcomes)
 
 
 def begin_stage(stage: PlannedStage, folder: PipelineFolder, *, is_rerun: bool) -> str:
@@ -129,9 +131,14 @@ def check_selected(
 ) -> dict[str, str]:
     """Validate every stage that would run, and the outputs of skipped stages and of input stages.
 
-    A stage runs again if one of its input stages does. Returns the action for each selected stage.
+    A stage runs again if one of its input stages does. Returns the action for each selected stage. Raises ConfigError
+    if a selected stage needs one that is neither selected nor done.
     """
-    check_dependencies(selected, folder)
+    names = {stage.name for stage in selected}
+    for stage in selected:
+        for needed in stage.needs:
+            if needed not in names and folder.load_done(needed) is None:
+                raise ConfigError(f"stage {stage.name!r} needs {needed!r}, which is not done: run it first")
     plans: dict[str, str] = {}
     for stage in selected:
         is_stale = any(plans.get(needed, SKIPPED) != SKIPPED for needed in stage.needs)
@@ -155,15 +162,6 @@ def check_outputs(stages: Sequence[PlannedStage], plans: Mapping[str, str], fold
         for reference in stage.references:
             if reference.stage in kept:
                 resolve_reference(reference, folder, stage_name=stage.name)
-
-
-def check_dependencies(selected: Sequence[PlannedStage], folder: PipelineFolder) -> None:
-    """Raise ConfigError if a selected stage needs one that is neither selected nor done."""
-    names = {stage.name for stage in selected}
-    for stage in selected:
-        for needed in stage.needs:
-            if needed not in names and folder.load_done(needed) is None:
-                raise ConfigError(f"stage {stage.name!r} needs {needed!r}, which is not done: run it first")
 
 
 def check_stage(stage: PlannedStage) -> None:

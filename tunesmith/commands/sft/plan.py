@@ -55,14 +55,6 @@ class OfflinePlan:
     def batches(self) -> list[list[Sample]]:
         return [batch for epoch in self.epochs for batch in epoch][: self.max_steps]
 
-    def count_last_epoch_steps(self, num_steps: int) -> int:
-        """Number of steps in the epoch of the last of `num_steps` steps."""
-        for epoch in self.epochs:
-            if num_steps <= len(epoch):
-                break
-            num_steps -= len(epoch)
-        return num_steps
-
 
 def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationReader] | None = None) -> OfflinePlan:
     """Run every check that needs no weights, and read the rows."""
@@ -203,28 +195,22 @@ def load_conversation_rows(section: ConversationDataSection) -> list[Row]:
     """All rows of a section's paths, in order."""
     rows: list[Row] = []
     for path in section.paths:
-        file = find_jsonl_file(path, section.split)
-        if file is not None and section.name is not None:
+        root = Path(path).expanduser()  # a JSON Lines file, or a folder that may have one of the split
+        file = root if root.suffix == ".jsonl" else root / f"{section.split}.jsonl"
+        if not file.is_file():
+            loaded = load_rows(path, name=section.name, split=section.split)
+            rows += [drop_empty_fields(row) for row in loaded]
+            continue
+        if section.name is not None:
             raise DataError(f"name {section.name!r} has no effect: {path!r} has no configurations; remove name")
-        if file == Path(path).expanduser() and section.split not in {None, SINGLE_SPLIT, file.stem}:
+        if file == root and section.split not in {None, SINGLE_SPLIT, file.stem}:
             raise DataError(
                 f"split {section.split!r}: the file {path!r} is one split; leave split out, or give its folder"
             )
-        if file is not None:
-            rows += load_jsonl(file)
-        else:
-            loaded = load_rows(path, name=section.name, split=section.split)
-            rows += [drop_empty_fields(row) for row in loaded]
+        rows += load_jsonl(file)
     if not rows:
         raise DataError(f"there are no rows to train on in {', '.join(section.paths)}")
     return rows
-
-
-def find_jsonl_file(path: str, split: str | None) -> Path | None:
-    """The JSON Lines file at a path, or of the split in a folder; None if there is none."""
-    root = Path(path).expanduser()
-    file = root if root.suffix == ".jsonl" else root / f"{split}.jsonl"
-    return file if file.is_file() else None
 
 
 def drop_empty_fields(value: Any) -> Any:

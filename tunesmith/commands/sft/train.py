@@ -294,7 +294,8 @@ def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -
 
 def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str, Any]:
     """The fields of the result except its folder."""
-    last_losses = progress.losses[-plan.count_last_epoch_steps(progress.step) :]
+    epochs = [math.ceil(each) for each in plan.progress[: progress.step]]
+    last_losses = [loss for loss, epoch in zip(progress.losses, epochs, strict=True) if epoch == epochs[-1]]
     return {
         "num_steps": progress.step,
         "loss": sum(last_losses) / len(last_losses),

@@ -17,7 +17,7 @@ from tunesmith.config import CallbacksSection
 from tunesmith.errors import CallbackError, ConfigError
 from tunesmith.runs.load_function import CustomComponents, name_function
 from tunesmith.types import Group, RunAdvantage
-from tunesmith.user_lines import find_error_line
+from tunesmith.user_lines import describe_raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,7 @@ async def call_callback(function: Callable[[Any], Any], record: RunEvent, *, nam
         if inspect.isawaitable(result):
             result = await result
     except Exception as error:
-        line = find_error_line(error)
-        raise CallbackError(
-            f"{where} raised {type(error).__name__}: {error}" + ("" if line is None else f" ({line})")
-        ) from error
+        raise CallbackError(describe_raised(where, error)) from error
     if result is None or (isinstance(result, Stop) and name != "on_checkpoint"):
         return result
     allowed = "None" if name == "on_checkpoint" else "None or Stop(reason)"

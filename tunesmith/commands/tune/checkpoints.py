@@ -14,7 +14,7 @@ from typing import Any
 
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.tune.run_control import RunControl
-from tunesmith.errors import StorageError, TunesmithError
+from tunesmith.errors import StorageError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
@@ -171,8 +171,3 @@ class StepRollouts:
         if found and not self._is_saved:
             groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in found.values()]
             save_rollouts(self._path, groups)
-
-
-def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:
-    """Record the error that stopped the run at `step`."""
-    save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})

@@ -95,8 +95,10 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         sources[knob] = digest_rows(describe_rows(tasks))  # before operators, which may call a model
         return tasks
 
-    if config.is_online:
-        feed, counted = build_live_feed(config.algorithm.batch_size), dict[str, float]()
+    counted: dict[str, float] = {}
+    if config.is_online:  # tasks without content, one for each group of a step: each rollout is a live conversation
+        tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(config.algorithm.batch_size)]
+        feed = TaskFeed(tasks, build_sequential(np.empty((len(tasks), 0)), seed=0))
     else:
         feed, counted = build_task_feed(
             config.training_sets,
@@ -257,12 +259,6 @@ def build_task_feed(
         weights = compute_weights({name: section.weight for name, section in sets.items()})
         selector = Mixture(selectors, sizes, weights=weights, seed=seed)
     return TaskFeed(tasks, selector), metrics
-
-
-def build_live_feed(batch_size: int) -> TaskFeed:
-    """Tasks without content, one for each group of a step: each rollout is a live conversation."""
-    tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(batch_size)]
-    return TaskFeed(tasks, build_sequential(np.empty((batch_size, 0)), seed=0))
 
 
 def build_set_selector(

@@ -29,7 +29,6 @@ from tunesmith.commands.tune.checkpoints import (
     remove_replaced,
     restore,
     restore_models,
-    save_error,
     save_tokenizer,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
@@ -379,7 +378,7 @@ class Training:
             result = await run_step(self.parts, step=step, progress=progress, record=rollouts)
         except TunesmithError as error:
             rollouts.save_unfinished(progress.finished)
-            save_error(paths, error, step=step)
+            save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
             raise
         self.parts.tasks.save_selection(paths.selection(step))
         return result

@@ -93,17 +93,12 @@ def sample_tokens(
     output = choose(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
     if not (has_entropies or num_top):
         return output
-    totals_N = weights_NV.sum(dim=1, dtype=torch.float64)
-    return replace(
-        output,
-        entropies=_compute_entropies(weights_NV, totals_N).tolist() if has_entropies else None,
-        top_logprobs=_list_top_logprobs(weights_NV, totals_N, num_top) if num_top else None,
-    )
-
-
-def _compute_entropies(weights_NV: Tensor, totals_N: Tensor) -> Tensor:
-    """Entropy [N] in nats of weights w with total W: log W - sum(w log w) / W."""
-    return totals_N.log() + torch.special.entr(weights_NV).sum(dim=1, dtype=torch.float64) / totals_N
+    totals_N, entropies = weights_NV.sum(dim=1, dtype=torch.float64), None
+    if has_entropies:  # in nats, of weights w with total W: log W - sum(w log w) / W
+        entropies_N = totals_N.log() + torch.special.entr(weights_NV).sum(dim=1, dtype=torch.float64) / totals_N
+        entropies = entropies_N.tolist()
+    top_logprobs = _list_top_logprobs(weights_NV, totals_N, num_top) if num_top else None
+    return replace(output, entropies=entropies, top_logprobs=top_logprobs)
 
 
 def _list_top_logprobs(weights_NV: Tensor, totals_N: Tensor, num_top: int) -> list[TopLogprobs]:

@@ -120,10 +120,6 @@ def _invert_unit_lower(matrices: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(matrices, identity.expand(matrices.shape), upper=False, unitriangular=True)
 
 
-def _build_inverse(matrices: Tensor) -> Tensor:
-    return matrices.new_empty(matrices.shape)
-
-
 def _save_inverse(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
@@ -141,8 +137,8 @@ def _write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
     states.index_copy_(0, slots, values)
 
 
-def _build_convolved(inputs_TC: Tensor, *_rest: object) -> Tensor:
-    return inputs_TC.new_empty(inputs_TC.shape)
+def _build_like(first: Tensor, *_rest: object) -> Tensor:
+    return first.new_empty(first.shape)
 
 
 def _build_stepped(mixed_TC: Tensor, *rest: Any) -> Tensor:
@@ -175,9 +171,7 @@ scan_chunks_backward = define_op(
     build=_build_gradients,
 )
 torch.library.register_autograd("tunesmith::scan_chunks", _differentiate_scan, setup_context=_save_scanned)
-invert_unit_lower = define_op(
-    "invert_unit_lower(Tensor matrices) -> Tensor", run=_invert_unit_lower, build=_build_inverse
-)
+invert_unit_lower = define_op("invert_unit_lower(Tensor matrices) -> Tensor", run=_invert_unit_lower, build=_build_like)
 """(I + A)^-1 [N, H, L, L] for the parts A of the matrices below the diagonal. cuBLAS takes many times as long for the
 products of such small matrices with an inverse that it never forms."""
 torch.library.register_autograd("tunesmith::invert_unit_lower", _differentiate_inverse, setup_context=_save_inverse)
@@ -188,7 +182,7 @@ write_states = define_op(
 """states[slots], and states[slots] = values. torch's compiler would move a plain read behind the write that follows."""
 step_conv = define_op(
     "step_conv(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) states, Tensor slots) -> Tensor",
-    build=_build_convolved,
+    build=_build_like,
 )
 """`SegmentTable.convolve` of one token for each slot, whose last inputs [W - 1, C] move on by one."""
 step_delta = define_op(

@@ -47,24 +47,16 @@ class Embedder:
         self._limit = self._model.max_seq_length or 10**9
         self._lock = threading.Lock()  # the limit on tokens is an attribute of the model
 
-    @property
-    def num_dimensions(self) -> int:
-        return int(self.embed_passages(["a"]).shape[1])
-
-    def embed_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Embeddings [N, D] of length 1."""
-        return self._embed([self._query_prefix + text for text in texts], self._settings.max_query_tokens)
-
-    def embed_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Embeddings [N, D] of length 1."""
-        return self._embed([self._passage_prefix + text for text in texts], self._settings.max_passage_tokens)
-
-    def _embed(self, texts: list[str], max_tokens: int) -> NDArray[np.float32]:
+    def embed(self, texts: Sequence[str], *, are_queries: bool) -> NDArray[np.float32]:
+        """Embeddings [N, D] of length 1, of queries or of passages."""
+        settings = self._settings
+        prefix = self._query_prefix if are_queries else self._passage_prefix
+        max_tokens = settings.max_query_tokens if are_queries else settings.max_passage_tokens
         with self._lock:
             self._model.max_seq_length = min(max_tokens, self._limit)
             vectors = self._model.encode(
-                texts,
-                batch_size=self._settings.batch_size,
+                [prefix + text for text in texts],
+                batch_size=settings.batch_size,
                 normalize_embeddings=True,
                 convert_to_numpy=True,
                 show_progress_bar=False,
@@ -86,17 +78,17 @@ def write_dense(folder: Path, texts: Iterable[str], num_texts: int, settings: In
     """Embed the texts and write a faiss index into a new folder; vectors wait on disk, not in memory."""
     faiss = _import("faiss")
     embedder = Embedder(settings, device=settings.device)
+    num_dimensions = embedder.embed(["a"], are_queries=False).shape[1]
     try:
-        index = faiss.index_factory(embedder.num_dimensions, settings.faiss, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(num_dimensions, settings.faiss, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         raise ConfigError(f"faiss={settings.faiss!r} is not a factory string: {str(error).splitlines()[-1]}") from error
     folder.mkdir(parents=True)
     path = folder / EMBEDDINGS
-    shape = (num_texts, embedder.num_dimensions)
-    vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(num_texts, num_dimensions))
     start, left = 0, iter(texts)
     while chunk := list(islice(left, CHUNK)):
-        vectors[start : start + len(chunk)] = embedder.embed_passages(chunk)
+        vectors[start : start + len(chunk)] = embedder.embed(chunk, are_queries=False)
         start += len(chunk)
     if not index.is_trained:
         _train(index, vectors, settings)
@@ -134,7 +126,7 @@ class DenseIndex:
 
     def find(self, queries: Sequence[str], top_n: int) -> list[Ranking]:
         """The `top_n` nearest passages of each query."""
-        vectors = self._embedder.embed_queries(queries)
+        vectors = self._embedder.embed(queries, are_queries=True)
         scores, positions = self._index.search(vectors, min(top_n, len(self._id_ranks)))
         return [self._rank(*row, top_n) for row in zip(positions, scores, strict=True)]
 

@@ -90,7 +90,9 @@ class WorkerPool:
     """At most `num_workers` calls at a time, each in a worker that no other call uses meanwhile."""
 
     def __init__(self, settings: PythonToolSection) -> None:
-        num_workers = settings.num_workers or count_cpus()
+        # without a number, one for each CPU that this process may use
+        num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_workers = settings.num_workers or num_cpus
         self.launcher = Launcher(settings)
         self._idle: deque[WorkerProcess] = deque()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tunesmith-python")
@@ -162,11 +164,6 @@ async def run_in_threads(
     except asyncio.CancelledError:
         call.cancel()
         raise
-
-
-def count_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _close_workers(workers: deque[WorkerProcess]) -> None:

@@ -35,7 +35,6 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
 
 from tunesmith.tools.python.child import Config, build_ruleset, check, run_child
 from tunesmith.tools.python.folder import remove_folder
@@ -121,7 +120,9 @@ def prepare(config: Config) -> None:
         os.setresgid(*[config["uid"]] * 3)
         os.setresuid(*[config["uid"]] * 3)
     if sys.platform == "linux":
-        drop_capabilities(libc)
+        # Give up the rights of root, which a worker keeps where the interpreter is readable by root alone.
+        header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+        check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
         check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
     os.chdir(config["tmp"])
     # The module `site`, which is not loaded, defines these.
@@ -140,12 +141,6 @@ def prepare(config: Config) -> None:
     # A collection in a child would copy the pages of all objects here.
     gc.collect()
     gc.freeze()
-
-
-def drop_capabilities(libc: Any) -> None:
-    """Give up the rights of root, which a worker keeps where the interpreter is readable by root alone."""
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 class ForkServer:
@@ -179,7 +174,10 @@ class ForkServer:
                     os.read(self._wake, 4096)
             while self._reap(os.WNOHANG) > 0:
                 pass
-            self._check_cpu()
+            if self._pid and self._max_cpu_s is not None and _read_cpu_s(self._pid) >= self._max_cpu_s:
+                self._max_cpu_s = None
+                self._send(CPU_LIMIT)
+                os.kill(self._pid, signal.SIGKILL)
             if self._control.fileno() in ready and not self._follow():
                 self._kill()
                 return
@@ -226,12 +224,6 @@ class ForkServer:
                 os.kill(-1, number)
             elif self._group:
                 os.killpg(self._group, number)
-
-    def _check_cpu(self) -> None:
-        if self._pid and self._max_cpu_s is not None and _read_cpu_s(self._pid) >= self._max_cpu_s:
-            self._max_cpu_s = None
-            self._send(CPU_LIMIT)
-            os.kill(self._pid, signal.SIGKILL)
 
     def _reap(self, options: int) -> int:
         """Reap one process; its id, 0 if none has ended, -1 if there is none."""

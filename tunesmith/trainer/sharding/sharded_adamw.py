@@ -46,6 +46,10 @@ from tunesmith.trainer.sharding.buckets import Bucket, build_buckets, finish_one
 from tunesmith.trainer.sharding.sharded_model import get_local, is_narrow
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
 
+WAITING, COMMUNICATION = "perf/train_wait_s", "perf/communication_s"
+"""Metrics of collectives without data, whose time is that of the slowest rank, and of work that moves gradients or
+weights between ranks, and packs them."""
+
 
 class CollectiveTimes:
     """Time that a rank waits for others and communicates within updates; on a GPU without synchronizing.
@@ -57,21 +61,9 @@ class CollectiveTimes:
         self._is_cuda = torch.device(device).type == "cuda"
         self._intervals: list[tuple[str, Any, Any]] = []
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The work within is a collective without data: its time is that of the slowest rank."""
-        with self._measuring("perf/train_wait_s"):
-            yield
-
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """The work within moves gradients or weights between ranks, and packs them."""
-        with self._measuring("perf/communication_s"):
-            yield
-
     def take(self) -> dict[str, float]:
         """Sums of the intervals that have ended since the last call, in seconds."""
-        times = {"perf/train_wait_s": 0.0, "perf/communication_s": 0.0}
+        times = {WAITING: 0.0, COMMUNICATION: 0.0}
         pending = []
         for name, start, end in self._intervals:
             if not self._is_cuda:
@@ -84,7 +76,8 @@ class CollectiveTimes:
         return times
 
     @contextmanager
-    def _measuring(self, name: str) -> Iterator[None]:
+    def measured(self, name: str) -> Iterator[None]:
+        """The time of the work within is added to a metric."""
         start = self._mark()
         yield
         self._intervals.append((name, start, self._mark()))
@@ -126,9 +119,9 @@ class ShardedAdamW(MasterAdamW):
         The norm is that of the summed gradient, so all ranks clip by the same factor and stay equal.
         """
         # a collective without data first: the time that this rank waits for the slowest is not that of moving data
-        with self._times.waiting():
+        with self._times.measured(WAITING):
             self._ranks.add(torch.zeros(1, device=self._ranks.device))
-        with self._times.communicating():
+        with self._times.measured(COMMUNICATION):
             self._reduce_gradients()
         # parts of different ranks are disjoint, padding is zero: the squares of their norms add up
         shards = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -214,7 +207,7 @@ class ShardedAdamW(MasterAdamW):
                 whole = shard_S.new_empty(self._ranks.world_size * len(shard_S))
                 yield self._ranks.all_gather(whole, shard_S, is_async=True), (bucket, whole, shard_S)
 
-        with self._times.communicating():
+        with self._times.measured(COMMUNICATION):
             for bucket, whole, _ in finish_one_behind(start()):
                 whole_RS = whole.view(self._ranks.world_size, -1)
                 for name, values_RS in zip(bucket, whole_RS.split(list(bucket.values()), dim=1), strict=True):

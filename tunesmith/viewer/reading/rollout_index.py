@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tunesmith.experience.store import RolloutFiles, keep_stored, open_rollouts
@@ -133,7 +132,9 @@ class RolloutIndex:
 
     def _read(self, path: Path) -> Rows:
         with open_rollouts(path) as parquet:
-            table = parquet.read(keep_stored(parquet, [*columns_of(parquet), "step"]), use_threads=False)
+            # files without counts have them computed from the turns
+            columns = SCALARS if "num_sampled_tokens" in parquet.schema_arrow.names else [*SCALARS, SAMPLED]
+            table = parquet.read(keep_stored(parquet, [*columns, "step"]), use_threads=False)
         if not path.name.startswith("steps_"):
             return self._build(table, int(path.stem.removeprefix("step_")))
         steps = read_numbers(table.column("step"))
@@ -174,11 +175,6 @@ class RolloutIndex:
 def find_cause(where: str, message: str, line: str | None) -> Cause:
     """Failures have one cause if boundary, error type and line are equal; without a line, boundary and message."""
     return Cause(where, message.partition(":")[0] if line else message[:300], line or "")
-
-
-def columns_of(parquet: pq.ParquetFile) -> list[str]:
-    """The columns that the index needs; files without counts have them computed from the turns."""
-    return SCALARS if "num_sampled_tokens" in parquet.schema_arrow.names else [*SCALARS, SAMPLED]
 
 
 def count_tokens(table: pa.Table) -> tuple[NDArray[Any], NDArray[Any]]:

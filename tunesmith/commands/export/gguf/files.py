@@ -45,14 +45,10 @@ class GgufPlan:
     num_threads: int
 
     @property
-    def needs_llama_cpp(self) -> bool:
-        return not QUANTIZED_BY_LLAMA_CPP.isdisjoint(self.types)
-
-    @property
     def bytes_per_parameter(self) -> float:
         """Bytes of all files and of the temporary f32 file for quantization."""
-        temporary = BYTES["f32"] if self.needs_llama_cpp and "f32" not in self.types else 0.0
-        return temporary + sum(BYTES[kind] for kind in self.types)
+        has_temporary = not QUANTIZED_BY_LLAMA_CPP.isdisjoint(self.types) and "f32" not in self.types
+        return BYTES["f32"] * has_temporary + sum(BYTES[kind] for kind in self.types)
 
     def file_name(self, kind: str) -> str:
         return f"{self.name}-{kind}.gguf"
