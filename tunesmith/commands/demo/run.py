@@ -17,7 +17,7 @@ from tunesmith.commands.eval.comparison import Estimate, format_estimate
 from tunesmith.commands.run.config import StageSelection, load_pipeline
 from tunesmith.commands.run.run import run_pipeline
 from tunesmith.commands.settings import OVERRIDES_VARIABLE, read_variable
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, errors_of
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.record import COMPARISON
@@ -50,10 +50,8 @@ def run_command(*, seed: int, out: str) -> str:
         if (name := size.partition("=")[0]) not in known:
             raise ConfigError(f"{OVERRIDES_VARIABLE}: unknown size {name!r}: {suggest_name(name, list(known))}")
         changes.append(f"variables.{size}")
-    try:
+    with errors_of(OVERRIDES_VARIABLE):
         config = load_pipeline(PIPELINE, changes)
-    except ConfigError as error:
-        raise ConfigError(f"{OVERRIDES_VARIABLE}: {error}") from None
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"writing to {root}", markup=False)
     trained = run_pipeline(config, selection=StageSelection()).stages["rl"].folder
     results = {mode: load_json(root / mode / COMPARISON)["test"]["models"] for mode in MODES}
