@@ -66,28 +66,29 @@ class JudgeOutput(BaseModel):
     metrics: dict[str, Number] | None = None
 
 
+WorkflowResult = WorkflowOutput | Awaitable[WorkflowOutput]
+
+
 class Workflow(Protocol):
-    """An agent: an async function of a task, a row of the data set, and the model bound to this rollout.
+    """An agent: a function, async or plain, of a task, a row of the data set, and the model bound to this rollout.
 
     Arguments are passed by name. `functools.partial` objects and objects with `async def __call__` are workflows too.
     `model` is a `ChatModel`, or AgentScope's `OpenAIChatModel` (`rollout.chat_model`), so its type is open.
     """
 
-    def __call__(self, *, task: dict[str, Any], model: Any) -> Awaitable[WorkflowOutput]: ...
+    def __call__(self, *, task: dict[str, Any], model: Any) -> WorkflowResult: ...
 
 
 class WorkflowWithModels(Protocol):
     """A workflow that also receives the auxiliary models, by name."""
 
-    def __call__(
-        self, *, task: dict[str, Any], model: Any, auxiliary_models: dict[str, Any]
-    ) -> Awaitable[WorkflowOutput]: ...
+    def __call__(self, *, task: dict[str, Any], model: Any, auxiliary_models: dict[str, Any]) -> WorkflowResult: ...
 
 
 class WorkflowWithLogger(Protocol):
     """A workflow that also receives a logger."""
 
-    def __call__(self, *, task: dict[str, Any], model: Any, logger: Logger) -> Awaitable[WorkflowOutput]: ...
+    def __call__(self, *, task: dict[str, Any], model: Any, logger: Logger) -> WorkflowResult: ...
 
 
 class WorkflowWithModelsAndLogger(Protocol):
@@ -95,7 +96,7 @@ class WorkflowWithModelsAndLogger(Protocol):
 
     def __call__(
         self, *, task: dict[str, Any], model: Any, auxiliary_models: dict[str, Any], logger: Logger
-    ) -> Awaitable[WorkflowOutput]: ...
+    ) -> WorkflowResult: ...
 
 
 class Judge(Protocol):

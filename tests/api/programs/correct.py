@@ -45,6 +45,10 @@ async def plain(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
     return WorkflowOutput(response=completion.choices[0].message.content)
 
 
+def without_async(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
+    return WorkflowOutput(response=model.as_sync_openai_client())
+
+
 async def with_models(task: Mapping[str, Any], model: Any, auxiliary_models: dict[str, Any]) -> WorkflowOutput:
     return WorkflowOutput(response=calculate("1 + 1"))
 
@@ -73,7 +77,14 @@ config = RunConfig(
     train_dataset=DatasetSection(path="d"),
     algorithm=AlgorithmSection(kl_coef=1e-3),
 )
-agents: list[WorkflowType] = [plain, with_models, with_all, Agent(), functools.partial(with_turns, max_turns=3)]
+agents: list[WorkflowType] = [
+    plain,
+    without_async,
+    with_models,
+    with_all,
+    Agent(),
+    functools.partial(with_turns, max_turns=3),
+]
 for agent in agents:
     result = tune(config, workflow_func=agent, judge_func=judge)
 tune(config, workflow_func=plain, judge_func=judge_number)

@@ -10,10 +10,6 @@ async def without_model(task: dict[str, Any]) -> WorkflowOutput:
     return WorkflowOutput()
 
 
-def without_async(task: dict[str, Any], model: Any) -> WorkflowOutput:
-    return WorkflowOutput()
-
-
 async def with_text(task: dict[str, Any], model: Any) -> str:
     return ""
 
@@ -30,17 +26,21 @@ async def with_model(task: dict[str, Any], model: Any) -> JudgeOutput:
     return JudgeOutput(reward=1.0)
 
 
+def plain_judge(task: dict[str, Any], response: Any) -> JudgeOutput:
+    return JudgeOutput(reward=1.0)
+
+
 async def with_number(task: dict[str, Any], response: Any) -> float:
     return 1.0
 
 
 config = RunConfig(model=ModelSection(path="m"))
 tune(config, workflow_func=without_model)  # error: Argument "workflow_func" to "tune" has incompatible type
-tune(config, workflow_func=without_async)  # error: "Callable[[dict[str, Any], Any], WorkflowOutput]"; expected
 tune(config, workflow_func=with_text)  # error: Coroutine[Any, Any, str]]"; expected "Workflow |
 tune(config, workflow_func=with_question)  # error: "Callable[[str, Any], Coroutine
 tune(config, workflow_func=with_other_name)  # error: Argument "workflow_func" to "tune" has incompatible type
 tune(config, judge_func=with_model)  # error: Argument "judge_func" to "tune" has incompatible type
+tune(config, judge_func=plain_judge)  # error: "Callable[[dict[str, Any], Any], JudgeOutput]"; expected
 tune(config, judge_func=with_number)  # error: Coroutine[Any, Any, float]]"; expected "Judge |
 sft(config, out="sft")  # error: Argument 1 to "sft" has incompatible type "RunConfig"
 AlgorithmSection(kl_coef="high")  # error: Argument "kl_coef" to "AlgorithmSection" has incompatible type "str"
