@@ -130,8 +130,9 @@ class Session:
     """Actions of the seat that the environment refused, and calls that failed."""
     early_reward: float = 0.0
     """Paid before the first reply of the seat."""
-    toolbox: Toolbox | None = None
-    """Runs calls of the environment's own tools; made with the first of them."""
+    toolbox: Toolbox = field(
+        default_factory=lambda: Toolbox(tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True)
+    )
 
     def pay(self, reward: Any) -> None:
         """Add the seat's reward to that of its last reply."""
@@ -282,13 +283,10 @@ class TaskEnvironment:
             session = Session(self.create(), int(task["player"]) if has_players else 0, has_players)
             SESSIONS["opened"] += 1
             try:
-                returned = await self._call(session.environment.reset, "reset", task)
-                session.observation = self._check_text(returned, "reset")
-                try:
+                async with session.toolbox:
+                    returned = await self._call(session.environment.reset, "reset", task)
+                    session.observation = self._check_text(returned, "reset")
                     yield session
-                finally:
-                    if session.toolbox is not None:
-                        await session.toolbox.__aexit__()
             except BaseException:
                 try:
                     await self._close(session.environment)
@@ -304,11 +302,8 @@ class TaskEnvironment:
             session.rewards.append(0.0 if session.rewards else session.early_reward)
         own_tools = {each.name: each for each in session.tools if isinstance(each, Tool)}
         if reply.calls and own_tools:
-            toolbox = session.toolbox = session.toolbox or Toolbox(
-                tools={}, max_calls=sys.maxsize, max_result_chars=sys.maxsize, has_state=True
-            )
-            toolbox.tools = own_tools
-            run = partial(toolbox.run, reply.calls)
+            session.toolbox.tools = own_tools
+            run = partial(session.toolbox.run, reply.calls)
             has_sessions = any(each.is_stateful for each in own_tools.values())
             results = await (run() if has_sessions else self._move(session, reply, run))
             session.num_invalid += is_own * sum(not each.ok for each in results)

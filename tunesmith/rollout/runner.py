@@ -57,8 +57,6 @@ from tunesmith.user_lines import find_definition_line, find_error_line
 Output = TypeVar("Output", WorkflowOutput, JudgeOutput)
 
 MAX_RESPONSE_CHARS = 4000
-ATOMIC_TYPES = frozenset({str, int, float, bool, type(None)})
-"""Types of values that cannot be changed in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +285,7 @@ async def _call_user_function(
 
     A plain function runs in a thread of its own.
     """
-    row = dict(run.task.row)
-    if not ATOMIC_TYPES.issuperset(map(type, row.values())):
-        row = copy.deepcopy(row)
+    row = copy.deepcopy(dict(run.task.row))
     arguments = {name: available[name] for name in run.agent.parameters[where] & available.keys()}
     try:
         arguments["task"] = row

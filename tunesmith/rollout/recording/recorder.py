@@ -114,8 +114,6 @@ class Session:
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[tuple[int, str], RecordedReply] = {}
         """By digest of the conversation up to the reply, and scope."""
-        self._new_replies: list[Callable[[], None]] = []
-        """Add the replies since the last call to both: most rollouts have no call after the last reply."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
         self.stored_responses: dict[str, list[dict[str, Any]]] = {}
@@ -171,14 +169,8 @@ class Session:
             task, arriving = asyncio.current_task(), self.record.arriving
             self.record.arriving = {index: each for index, each in arriving.items() if each is not task}
 
-    def _add_new_replies(self) -> None:
-        new, self._new_replies = self._new_replies, []
-        for add in new:
-            add()
-
     def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""
-        self._add_new_replies()
         keys = conversation.keys
         for num_old, digest in reversed(conversation.reply_digests):
             reply = self._replies.get((digest, scope))
@@ -310,10 +302,8 @@ class Session:
         """Store the parsed reply, so that later calls can extend or continue its turn; `cut_stop` was cut off it."""
         choice_id = (call.index, choice)
         turn = self._turns.get(choice_id)
-        if turn is not None:
-            self._new_replies.append(partial(self._add_reply, call, choice_id, turn, reply, cut_stop))
-
-    def _add_reply(self, call: SessionCall, choice_id: ChoiceId, turn: Turn, reply: Message, cut_stop: str) -> None:
+        if turn is None:
+            return
         reply_start, scope = call.prompt.reply_start, call.prompt.scope
         if reply_start:
             reply = replace(reply, content=reply_start + reply.content)
@@ -329,7 +319,6 @@ class Session:
             self._replies[digest, scope] = recorded
 
     def list_conversations(self) -> tuple[ObservedConversation, ...]:
-        self._add_new_replies()
         replies = self._replies.items()
         return tuple(ObservedConversation(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in replies)
 
