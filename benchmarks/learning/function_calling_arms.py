@@ -34,6 +34,7 @@ from typing import Any
 
 RECIPE = Path("recipes/function_calling")
 GAME = Path("recipes/text_game/run.yaml")
+GUESS = GAME.with_name("guess.yaml")
 SHUFFLE = "benchmarks.learning.shuffled_rewards:shuffle_rewards"
 FORM = "recipes.function_calling.controls:pay_form"
 REQUIRED = "recipes.function_calling.controls:play_required"
@@ -184,6 +185,8 @@ ARMS: dict[str, Arm] = {
     **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
     **{f"game_ways-{seed}": learn_ways_then_tune(seed=seed) for seed in (42, 1, 2)},
     **{f"game_async-{seed}": tune_file(GAME, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
+    **{f"guess-{seed}": tune_file(GUESS, seed=seed) for seed in (42, 1, 2)},
+    **{f"guess_async-{seed}": tune_file(GUESS, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
 }  # fmt: skip
 
 
