@@ -47,6 +47,7 @@ RESULTS = (
         tuple(sorted(RUNS.glob("function_calling/sft_rl-*/metrics.jsonl"))),
         5,
     ),
+    Result("guessing a number, 0.5B, 64 x 8", tuple(sorted(RUNS.glob("text_game/guess-*/metrics.jsonl"))), 5),
     Result("GSM8K, 135M, fine-tuning", (RUNS / "gsm8k_grpo_gpu/metrics_sft.jsonl",), laps=("setup", "sft")),
     Result("GSM8K, 135M, GRPO, 32 x 16", (RUNS / "gsm8k_grpo_gpu/metrics_grpo.jsonl",), laps=("sft", "grpo")),
     Result("GSM8K, 135M, BOTS, 32 x 16, steps alone", (RUNS / "gsm8k_bots_gpu/metrics_bots.jsonl",)),

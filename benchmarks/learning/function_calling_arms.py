@@ -27,7 +27,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -67,6 +67,8 @@ class Arm:
     needs: str | None = None
     rows: Sequence[str] = ()
     """A module and its arguments, which write the conversations to fine-tune on."""
+    rollouts: Sequence[int] = ()
+    """Steps whose rollouts are kept too, as `rollouts_STEP.parquet`."""
 
 
 def evaluate_on(*splits: str) -> str:
@@ -185,7 +187,7 @@ ARMS: dict[str, Arm] = {
     **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
     **{f"game_ways-{seed}": learn_ways_then_tune(seed=seed) for seed in (42, 1, 2)},
     **{f"game_async-{seed}": tune_file(GAME, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
-    **{f"guess-{seed}": tune_file(GUESS, seed=seed) for seed in (42, 1, 2)},
+    **{f"guess-{seed}": replace(tune_file(GUESS, seed=seed), rollouts=(1, 40)) for seed in (42, 1, 2)},
     **{f"guess_async-{seed}": tune_file(GUESS, "rollout.max_staleness=1", seed=seed) for seed in (42, 1, 2)},
 }  # fmt: skip
 
@@ -259,6 +261,9 @@ class Queue:
         for pattern in KEPT:
             for file in folder.rglob(pattern):
                 shutil.copy(file, target / file.name)
+        for step in ARMS[name].rollouts:
+            for file in folder.rglob(f"rollouts/step_{step:06}.parquet"):
+                shutil.copy(file, target / file.name.replace("step", "rollouts"))
         is_done = not record["is_cut"] and not any(record["codes"])
         (target / ("done.json" if is_done else "failed.json")).write_text(json.dumps(record))
         with self.lock:

@@ -1,11 +1,13 @@
-"""A game on maps that were not trained: before and after training, and rollouts that overlap with training.
+"""Games on tasks that were not trained: before and after training, and rollouts that overlap with training.
 
     python -m benchmarks.learning.text_game KEPT --out results/learning/text_game.json
 
-The folder has arms `game-SEED` (rollouts of a step end before its training) and `game_async-SEED` (`max_staleness: 1`),
-as `function_calling_arms` keeps them. A map is solved if its reward is 1; less is paid for a part of the way. With
-`--walks`, which needs textarena, each evaluation is compared with walks that are the same on every map: moves to the
-right and down in a fixed order, up to the first hole.
+The folder has arms `game-SEED` (frozen lakes), `guess-SEED` (a hidden number), and the same with `_async` before the
+seed (`max_staleness: 1`; without it the rollouts of a step end before its training), as `function_calling_arms` keeps
+them. A task is solved if its reward is 1; less is paid for a part of the way, or for a close guess. With `--walks`,
+which needs textarena, each evaluation of the lakes is compared with walks that are the same on every map: moves to the
+right and down in a fixed order, up to the first hole. With `--tokenizer`, the model's folder, the kept rollouts of the
+hidden number say how many guesses agree with every hint before them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -21,9 +24,6 @@ from typing import Any
 
 from benchmarks.shared.report import publish
 from tunesmith.storage import load_json_lines
-
-BASE = "game-42"
-"""The arm that is evaluated before its first step; all arms begin with the same weights."""
 
 
 def walk(grid: Sequence[Sequence[str]], moves: Sequence[str]) -> float:
@@ -62,6 +62,42 @@ def compare_walks(rewards: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
+HIGHEST = 50
+REPLY = re.compile(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>(.*?)(?=<\|im_start\|>assistant|$)", re.DOTALL)
+"""A reply of the model and what the game answers."""
+
+
+def read_guesses(file: Path, tokenizer: Any) -> dict[str, Any]:
+    """Of the rollouts of a step: replies, guesses that agree with all hints so far, and the commonest beginnings."""
+    import pandas
+
+    num_replies = num_later = num_agreeing = 0
+    beginnings = Counter[tuple[int, ...]]()
+    games = [turns[-1] for turns in pandas.read_parquet(file, columns=["turns"])["turns"]]
+    for last in games:
+        text = tokenizer.decode([*last["prompt_ids"], *last["sampled_ids"]])
+        low, high, guesses = 0, HIGHEST + 1, list[int]()
+        for reply, answer in REPLY.findall(text):
+            num_replies += 1
+            found = re.search(r"\[(\d+)\]", reply)
+            guess = int(found[1]) if found else -1
+            if low > 0 or high <= HIGHEST:
+                num_later += 1
+                num_agreeing += low < guess < high
+            guesses.append(guess)
+            if "number is higher" in answer:
+                low = max(low, guess)
+            elif "number is lower" in answer:
+                high = min(high, guess)
+        beginnings[tuple(guesses[:3])] += 1
+    return {
+        "step": int(file.stem.removeprefix("rollouts_")),
+        "replies": num_replies / len(games),
+        "agree_with_hints": num_agreeing / num_later,
+        "beginnings": [[list(each), number] for each, number in beginnings.most_common(8)],
+    }
+
+
 def read_arm(folder: Path, *, has_walks: bool) -> dict[str, Any]:
     """Share of solved maps and mean reward after steps, with the seconds and tokens of the steps up to there."""
     rows = load_json_lines(folder / "metrics.jsonl")
@@ -96,26 +132,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--walks", action="store_true", help="compare with fixed walks; needs textarena")
+    parser.add_argument("--tokenizer", help="folder of the model, to read its guesses")
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
-    folders = sorted(each for each in arguments.folder.glob("game*") if list(each.glob("step_*.json")))
-    details = {each.name: read_arm(each, has_walks=arguments.walks) for each in folders}
-    by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    folders = sorted(each for each in arguments.folder.iterdir() if list(each.glob("step_*.json")))
+    details = {
+        each.name: read_arm(each, has_walks=arguments.walks and each.name.startswith("game")) for each in folders
+    }
+    solved: dict[str, list[float]] = defaultdict(list)
     for name, arm in details.items():
-        by_arm[name.rpartition("-")[0]].append(arm)
-        last = arm["curve"][-1]
+        solved[name.rpartition("-")[0]].append(arm["curve"][-1]["solved"])
         print(
-            f"{name:16} step {last['step']:3}  solved {last['solved']:6.1%}  reward {last['reward']:.3f}  "
-            f"{last['step_seconds']:.0f} s in steps  median {arm['median_step_s']:.2f} s  "
+            f"{name:16} median {arm['median_step_s']:.2f} s  "
             f"{arm['trained_tokens_per_s']:.0f} trained, {arm['sampled_tokens_per_s']:.0f} sampled tokens/s"
         )
+        for each in arm["curve"]:
+            print(
+                f"    step {each['step']:3}  solved {each['solved']:6.1%}  reward {each['reward']:.3f}  "
+                f"{each['step_seconds']:.0f} s in steps"
+            )
+    if arguments.tokenizer:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        for folder in folders:
+            guesses = [read_guesses(file, tokenizer) for file in sorted(folder.glob("rollouts_*.parquet"))]
+            for each in guesses:
+                details[folder.name].setdefault("guesses", []).append(each)
+                print(f"{folder.name:16} {json.dumps(each)}")
+    means = {name: fmean(values) for name, values in solved.items()}
     publish(
         name="text_game",
-        unit="share of unseen maps that are solved after training, mean of seeds",
-        ours=fmean(arm["curve"][-1]["solved"] for arm in by_arm["game"]),
+        unit="share of unseen games of guessing a number that are solved after training, mean of seeds",
+        ours=means["guess"],
         peers={},
         device="cpu",
-        details=details | {"solved before": details[BASE]["curve"][0]["solved"]},
+        details=details | {"solved after training": means},
         out=arguments.out,
     )
 
