@@ -2,7 +2,8 @@
 
 Accuracy is math_equal over all rollouts: where the model that judges the rest gave no verdict, the answer is known not
 to be equal. Means are over questions, intervals 95 % percentile bootstrap intervals, differences paired by question.
-The judge's table counts the flywheel's trajectories and the rows of its filter by math-verify.
+Those of all seeds are over the questions of all of them. The judge's table counts the flywheel's trajectories and the
+rows of its filter by math-verify.
 
     python -m benchmarks.et_agent.mathematics results/et_agent/mathematics/seed0 --out results/et_agent/mathematics.json
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -38,23 +39,52 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in (read_text(path) or "").splitlines())
 
 
-def read_accuracies(folder: Path) -> dict[str, dict[str, float]]:
-    """The share of right rollouts of each question, by model."""
-    accuracies: dict[str, dict[str, float]] = {}
+Accuracies = dict[str, dict[str, dict[str, float]]]
+"""The share of right rollouts of each question, by test set and model."""
+
+
+def read_accuracies(folder: Path) -> Accuracies:
+    accuracies: Accuracies = defaultdict(dict)
     for stage in ("eval", "eval_arms"):
-        text = read_text(folder / stage / "comparison.json")
-        models = json.loads(text)["test"]["models"] if text else {}
-        for name, model in models.items():
-            if name not in accuracies:
-                accuracies[name] = {
-                    task["task_id"]: fmean(each["metrics"].get("math_equal", 0.0) for each in task["attempts"])
-                    for task in model["tasks"]
-                }
+        for test_set, compared in json.loads(read_text(folder / stage / "comparison.json") or "{}").items():
+            for name, model in compared["models"].items():
+                accuracies[test_set].setdefault(
+                    name,
+                    {
+                        f"{folder.name}/{task['task_id']}": fmean(
+                            each["metrics"].get("math_equal", 0.0) for each in task["attempts"]
+                        )
+                        for task in model["tasks"]
+                    },
+                )
     return accuracies
 
 
 def describe(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": fmean(values), "interval": list(compute_bootstrap_interval(values, seed=0))}
+
+
+def merge(seeds: Sequence[Accuracies]) -> Accuracies:
+    """The questions of all seeds, of the models that all seeds have."""
+    return {
+        test_set: {
+            name: {task: value for each in seeds for task, value in each[test_set][name].items()}
+            for name in models
+            if all(name in each.get(test_set, {}) for each in seeds)
+        }
+        for test_set, models in seeds[0].items()
+    }
+
+
+def compare(accuracies: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+    return {
+        "accuracy": {name: describe(list(each.values())) for name, each in accuracies.items()},
+        "differences": {
+            f"{low} -> {high}": describe([accuracies[high][key] - value for key, value in accuracies[low].items()])
+            for low, high in COMPARISONS
+            if low in accuracies and high in accuracies
+        },
+    }
 
 
 def is_right(transcript: Mapping[str, Any], answers: Mapping[str, str]) -> bool:
@@ -82,27 +112,23 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     details: dict[str, Any] = {}
-    for folder in arguments.folders:
-        accuracies, figures = read_accuracies(folder), {}
-        figures["accuracy"] = {name: describe(list(each.values())) for name, each in accuracies.items()}
-        figures["differences"] = {
-            f"{low} -> {high}": describe([accuracies[high][key] - value for key, value in accuracies[low].items()])
-            for low, high in COMPARISONS
-            if low in accuracies and high in accuracies
-        }
-        figures["verdicts"] = count_verdicts(folder)
-        details[folder.name] = figures
-        for kind in ("accuracy", "differences"):
-            for name, each in figures[kind].items():
+    read = {folder.name: read_accuracies(folder) for folder in arguments.folders}
+    if len(evaluated := [each for each in read.values() if each]) > 1:
+        read["all seeds"] = merge(evaluated)
+    for seed, test_sets in read.items():
+        details[seed] = {test_set: compare(accuracies) for test_set, accuracies in test_sets.items()}
+        for test_set, figures in details[seed].items():
+            for name, each in (figures["accuracy"] | figures["differences"]).items():
                 low, high = each["interval"]
-                print(f"{folder.name:8} {name:28} {each['mean']:+.3f} ({low:+.3f} to {high:+.3f})")
-        for said, counts in figures["verdicts"].items():
-            print(
-                f"{folder.name:8} judge: {said:20} right {counts.get('right', 0):5}   wrong {counts.get('wrong', 0):5}"
-            )
-    first = next(iter(details.values()))["accuracy"]
+                print(f"{seed:9} {test_set:8} {name:28} {each['mean']:+.3f} ({low:+.3f} to {high:+.3f})")
+    for folder in arguments.folders:
+        details[folder.name]["verdicts"] = verdicts = count_verdicts(folder)
+        for said, counts in verdicts.items():
+            right, wrong = counts.get("right", 0), counts.get("wrong", 0)
+            print(f"{folder.name:9} judge: {said:20} right {right:5}   wrong {wrong:5}")
+    last = next(each["test"]["accuracy"] for each in reversed(details.values()) if "test" in each)
     publish(
-        name="et_agent_mathematics", unit="accuracy after RL", ours=first["rl"]["mean"], peers={}, device="cpu",
+        name="et_agent_mathematics", unit="accuracy after RL", ours=last["rl"]["mean"], peers={}, device="cpu",
         details=details, out=arguments.out,
     )  # fmt: skip
 

@@ -88,7 +88,10 @@ def load_file(
     values: Mapping[str, Any] | None = None,
 ) -> AnySection:
     """Read a file of a command, or a Trinity-RFT file for it."""
-    if path is None or kind not in TRANSLATED.values() or not is_trinity_file(load_yaml(Path(path))):
+    given = {} if path is None or kind not in TRANSLATED.values() else load_yaml(Path(path))
+    if isinstance(given.get("stages"), Mapping):  # a list in Trinity-RFT's files
+        raise ConfigError(f"{path} is a pipeline file: `tunesmith run {path}` runs its stages, --check lists them")
+    if path is None or not is_trinity_file(given):
         return load_section(kind, path, overrides, values=values)
     algorithm = dict((values or {}).get("algorithm", {}))
     if (name := algorithm.pop("algorithm_type", None)) is not None:

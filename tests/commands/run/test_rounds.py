@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
 from tunesmith.commands.run.config import PipelineConfig, load_pipeline, plan_stages
+from tunesmith.commands.settings import load_eval_file, load_run_file
 from tunesmith.errors import ConfigError
 from tunesmith.runs.load_config import build_section
 
@@ -85,6 +87,12 @@ def test_overrides_change_the_rounds_before_they_are_expanded(tmp_path):
     stages = {stage.name: stage for stage in plan_stages(load_pipeline(tmp_path / "pipeline.yaml", overrides))}
     assert list(stages)[-1] == "rl_1"
     assert stages["rl_1"].values["experience"]["operators"][0]["args"]["sigma_tool"] == 0.4
+
+
+@pytest.mark.parametrize("load", [load_run_file, load_eval_file])
+def test_a_pipeline_given_to_another_command_is_named_as_one(load):
+    with pytest.raises(ConfigError, match=r"is a pipeline file: `tunesmith run .*pocket.yaml`"):
+        load(Path(__file__).parents[3] / "recipes/et_agent/pocket.yaml")
 
 
 def test_another_round_leaves_the_earlier_ones_as_they_are():
