@@ -9,9 +9,9 @@ a folder of its own. Arms start in the order of `ARMS`; finished ones are skippe
 limit. `arms.tar.gz` in the output folder is written anew after each arm, in pieces of 15 MB: logs, settings, metrics
 and evaluations, for arms that the limit cut too. Checkpoints are deleted.
 
-Arms from `rl` to `easy2hard` train on all training tasks and are evaluated on the test tasks alone. `plain`, `varied`,
-`steady`, `varied_steady` and `short` train without the validation tasks and are evaluated on both, so that settings and
-steps can be chosen without the test tasks.
+Arms from `rl` to `rl_none` train on all training tasks and are evaluated on the test tasks alone. `plain`, `varied`,
+`steady`, `varied_steady`, `short` and the selectors train without the validation tasks and are evaluated on both, so
+that settings and steps can be chosen without the test tasks.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def operator(name: str, **args: Any) -> str:
     return f"experience.operators={json.dumps([{'name': name, 'args': args}])}"
 
 
-def select(kind: str, **args: Any) -> list[str]:
-    selector = {"selector_type": kind, "feature_keys": ["base_pass_rate"], "args": args}
-    return [f"train_dataset={json.dumps({'path': '@kept/pass_rate/train.jsonl', 'task_selector': selector})}"]
+def select(kind: str, **changes: Any) -> str:
+    selector = {"selector_type": kind, **changes}
+    return f"train_dataset={json.dumps({'path': '@kept/pass_rate/train.jsonl', 'task_selector': selector})}"
 
 
 def change_tasks(name: str, **args: Any) -> str:
@@ -133,12 +133,25 @@ def change_tasks(name: str, **args: Any) -> str:
 
 SFT_RATE = "trainer.learning_rate=1e-5"
 AFTER_SFT = ["model.path=@arm/sft/model", "total_steps=50", "evaluation.interval_steps=50"]
+FIELD = "base_pass_rate"
 PASS_RATE = [
-    *("pass-rate", str(RECIPE / "run.yaml"), "--field", "base_pass_rate", "--out", "@arm/train.jsonl"),
-    *(part for each in TEST for part in ("--set", each)),
+    "pass-rate",
+    str(RECIPE / "run.yaml"),
+    "--field",
+    FIELD,
+    "--tool-key",
+    "called",
+    "--out",
+    "@arm/train.jsonl",
 ]
 BOTS_ARGS = {"m": 8, "target_reward": 0.5, "tau": 0, "do_sample": True}
-BOTS = select("difficulty_based", **BOTS_ARGS)
+SELECTORS = {
+    "easy2hard": select("offline_easy2hard", feature_keys=[FIELD]),
+    "bots": select("difficulty_based", feature_keys=[FIELD], args={**BOTS_ARGS, "prior_count": 8}),
+    "pareto": select("pareto", args={"tool_keys": ["called"], "correctness_key": f"{FIELD}_correctness",
+                                     "tool_calls_key": f"{FIELD}_tool_calls"}),
+}  # fmt: skip
+"""On the tasks of `short`, which shuffles them."""
 BOTH = evaluate_on("validation", "test")
 MULTI_TURN = [
     *("environment.name=bfcl:multi_turn_base", "environment.args.irrelevance=null", "environment.args.pay_turns=true"),
@@ -148,6 +161,7 @@ MULTI_TURN = [
 """Needs the package bfcl-eval and mpmath, whose services the conversations are about."""
 VARIED = [f"workflow={PLAY_VARIED}", change_tasks(VARY, num_variants=6, max_added=3)]
 CURVE = ["total_steps=50", "evaluation.interval_steps=10", "evaluation.at_start=true"]
+SHORT_TASKS = change_tasks(SHORT, model="@model", max_prompt=1024)
 LEASHED = ["algorithm.kl_coef=0.01", "experience.refill_budget=1.5"]
 NEAR_HALF = {"path": "environment", "task_selector": {"selector_type": "difficulty_based", "args": BOTS_ARGS}}
 ALL = ["environment.args.irrelevance=688", "environment.num_train=2348"]
@@ -162,27 +176,26 @@ ARMS: dict[str, Arm] = {
     "required": Arm([[*evaluate("@model", f"workflow={REQUIRED}"), "--debug"]]),
     "sft_form-42": fine_tune("form", "seed=42", "max_steps=25"),
     "sft_answers_1e-5-42": fine_tune("answers", "seed=42", SFT_RATE),
-    "pass_rate": Arm([PASS_RATE]),
-    "bots-42": tune(*BOTS, seed=42, needs="pass_rate"),
     **{f"{name}-{seed}": arm for seed in (1, 2) for name, arm in {
         "form": tune(operator(FORM), seed=seed),
         "shuffled": tune(operator(SHUFFLE, seed=seed), seed=seed),
         "sft_answers": fine_tune("answers", f"seed={seed}"),
         "sft_answers_1e-5": fine_tune("answers", f"seed={seed}", SFT_RATE),
-        "bots": tune(*BOTS, seed=seed, needs="pass_rate"),
     }.items()},
     **{f"sft_rl-{seed}": fine_tune_then_tune(seed=seed) for seed in (42, 1, 2)},
     **{f"rl_all-{seed}": tune(*ALL, seed=seed) for seed in (42, 1, 2)},
     "rl_none-42": tune("environment.args.irrelevance=0", "environment.num_train=1660", seed=42),
-    "easy2hard-42": tune(*select("offline_easy2hard"), seed=42, needs="pass_rate"),
     **{f"{name}-{seed}": tune_file(RECIPE / "run.yaml", BOTH, *changes, seed=seed) for seed in (42, 1, 2)
        for name, changes in {
         "varied": VARIED,
         "varied_steady": [*VARIED, *LEASHED],
         "steady": [f"train_dataset={json.dumps(NEAR_HALF)}", *LEASHED],
         "plain": [],
-        "short": [change_tasks(SHORT, model="@model", max_prompt=1024), *CURVE],
+        "short": [SHORT_TASKS, *CURVE],
     }.items()},
+    "pass_rate": Arm([[*PASS_RATE, "--set", SHORT_TASKS]]),
+    **{f"{name}-{seed}": tune_file(RECIPE / "run.yaml", BOTH, selected, *CURVE, seed=seed, needs="pass_rate")
+       for seed in (42, 1, 2) for name, selected in SELECTORS.items()},
     **{f"multi_turn-{seed}": tune(*MULTI_TURN, seed=seed) for seed in (42, 1, 2)},
     **{f"game-{seed}": tune_file(GAME, "evaluation.at_start=true", seed=seed) for seed in (42, 1, 2)},
     **{f"game_ways-{seed}": learn_ways_then_tune(seed=seed) for seed in (42, 1, 2)},

@@ -137,18 +137,19 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 Point = dict[str, float]
-"""Of a curve: step, seconds of the steps so far, and the accuracy of each split."""
+"""Of a curve: step, seconds (and rollouts, where known) of the steps so far, and the accuracy of each split."""
 
 
 def read_own(folder: Path) -> list[Point]:
     """The curve of an arm, from its metrics."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    points, seconds = list[Point](), 0.0
+    points, seconds, rollouts = list[Point](), 0.0, 0.0
     for row in rows:
         seconds += row.get("perf/step_s", 0.0)
+        rollouts += row.get("rollout/num_trajectories", 0.0)
         found = {split: row[f"eval/{split}/reward"] for split in SPLITS if f"eval/{split}/reward" in row}
         if found:
-            points.append({"step": row["step"], "seconds": seconds} | found)
+            points.append({"step": row["step"], "seconds": seconds, "rollouts": rollouts} | found)
     return points
 
 
@@ -166,9 +167,9 @@ def read_trl(folder: Path) -> list[Point]:
     return points
 
 
-def find_seconds(points: Sequence[Point], split: str, accuracy: float) -> float | None:
-    """The seconds at the first point that reaches the accuracy."""
-    return next((each["seconds"] for each in points if each[split] >= accuracy), None)
+def find_first(points: Sequence[Point], split: str, accuracy: float, *, what: str = "seconds") -> float | None:
+    """The seconds or rollouts at the first point that reaches the accuracy."""
+    return next((each[what] for each in points if each[split] >= accuracy), None)
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -184,7 +185,7 @@ def compare(arguments: argparse.Namespace) -> None:
             print(f"{name:14} step {each['step']:4.0f} {minutes:6.2f} GPU minutes   {accuracies}")
     reached: dict[str, dict[str, float | None]] = {}
     for goal in arguments.goals:
-        seconds = {name: find_seconds(points, SPLITS[0], goal) for name, points in curves.items()}
+        seconds = {name: find_first(points, SPLITS[0], goal) for name, points in curves.items()}
         reached[f"{goal:g}"] = minutes = {
             name: value if value is None else round(value / 60 / arguments.share, 3) for name, value in seconds.items()
         }
