@@ -178,6 +178,8 @@ def compare(arguments: argparse.Namespace) -> None:
         curves[f"tunesmith {folder.name.removeprefix('short-')}"] = read_own(folder)
     for folder in sorted(arguments.trl.iterdir()):
         curves[f"trl {folder.name}"] = read_trl(folder)
+    start = next(points[0] for points in curves.values() if not points[0]["step"])  # all begin with the same weights
+    curves = {name: points if not points[0]["step"] else [start, *points] for name, points in curves.items()}
     for name, points in curves.items():
         for each in points:
             minutes = each["seconds"] / 60 / arguments.share
