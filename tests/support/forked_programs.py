@@ -169,6 +169,7 @@ class ForkServer:
 
     def __init__(self, listener: int, pids: str) -> None:
         import torch
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         import tunesmith
         import tunesmith.cli
@@ -177,6 +178,7 @@ class ForkServer:
         import tunesmith.tasks.load_library
         from tunesmith.engine.event_loop.clock import frozen_objects
 
+        get_checkpoint_conversion_mapping("")  # compiles a thousand patterns, which loading any model would
         for name in tunesmith.__all__:
             getattr(tunesmith, name)
         torch.set_num_threads(1)
