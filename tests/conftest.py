@@ -5,6 +5,7 @@ The terminal summary lists the skipped tests, grouped by reason.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -63,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.workers > 1:
+        with contextlib.suppress(ImportError):  # an extra, which takes a second, and which runs in all workers import
+            import agentscope  # noqa: F401
     freeze_imported()
     if session.config.option.workers:
         start_forked_programs()  # the workers share it; by now all modules are compiled

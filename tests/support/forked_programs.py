@@ -181,6 +181,8 @@ class ForkServer:
         get_checkpoint_conversion_mapping("")  # compiles a thousand patterns, which loading any model would
         for name in tunesmith.__all__:
             getattr(tunesmith, name)
+        with contextlib.suppress(ImportError):  # an extra
+            import agentscope  # noqa: F401
         torch.set_num_threads(1)
         sys.path.remove(str(Path(__file__).parent))
         self._pids = Path(pids)
