@@ -21,6 +21,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
 
+gc.disable()  # until all tests are imported: little of that is garbage, and `freeze_imported` collects it
+
 import hypothesis
 import pytest
 import torch
@@ -68,6 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         with contextlib.suppress(ImportError):  # an extra, which takes a second, and which runs in all workers import
             import agentscope  # noqa: F401
     freeze_imported()
+    gc.enable()
     if session.config.option.workers:
         start_forked_programs()  # the workers share it; by now all modules are compiled
 

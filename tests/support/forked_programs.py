@@ -168,6 +168,7 @@ class ForkServer:
     """The process that has imported everything; it ends when its standard input does, or has data."""
 
     def __init__(self, listener: int, pids: str) -> None:
+        gc.disable()  # little of what is imported is garbage
         import torch
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -191,7 +192,9 @@ class ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         self._forks: dict[int, socket.socket] = {}
+        gc.collect()
         gc.freeze()  # collections of the programs skip what is imported here
+        gc.enable()
         with frozen_objects():  # counts them, so that the programs need not
             pass
 
