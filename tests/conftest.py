@@ -21,8 +21,6 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
 
-gc.disable()  # until all tests are imported: little of that is garbage, and `freeze_imported` collects it
-
 import hypothesis
 import pytest
 import torch
@@ -52,6 +50,7 @@ def pytest_configure() -> None:
     """Let Ctrl-C interrupt this process and its children also in the background of a shell, which ignores it there."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all tests are imported: little of that is garbage, and `freeze_imported` collects it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
