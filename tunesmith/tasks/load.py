@@ -19,11 +19,10 @@ from tunesmith.storage import open_atomic, storage_errors
 from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
+Row = Mapping[str, Any]
 MAX_PLAIN_BYTES = 10 << 20
 """Bytes from which `datasets` chooses the types of all rows."""
 DATE = re.compile(r"\d{4}-\d\d")
-PLAIN_FILES = {"train.jsonl", "validation.jsonl", "test.jsonl"}
-"""The files of a folder whose splits `datasets` names after them, if it has no others."""
 
 
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
@@ -113,18 +112,18 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
 
 
 def list_plain_files(source: Path, split: str | None) -> list[Path]:
-    """The JSON Lines file of a split and then those of the other splits; none where `datasets` has to find them."""
+    """The JSON Lines file of a split, then those of the other splits; none where `datasets` has to find splits."""
     if source.is_file():
         return [source] if source.suffix == ".jsonl" and split in {None, SINGLE_SPLIT, source.stem} else []
     files = sorted(source.iterdir(), key=lambda file: file.stem != split) if source.is_dir() else []
-    return files if files and files[0].stem == split and {file.name for file in files} <= PLAIN_FILES else []
+    has_others = any(file.name not in ("train.jsonl", "validation.jsonl", "test.jsonl") for file in files)
+    return [] if not files or has_others or files[0].stem != split else files
 
 
 def load_plain_rows(file: Path, *others: Path) -> list[dict[str, Any]] | None:
-    """The rows of a JSON Lines file that `datasets` would read as they are written: all, also those of the other splits
-    of the data set, with the same fields, in each of them numbers, booleans or texts of one type. None for other files,
-    whose values `datasets` converts: it fills in missing fields, and turns numbers of two types into floats and texts
-    that are dates into dates."""
+    """The rows of a JSON Lines file that `datasets` would read as they are written: all, as those of the other splits,
+    with the same fields, in each of them numbers, booleans or texts of one type. None for other files: it fills in
+    missing fields, and turns numbers of two types into floats and texts that are dates into dates."""
     parts = []
     for data in (each.read_bytes() for each in (file, *others)):
         if not data or len(data) > MAX_PLAIN_BYTES or b"\\ud" in data.lower():
@@ -157,9 +156,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, str):
         return DATE.match(value) is None
     return isinstance(value, int | float) and -(2**63) <= value < 2**63
-
-
-Row = Mapping[str, Any]
 
 
 def read_rows(path: str) -> list[Row]:
