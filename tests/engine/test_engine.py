@@ -27,9 +27,9 @@ SMOLLM2 = os.environ.get("TUNESMITH_SMOLLM2")
 @pytest.mark.parametrize("name", [*CONFIGS, *RECURRENT])
 def test_greedy_equals_generate_token_for_token(name: str) -> None:
     prompts = build_prompts(*PROMPT_LENGTHS)
-    completions = generate_all(build_engine(name), prompts, Sampling(max_tokens=12, distribution=GREEDY))
+    completions = generate_all(build_engine(name), prompts, Sampling(max_tokens=8, distribution=GREEDY))
     for prompt, completion in zip(prompts, completions, strict=True):
-        ids = build_tiny(name).generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        ids = build_tiny(name).generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert list(completion.sampled_ids) == ids[0, len(prompt) :].tolist()
         assert completion.stop_reason == "length"
 
