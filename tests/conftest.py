@@ -5,6 +5,7 @@ The terminal summary lists the skipped tests, grouped by reason.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -49,6 +50,7 @@ def pytest_configure() -> None:
     """Let Ctrl-C interrupt this process and its children also in the background of a shell, which ignores it there."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all tests are imported: little of that is garbage, and `freeze_imported` collects it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,7 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.workers > 1:
+        with contextlib.suppress(ImportError):  # an extra, which takes a second, and which runs in all workers import
+            import agentscope  # noqa: F401
     freeze_imported()
+    gc.enable()
     if session.config.option.workers:
         start_forked_programs()  # the workers share it; by now all modules are compiled
 

@@ -17,7 +17,7 @@ pytestmark = needs_bm25
 RECIPE = Path(__file__).parents[2] / "recipes" / "tool_agent" / "pocket.yaml"
 SMALL = (
     "variables.world.num_documents=80", "variables.world.num_train=96", "variables.world.num_test=2",
-    "variables.environment.max_tokens=120", "stages.sft.num_epochs=4", "stages.sft.max_tokens_per_batch=1400",
+    "variables.environment.max_tokens=120", "stages.sft.num_epochs=3", "stages.sft.max_tokens_per_batch=1400",
     "stages.rl.total_steps=2",
     "stages.rl.algorithm.batch_size=4", "stages.rl.algorithm.group_size=6", "stages.rl.trainer.warmup_steps=0",
     "stages.rl.monitor.has_progress=false", "stages.sft.monitor.has_progress=false", "stages.eval.has_progress=false",

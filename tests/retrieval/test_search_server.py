@@ -14,6 +14,7 @@ import urllib.request
 import httpx
 import pytest
 
+from forked_programs import LOG, start_forked_programs
 from search_corpora import PASSAGES, build_small_index, needs_bm25
 from tunesmith.retrieval import SearchIndex, ServerSettings
 from tunesmith.retrieval.server import build_app
@@ -270,19 +271,12 @@ def test_the_commands_build_and_serve(tmp_path, index):
     del index
     folder = build_small_index(tmp_path)
     tunesmith = [sys.executable, "-m", "tunesmith", "search"]
-    command = [
-        *tunesmith,
-        "build",
-        str(tmp_path / "corpus.jsonl"),
-        "--out",
-        str(tmp_path / "again"),
-        "--set",
-        "bm25_b=1",
-    ]
+    command = [*tunesmith, "build", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "again")]
+    command += ["--set", "bm25_b=1"]
     built = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.match(r"5 passages, bm25 index [0-9a-f]{16}: ", built.stdout)
-    failed = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert failed.returncode == 1 and "again exists; choose another folder" in failed.stderr
+    assert start_forked_programs().run(command[2:], folder=tmp_path) == 1
+    assert "again exists; choose another folder" in (tmp_path / LOG).read_text()
     server = subprocess.Popen([*tunesmith, "serve", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         line = server.stdout.readline()

@@ -168,7 +168,9 @@ class ForkServer:
     """The process that has imported everything; it ends when its standard input does, or has data."""
 
     def __init__(self, listener: int, pids: str) -> None:
+        gc.disable()  # little of what is imported is garbage
         import torch
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         import tunesmith
         import tunesmith.cli
@@ -177,8 +179,11 @@ class ForkServer:
         import tunesmith.tasks.load_library
         from tunesmith.engine.event_loop.clock import frozen_objects
 
+        get_checkpoint_conversion_mapping("")  # compiles a thousand patterns, which loading any model would
         for name in tunesmith.__all__:
             getattr(tunesmith, name)
+        with contextlib.suppress(ImportError):  # an extra
+            import agentscope  # noqa: F401
         torch.set_num_threads(1)
         sys.path.remove(str(Path(__file__).parent))
         self._pids = Path(pids)
@@ -187,7 +192,9 @@ class ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         self._forks: dict[int, socket.socket] = {}
+        gc.collect()
         gc.freeze()  # collections of the programs skip what is imported here
+        gc.enable()
         with frozen_objects():  # counts them, so that the programs need not
             pass
 

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict, Split
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
-from tunesmith.tasks.load import load_plain_rows, load_rows, load_tasks
+from tunesmith.tasks.load import list_plain_files, load_plain_rows, load_rows, load_tasks
 from tunesmith.tasks.load_library import load_library_rows
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 4 + 4?", "answer": "8"}]
@@ -184,6 +184,34 @@ def test_plain_rows_are_those_that_the_library_reads(tmp_path, lines, is_plain):
     assert [{key: type(value) for key, value in row.items()} for row in found] == [
         {key: type(value) for key, value in row.items()} for row in expected
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "file", "is_plain"),
+    [
+        ([{"q": "a", "n": 1}], "train.jsonl", True),
+        ([{"q": "a", "n": None}], "validation.jsonl", True),
+        ([{"n": 1, "q": "a"}], "test.jsonl", False),
+        ([{"q": "2024-03-01", "n": 1}], "test.jsonl", False),
+        ([{"q": "a", "n": 1}], "test-00001.jsonl", False),
+        ([{"q": "a", "n": 1}], "README.md", False),  # may name splits and files
+    ],
+)
+def test_plain_rows_of_a_folder_are_those_that_the_library_reads(tmp_path, rows, file, is_plain):
+    for name, own in (("train.jsonl", [{"q": "b", "n": 7}]), ("test.jsonl", [{"q": "c", "n": -1}] * 2), (file, rows)):
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in own), encoding="utf-8")
+    for split in ("train", "test"):
+        files = list_plain_files(tmp_path, split)
+        assert bool(files and load_plain_rows(*files)) == is_plain
+        expected = load_library_rows(str(tmp_path), name=None, split=split, num_rows=None)
+        assert load_rows(str(tmp_path), name=None, split=split) == expected
+
+
+def test_splits_whose_numbers_have_two_types_are_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"n": 7}\n')
+    (tmp_path / "test.jsonl").write_text('{"n": 2.5}\n')
+    with pytest.raises(DataError, match="Float value 2.5.* truncated"):
+        load_rows(str(tmp_path), name=None, split="train")
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}\n', '{"a": "\\ud800"}\n', '{"a": NaN}\n', "", '["x"]\n', "{\n"])

@@ -19,6 +19,7 @@ from tunesmith.storage import open_atomic, storage_errors
 from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
+Row = Mapping[str, Any]
 MAX_PLAIN_BYTES = 10 << 20
 """Bytes from which `datasets` chooses the types of all rows."""
 DATE = re.compile(r"\d{4}-\d\d")
@@ -96,8 +97,8 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     """The first `num_rows` rows of a split, or all rows if it is None."""
     check_data_path(path)
     source = Path(path).expanduser()
-    is_plain = source.suffix == ".jsonl" and source.is_file() and name is None
-    if is_plain and split in {None, SINGLE_SPLIT, source.stem} and (rows := load_plain_rows(source)) is not None:
+    files = list_plain_files(source, split) if name is None else []
+    if files and (rows := load_plain_rows(*files)) is not None:
         return rows[:num_rows]
     # `datasets` takes a second to import, and most runs read one file of plain rows
     from tunesmith.tasks.load_library import load_library_rows
@@ -105,22 +106,33 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     try:
         return load_library_rows(path, name=name, split=split, num_rows=num_rows)
     except DataError:
-        if is_plain:
+        if source.suffix == ".jsonl" and source.is_file() and name is None:
             load_jsonl(source)  # raises an error that names the line, if one is not JSON
         raise
 
 
-def load_plain_rows(file: Path) -> list[dict[str, Any]] | None:
-    """The rows of a JSON Lines file that `datasets` would read as they are written: all with the same fields, in each
-    of them numbers, booleans or texts of one type. None for other files, whose values `datasets` converts: it fills in
+def list_plain_files(source: Path, split: str | None) -> list[Path]:
+    """The JSON Lines file of a split, then those of the other splits; none where `datasets` has to find splits."""
+    if source.is_file():
+        return [source] if source.suffix == ".jsonl" and split in {None, SINGLE_SPLIT, source.stem} else []
+    files = sorted(source.iterdir(), key=lambda file: file.stem != split) if source.is_dir() else []
+    has_others = any(file.name not in ("train.jsonl", "validation.jsonl", "test.jsonl") for file in files)
+    return [] if not files or has_others or files[0].stem != split else files
+
+
+def load_plain_rows(file: Path, *others: Path) -> list[dict[str, Any]] | None:
+    """The rows of a JSON Lines file that `datasets` would read as they are written: all, as those of the other splits,
+    with the same fields, in each of them numbers, booleans or texts of one type. None for other files: it fills in
     missing fields, and turns numbers of two types into floats and texts that are dates into dates."""
-    data = file.read_bytes()
-    if not data or len(data) > MAX_PLAIN_BYTES or b"\\ud" in data.lower():
-        return None
-    try:
-        rows = [json.loads(line, object_pairs_hook=read_pairs) for line in data.decode().split("\n") if line]
-    except ValueError:
-        return None
+    parts = []
+    for data in (each.read_bytes() for each in (file, *others)):
+        if not data or len(data) > MAX_PLAIN_BYTES or b"\\ud" in data.lower():
+            return None
+        try:
+            parts.append([json.loads(line, object_pairs_hook=read_pairs) for line in data.decode().split("\n") if line])
+        except ValueError:
+            return None
+    rows = [row for part in parts for row in part]
     kinds: dict[str, type] = {}
     fields = list(rows[0]) if rows and isinstance(rows[0], dict) else None
     for row in rows:
@@ -129,7 +141,7 @@ def load_plain_rows(file: Path) -> list[dict[str, Any]] | None:
         for field, value in row.items():
             if value is not None and (kinds.setdefault(field, type(value)) is not type(value) or not is_plain(value)):
                 return None
-    return rows or None
+    return parts[0] or None
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,9 +156,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, str):
         return DATE.match(value) is None
     return isinstance(value, int | float) and -(2**63) <= value < 2**63
-
-
-Row = Mapping[str, Any]
 
 
 def read_rows(path: str) -> list[Row]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from write_failing_runs import Start
 
 import tunesmith
 from tunesmith import AlgorithmConfig, JudgeOutput, WorkflowOutput
@@ -31,10 +32,11 @@ async def ask_briefly(task, model):
     return WorkflowOutput(response=completion.choices[0].message.content)
 
 
-@pytest.fixture
-def healthy(run):
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory, pocket_folder):
     """The diagnosis of a run of 12 steps that samples, trains and is saved without trouble."""
-    return run(
+    start = Start(tmp_path_factory.mktemp("healthy"), pocket_folder, "x")
+    start(
         "model.max_tokens=60",
         "steps_per_file=5",
         "save_interval_steps=5",
@@ -43,6 +45,7 @@ def healthy(run):
         workflow_func=ask_briefly,
         algorithm=AlgorithmConfig(group_size=4, batch_size=4, learning_rate=1e-4),
     )
+    return diagnose(start.root)
 
 
 def test_a_healthy_run_has_no_finding_but_figures(healthy):

@@ -124,8 +124,10 @@ async def fail_late(record):
     raise KeyError("token")
 
 
-@pytest.mark.parametrize("function", [fail, fail_late])
-@pytest.mark.parametrize(("name", "step"), [("on_step_end", 1), ("on_evaluation", 2), ("on_checkpoint", 3)])
+@pytest.mark.parametrize(
+    ("name", "step", "function"),
+    [("on_step_end", 1, fail), ("on_evaluation", 2, fail_late), ("on_checkpoint", 3, fail)],
+)
 def test_an_error_in_a_callback_ends_the_run_after_the_step_is_saved(run, whole, tmp_path, function, name, step):
     expected = rf"callback {name} \(test_callbacks:{function.__name__}\) at step {step} raised KeyError: 'token' "
     with pytest.raises(CallbackError, match=rf"{expected}\(.*test_callbacks.py:\d+ in {function.__name__}\)"):

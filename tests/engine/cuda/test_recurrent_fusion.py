@@ -172,8 +172,11 @@ def test_a_compiled_chunk_reads_the_state_that_it_replaces() -> None:
         return table.convolve(inputs, module, has_silu=True)
 
     torch._dynamo.reset()
-    # as on a GPU, where the context is not copied before it is read by index
-    with torch._inductor.config.patch(force_pointwise_cat=True, compile_threads=1):
+    # as on a GPU, where the context is not copied before it is read by index, and without vectors, for which C++ is
+    # compiled to know what the compiler supports, and without headers that are compiled for later programs
+    options = {"force_pointwise_cat": True, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
+    options["compile_threads"] = 1
+    with torch._inductor.config.patch(options):
         output = torch.compile(convolve, fullgraph=True, dynamic=True)(inputs, found)
     torch.testing.assert_close(output, convolve(inputs, expected))
     torch.testing.assert_close(found.layer_states[CONV], expected.layer_states[CONV], atol=0, rtol=0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import textwrap
 from urllib.parse import parse_qs
@@ -17,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from web_search_recordings import BING, SERPER, ReplayServer
 
 from conditions import SkippableTime
+from forked_programs import start_forked_programs
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
@@ -238,10 +237,11 @@ def test_several_processes_share_a_cache(tmp_path):
             cache.put(f"{number}", [Passage("id", sys.argv[1])])
             assert cache.get(f"{number}") is not None
     """)
-    children = [
-        subprocess.Popen([sys.executable, "-c", program, name], cwd=tmp_path, stderr=subprocess.PIPE) for name in "abc"
-    ]
-    assert [(child.wait(60), child.stderr.read()) for child in children] == [(0, b"")] * 3
+    (tmp_path / "program.py").write_text(program)
+    forks = start_forked_programs()
+    children = [forks.fork(["python", "program.py", name], folder=tmp_path, log=f"{name}.log") for name in "abc"]
+    assert [child.wait() for child in children] == [0] * 3
+    assert [(tmp_path / f"{name}.log").read_text() for name in "abc"] == [""] * 3
     cache = ResultCache(tmp_path / "cache.sqlite")
     assert {cache.get(str(number))[0].contents for number in range(30)} <= {"a", "b", "c"}
     cache.close()

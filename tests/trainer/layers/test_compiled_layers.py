@@ -52,9 +52,8 @@ def run_layers(model, num_tokens: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "num_graphs"),
     [
-        ("qwen3", 2),  # one for the layers, one for the last norm
         ("qwen3_5", 3),  # recurrent layers, layers with attention, the last norm
-        ("lfm2", 2),
+        ("lfm2", 2),  # one for the layers, one for the last norm
     ],
 )
 def test_one_graph_serves_all_layers_of_a_kind_and_all_lengths(compile_function, monkeypatch, name, num_graphs):

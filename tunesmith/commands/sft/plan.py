@@ -22,7 +22,7 @@ from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.policy import check_trained_model
 from tunesmith.runs.workspace import digest_rows
 from tunesmith.tasks.data_path import SINGLE_SPLIT
-from tunesmith.tasks.load import load_jsonl, load_rows
+from tunesmith.tasks.load import Row, load_jsonl, load_rows
 from tunesmith.types import Sample
 
 
@@ -188,26 +188,17 @@ def build_batches(samples: Sequence[Sample], config: OfflineConfig, *, epoch: in
     return batches
 
 
-Row = Mapping[str, Any]
-
-
 def load_conversation_rows(section: ConversationDataSection) -> list[Row]:
     """All rows of a section's paths, in order."""
     rows: list[Row] = []
     for path in section.paths:
         root = Path(path).expanduser()  # a JSON Lines file, or a folder that may have one of the split
         file = root if root.suffix == ".jsonl" else root / f"{section.split}.jsonl"
-        if not file.is_file():
-            loaded = load_rows(path, name=section.name, split=section.split)
-            rows += [drop_empty_fields(row) for row in loaded]
-            continue
-        if section.name is not None:
-            raise DataError(f"name {section.name!r} has no effect: {path!r} has no configurations; remove name")
-        if file == root and section.split not in {None, SINGLE_SPLIT, file.stem}:
-            raise DataError(
-                f"split {section.split!r}: the file {path!r} is one split; leave split out, or give its folder"
-            )
-        rows += load_jsonl(file)
+        is_split = file != root or section.split in {None, SINGLE_SPLIT, file.stem}
+        if file.is_file() and is_split and section.name is None:
+            rows += load_jsonl(file)
+        else:  # which refuses a name or split that the file does not have
+            rows += map(drop_empty_fields, load_rows(path, name=section.name, split=section.split))
     if not rows:
         raise DataError(f"there are no rows to train on in {', '.join(section.paths)}")
     return rows
