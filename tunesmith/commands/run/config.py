@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from tunesmith.commands.references import StageReference, list_strings, map_strings, read_reference
+from tunesmith.commands.references import StageReference, list_strings, read_reference
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.config import Section
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import build_section, describe_validation_error, load_values
+from tunesmith.runs.load_config import build_section, describe_validation_error, load_values, map_strings
 from tunesmith.runs.workspace import compute_digest
 
 ROUNDS, STAGE, ROUND, PREVIOUS, NUMBER = "rounds", "stage:", "round:", "previous", "number"
