@@ -15,7 +15,6 @@ from typing import Any
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.errors import StorageError
-from tunesmith.experience.batch import Batch
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
@@ -32,7 +31,7 @@ from tunesmith.runs.run_folder import RunFolder, describe_recovery
 from tunesmith.storage import RunPaths, remove_tree, renamed_folder, save_json
 from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state, load_state
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Group, RunAdvantage, Trajectory
+from tunesmith.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -145,29 +144,16 @@ def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) ->
             logger.warning("files of steps were not merged: %s", error)
 
 
-class StepRollouts:
-    """The file of a step's rollouts, written once."""
+def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
+    """Save the trajectories that a failed step had finished, unless its groups are saved.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_saved = False
-
-    def save(self, batch: Batch, advantages: Sequence[Sequence[RunAdvantage]]) -> None:
-        """Save all groups of the step, with the advantages of those that train."""
-        save_rollouts(self._path, batch.recorded, batch.spread(advantages))
-        self._is_saved = True
-
-    def save_unfinished(self, finished: Sequence[Trajectory]) -> None:
-        """Save the trajectories that a failed step had finished, unless its groups are saved.
-
-        A step may repeat a task: the second rollout of an index is that of another group.
-        """
-        found: dict[tuple[str, int], list[Trajectory]] = {}
-        counts: Counter[tuple[str, int]] = Counter()
-        for trajectory in finished:
-            task_id = trajectory.task.task_id
-            found.setdefault((task_id, counts[task_id, trajectory.run_index]), []).append(trajectory)
-            counts[task_id, trajectory.run_index] += 1
-        if found and not self._is_saved:
-            groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in found.values()]
-            save_rollouts(self._path, groups)
+    A step may repeat a task: the second rollout of an index is that of another group.
+    """
+    found: dict[tuple[str, int], list[Trajectory]] = {}
+    counts: Counter[tuple[str, int]] = Counter()
+    for trajectory in finished:
+        task_id = trajectory.task.task_id
+        found.setdefault((task_id, counts[task_id, trajectory.run_index]), []).append(trajectory)
+        counts[task_id, trajectory.run_index] += 1
+    if found and not path.exists():
+        save_rollouts(path, [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in found.values()])

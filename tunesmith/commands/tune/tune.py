@@ -23,13 +23,13 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
 from tunesmith.commands.stage import ChooseModel, StageResult, check_run, describe_device, describe_run
 from tunesmith.commands.tune.checkpoints import (
-    StepRollouts,
     commit,
     count_checkpoint_bytes,
     remove_replaced,
     restore,
     restore_models,
     save_tokenizer,
+    save_unfinished,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition
@@ -48,6 +48,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
+from tunesmith.experience.store import save_rollouts
 from tunesmith.http_server import check_port
 from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.load import resolve_device
@@ -373,11 +374,11 @@ class Training:
     async def run_saved_step(self, step: int) -> StepResult:
         """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
         paths, progress = self.folder.paths, RolloutProgress(status=self.monitor)
-        rollouts = StepRollouts(paths.rollouts(step))
+        path = paths.rollouts(step)
         try:
-            result = await run_step(self.parts, step=step, progress=progress, record=rollouts)
+            result = await run_step(self.parts, step=step, progress=progress, record=partial(save_rollouts, path))
         except TunesmithError as error:
-            rollouts.save_unfinished(progress.finished)
+            save_unfinished(path, progress.finished)
             save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
             raise
         self.parts.tasks.save_selection(paths.selection(step))
