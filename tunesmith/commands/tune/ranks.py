@@ -203,40 +203,25 @@ class Rank:
         )
 
 
-def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
-    """This rank of a run whose models are loaded."""
-    section = config.rollout.branching
-    if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
-        policy.engine.record_routes()
-    if section is not None:
-        vocab_size = policy.model.get_input_embeddings().num_embeddings
-        actors = replace(actors, branching=Branching(section=section, vocab_size=vocab_size))
-    return Rank(
-        config=config,
-        roles=roles,
-        policy=policy,
-        actors=actors,
-        thread=build_thread(policy.model.device, is_needed=config.rollout.max_staleness > 0),
-        links=links,
-    )
-
-
 def join_ranks(
     config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, server: Server | None
 ) -> tuple[Rank, Links]:
-    """This rank, connected to the others, and the links of its server; all ranks call this."""
+    """This rank, connected to the others, and the links of its server; all ranks call this once models are loaded."""
     links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
     server_links = NO_LINKS if server is None else connect_links(roles.world, timeout_s=config.cluster.timeout_s)
     if server is not None and server.model is not None:
         actors = replace(actors, model=server.model)
-    return build_rank(config, roles, policy, actors, links), server_links
-
-
-def build_thread(device: torch.device, *, is_needed: bool) -> WorkThread | NoThread:
-    """The thread of updates and saves, if it is needed."""
-    if not is_needed:
-        return NoThread()
-    return WorkThread(partial(torch.cuda.set_device, device)) if device.type == "cuda" else WorkThread()
+    if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
+        policy.engine.record_routes()
+    if (section := config.rollout.branching) is not None:
+        vocab_size = policy.model.get_input_embeddings().num_embeddings
+        actors = replace(actors, branching=Branching(section=section, vocab_size=vocab_size))
+    thread: WorkThread | NoThread = NoThread()
+    if config.rollout.max_staleness > 0:
+        device = policy.model.device
+        thread = WorkThread(partial(torch.cuda.set_device, device)) if device.type == "cuda" else WorkThread()
+    rank = Rank(config=config, roles=roles, policy=policy, actors=actors, thread=thread, links=links)
+    return rank, server_links
 
 
 async def lead(
