@@ -1,4 +1,4 @@
-"""Save and restore checkpoints of a training run.
+"""Restore the checkpoints of a training run, and save what stands beside them.
 
 A step's files are written before the checkpoint that commits it, so an interrupted run resumes from its last commit and
 reproduces the same metrics.
@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
-from tunesmith.model.checkpoint import (
-    estimate_checkpoint_bytes,
-    load_checkpoint,
-    load_model_state,
-    load_states,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, load_model_state, load_states
 from tunesmith.runs.policy import Policy
 from tunesmith.runs.run_folder import RunFolder, describe_recovery
-from tunesmith.storage import RunPaths, remove_tree, renamed_folder, save_json
-from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state, load_state
+from tunesmith.storage import RunPaths, remove_tree, renamed_folder
+from tunesmith.trainer.sharding.sharded_model import find_sharding, load_state
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, Trajectory
 
@@ -81,58 +73,6 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
     if find_sharding(policy.model) is not None:
         return int(policy.model.num_parameters() * policy.model.dtype.itemsize) + trainer.count_state_bytes()
     return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
-
-
-def commit(
-    policy: Policy,
-    parts: StepParts,
-    paths: RunPaths,
-    control: RunControl,
-    *,
-    step: int,
-    in_flight: Mapping[str, Any],
-    steps_per_file: int,
-    num_kept: int | None,
-    replaced_steps: Sequence[int],
-    is_timed: bool,
-) -> None:
-    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
-    take part (`RankTrainer.save`).
-
-    `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None. The
-    checkpoints of `replaced_steps` are removed; that of a step which `is_timed` is removed by the next commit, also if
-    the run is killed before it.
-    """
-    save_checkpoint(
-        paths.checkpoint(step),
-        policy.model,
-        policy.tokenizer,
-        weights=None if find_sharding(policy.model) is None else gather_state(policy.model),
-        trainer_state=parts.trainer.trainer.state_dict(),
-        run_state={
-            "step": step,
-            "selector": parts.tasks.selector.state_dict(),
-            "replay": parts.replay.state_dict(),
-            "timed_steps": [*replaced_steps, step] if is_timed else [*replaced_steps],
-            **in_flight,
-        },
-    )
-    save_json(paths.last_commit, {"step": step})
-    merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
-    control.save_best()
-    remove_replaced(paths, control, num_kept=num_kept, replaced_steps=replaced_steps)
-
-
-def remove_replaced(
-    paths: RunPaths, control: RunControl, *, num_kept: int | None, replaced_steps: Sequence[int]
-) -> None:
-    """Remove the checkpoints of `replaced_steps` and all but `num_kept`; the best one stays."""
-    best_step = None if control.best is None else control.best.step
-    for each in replaced_steps:
-        if each != best_step and paths.checkpoint(each).is_dir():
-            remove_tree(paths.checkpoint(each))
-    if num_kept is not None:
-        remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
 
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:

@@ -7,7 +7,7 @@ committed. A stage of a pipeline is such a run in the folder of the stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,8 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
 from tunesmith.commands.stage import ChooseModel, StageResult, check_run, describe_device, describe_run
 from tunesmith.commands.tune.checkpoints import (
-    commit,
     count_checkpoint_bytes,
-    remove_replaced,
+    merge_steps,
     restore,
     restore_models,
     save_tokenizer,
@@ -51,6 +50,7 @@ from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.http_server import check_port
 from tunesmith.loop import StepParts, StepResult, run_step
+from tunesmith.model.checkpoint import remove_old_checkpoints, save_checkpoint
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
@@ -67,7 +67,8 @@ from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import TrainingResult, require_path
 from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
-from tunesmith.storage import check_free_space, save_json
+from tunesmith.storage import check_free_space, remove_tree, save_json
+from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state
 from tunesmith.types import Group, JudgeType, WorkflowType
 
 
@@ -297,12 +298,12 @@ class Training:
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
         # first what a killed run has replaced and not removed, as the next checkpoint may need the space
-        paths, rank, replaced_steps = self.folder.paths, self.rank, [step for step in timed_steps if step != first_step]
-        remove_replaced(paths, control, num_kept=rank.config.keep_checkpoints, replaced_steps=replaced_steps)
+        self.remove_replaced([step for step in timed_steps if step != first_step])
+        rank = self.rank
         num_bytes = count_checkpoint_bytes(rank.policy, self.parts.trainer.trainer, rank.roles.trainers)
-        check_free_space(paths.root, num_bytes)
+        check_free_space(self.folder.paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
-        if first_step == 0 and self.rank.config.evaluation.at_start:
+        if first_step == 0 and rank.config.evaluation.at_start:
             evaluations = await self.evaluate(0)
             control.raise_error()
         with StopAfterStep() as stop:
@@ -404,24 +405,43 @@ class Training:
     async def save(self, step: int, *, replaced_steps: Sequence[int], is_timed: bool) -> None:
         """Commit the step with a checkpoint, for which all ranks that train gather their parts; it replaces those of
         `replaced_steps`, which were saved for their time alone, as this one is if it `is_timed`."""
-        config = self.rank.config
-        saving = partial(
-            commit,
-            self.rank.policy,
-            self.parts,
-            self.folder.paths,
-            self.control,
-            step=step,
-            in_flight=self.parts.dispatcher.state_dict(),
-            steps_per_file=config.steps_per_file,
-            num_kept=config.keep_checkpoints,
-            replaced_steps=replaced_steps,
-            is_timed=is_timed,
-        )
+        run_state = {
+            "step": step,
+            "selector": self.parts.tasks.selector.state_dict(),
+            "replay": self.parts.replay.state_dict(),
+            "timed_steps": [*replaced_steps, step] if is_timed else [*replaced_steps],
+            **self.parts.dispatcher.state_dict(),
+        }
         self.monitor.show_status("saving")
-        await self.parts.trainer.save(saving)
+        await self.parts.trainer.save(partial(self.commit, run_state, replaced_steps))
         self.monitor.show_status("")
         await self.control.end_checkpoint(step)
+
+    def commit(self, run_state: Mapping[str, Any], replaced_steps: Sequence[int]) -> None:
+        """Save a checkpoint, then merge files of committed steps and remove old checkpoints."""
+        paths, model, step = self.folder.paths, self.rank.policy.model, run_state["step"]
+        save_checkpoint(
+            paths.checkpoint(step),
+            model,
+            self.rank.policy.tokenizer,
+            weights=None if find_sharding(model) is None else gather_state(model),
+            trainer_state=self.parts.trainer.trainer.state_dict(),
+            run_state=run_state,
+        )
+        save_json(paths.last_commit, {"step": step})
+        merge_steps(paths, committed_step=step, steps_per_file=self.rank.config.steps_per_file)
+        self.control.save_best()
+        self.remove_replaced(replaced_steps)
+
+    def remove_replaced(self, replaced_steps: Sequence[int]) -> None:
+        """Remove the checkpoints of `replaced_steps` and all but `keep_checkpoints`; the best one stays."""
+        paths, num_kept = self.folder.paths, self.rank.config.keep_checkpoints
+        best_step = None if self.control.best is None else self.control.best.step
+        for each in replaced_steps:
+            if each != best_step and paths.checkpoint(each).is_dir():
+                remove_tree(paths.checkpoint(each))
+        if num_kept is not None:
+            remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
     def show_failures(self, groups: Sequence[Group]) -> None:
         """Print the first failure of each kind."""
