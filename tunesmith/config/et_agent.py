@@ -98,15 +98,11 @@ class FlywheelConfig(Section):
     """Print a line for every batch."""
 
     @model_validator(mode="after")
-    def _check_roles(self) -> Self:
+    def _check_knobs(self) -> Self:
         for name, value in self.roles.model_dump().items():
             if value not in (None, OWN_MODEL, *self.auxiliary_models) and ":" not in value:
                 known = ", ".join((OWN_MODEL, *self.auxiliary_models))
                 raise ValueError(f"roles.{name}={value!r} is neither a model ({known}) nor module:function")
-        return self
-
-    @model_validator(mode="after")
-    def _check_hints(self) -> Self:
         for hint in self.hints:
             if len(hint.split()) < 2:
                 raise ValueError(f"hints contains {hint!r}: each hint must be a sentence of two words or more")

@@ -129,15 +129,11 @@ class TrainerSection(Section):
         return 1e-6 if self.learning_rate is None else self.learning_rate
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
+    def _check_knobs(self) -> Self:
         if self.warmup_steps > 0 and self.warmup_ratio not in (0, type(self).model_fields["warmup_ratio"].default):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: set only one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_row_graphs(self) -> Self:
         if self.has_row_graphs and (self.has_gradient_checkpointing or not self.has_compiled_layers):
             raise ValueError("has_row_graphs needs has_compiled_layers=true and has_gradient_checkpointing=false")
         return self
