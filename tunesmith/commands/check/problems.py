@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.messages import MatchKey
-from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.doctor.record import CheckFinding, Evidence, name_findings
 from tunesmith.config import RolloutSection
 from tunesmith.rollout.openai_server.completion import PendingChatCompletion, PendingTextCompletion
@@ -86,7 +85,14 @@ async def observe_rollout(
     Without a dispatcher: the rollout has an endpoint and a watchdog of its own, which keep what a run does not.
     """
     policy.engine.resume(0)
-    service = build_service(policy, build_model, model_name=model_name)
+    service = ModelService(
+        policy.engine,
+        policy.service.recorder.renderer,
+        model_name=model_name,
+        sampling=policy.sampling,
+        build_model=lambda endpoint: build_model(endpoint, {}),
+        build_endpoint=LoggedEndpoint,
+    )
     endpoint, sessions = service.endpoint, list[RecordedCalls]()
     assert isinstance(endpoint, LoggedEndpoint)
     port, max_body_bytes = rollout.http_port, int(rollout.max_body_mib * 2**20)
@@ -108,19 +114,6 @@ async def observe_rollout(
         refused=tuple(error for error in endpoint.refused if error.status != 401),
         late=tuple(error for error in endpoint.refused if error.status == 401),
         blocked=tuple(watchdog.steps),
-    )
-
-
-def build_service(policy: Policy, build_model: BuildModel, *, model_name: str) -> ModelService:
-    """The policy's endpoint with a log of its own."""
-    renderer: Renderer = policy.service.recorder.renderer
-    return ModelService(
-        policy.engine,
-        renderer,
-        model_name=model_name,
-        sampling=policy.sampling,
-        build_model=lambda endpoint: build_model(endpoint, {}),
-        build_endpoint=LoggedEndpoint,
     )
 
 

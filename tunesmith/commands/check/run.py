@@ -24,7 +24,7 @@ from tunesmith.runs.load_config import change_section
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.tasks import load_run_tasks
-from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
+from tunesmith.types import Group, JudgeType, Sample, Task, WorkflowType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,22 +179,19 @@ def run_check(
 
     first, second = run_lockstep(observe_twice(), config.rollout)
     trajectory, renderer = first.trajectory, policy.service.recorder.renderer
+    # as training merges turns, also of a rollout that failed
+    samples, _ = build_samples([Group(task=task, trajectories=(trajectory,))], [[1.0]])
     return WorkflowCheck(
         task_id=task.task_id,
         model=config.model.path,
         num_turns=len(trajectory.turns),
-        samples=tuple(describe_sample(sample, renderer) for sample in merge_turns(trajectory)),
+        samples=tuple(describe_sample(sample, renderer) for sample in samples),
         reward=trajectory.reward,
         metrics=trajectory.metrics,
         response_text=trajectory.response_text,
         seconds=trajectory.duration_s,
         findings=find_problems(first, second, timeout_s=config.rollout.timeout_s),
     )
-
-
-def merge_turns(trajectory: Trajectory) -> list[Sample]:
-    """The samples of the trajectory, as training builds them; also of one that failed."""
-    return build_samples([Group(task=trajectory.task, trajectories=(trajectory,))], [[1.0]])[0]
 
 
 def describe_sample(sample: Sample, renderer: Renderer) -> CheckedSample:
