@@ -93,9 +93,10 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
     from tunesmith.commands import settings as files
 
     path = arguments.pop("config", None)
-    gpus, ranks = arguments.pop("gpus", None), arguments.pop("ranks", None)
+    gpus, ranks = arguments.get("gpus"), arguments.get("ranks")
+    if gpus is not None and ranks is not None:
+        raise ValueError(f"--gpus {gpus} and --ranks {ranks}: give only one of them; --gpus starts a rank on each GPU")
     changes = [*arguments.pop("overrides", []), *collect_changes(options, arguments)]
-    changes += files.collect_ranks(gpus=gpus, ranks=ranks)
     arguments = {name: each for name, each in arguments.items() if options[name].key is None}
     settings = files.load_settings(command, path, changes)
     if gpus is not None and settings.cluster.launcher == "ray":

@@ -160,14 +160,6 @@ def is_launcher(cluster: ClusterSection) -> bool:
     return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
 
 
-def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:
-    """The override of the command's options `--gpus` and `--ranks`."""
-    if gpus is not None and ranks is not None:
-        raise ValueError(f"--gpus {gpus} and --ranks {ranks}: give only one of them; --gpus starts a rank on each GPU")
-    number = ranks if gpus is None else gpus
-    return [] if number is None else [f"cluster.num_workers={number}"]
-
-
 def collect_models(given: list[str]) -> dict[str, str]:
     """Label -> path; a path without a label, or an existing path that contains '=', is its own label."""
     models: dict[str, str] = {}
