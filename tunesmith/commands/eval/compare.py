@@ -171,7 +171,9 @@ def evaluate_model(
                 loaded = load(config)
                 stack.enter_context(closing(loaded[0]))
             policy, actors = loaded
-            groups, seconds = evaluate_set(config, actors, name, tasks, progress)
+            started = time.perf_counter()
+            groups = run_lockstep(evaluate_set(config, actors, name, tasks, progress), config.rollout)
+            seconds = time.perf_counter() - started
             found = score_groups(groups, policy.service.recorder.renderer)
             scores[name] = found, seconds
             if partial_file is not None:
@@ -180,21 +182,15 @@ def evaluate_model(
     return scores
 
 
-def evaluate_set(
+async def evaluate_set(
     config: RunConfig, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
-) -> tuple[list[Group], float]:
-    """Run the agent on one task set; also the seconds of the rollouts."""
-    started = time.perf_counter()
-
-    async def run() -> list[Group]:
-        limit = config.rollout.max_failure_rate
-        async with build_evaluator(actors) as dispatcher:
-            return await run_held_out(
-                config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, status=progress
-            )
-
-    groups = run_lockstep(run(), config.rollout)
-    return groups, time.perf_counter() - started
+) -> list[Group]:
+    """Run the agent on one task set."""
+    limit = config.rollout.max_failure_rate
+    async with build_evaluator(actors) as dispatcher:
+        return await run_held_out(
+            config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, status=progress
+        )
 
 
 def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
