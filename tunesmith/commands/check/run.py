@@ -169,10 +169,7 @@ def run_check(
     """Run the workflow twice on the task; the first run's samples and the problems of both."""
     check_section(config.model)
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
-    observe = partial(
-        observe_rollout, task, rollout=config.rollout, seed=config.seed, model_name=config.model.path, policy=policy,
-        agent=actors.agent, auxiliary_models=actors.auxiliary_models, build_model=build_model,
-    )  # fmt: skip
+    observe = partial(observe_rollout, config, task, policy=policy, actors=actors, build_model=build_model)
 
     async def observe_twice() -> tuple[Observation, Observation]:
         return await observe(), await observe()
