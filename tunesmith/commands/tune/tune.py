@@ -94,10 +94,6 @@ class TuneResult(TrainingResult):
     """Why the run ended before its last step; None if it did not."""
 
     @property
-    def run_folder(self) -> Path:
-        return self.folder
-
-    @property
     def model_path(self) -> str:
         return require_path(self.checkpoint)
 
