@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -174,7 +175,8 @@ def run_check(
     async def observe_twice() -> tuple[Observation, Observation]:
         return await observe(), await observe()
 
-    first, second = run_lockstep(observe_twice(), config.rollout)
+    with closing(policy):
+        first, second = run_lockstep(observe_twice(), config.rollout)
     trajectory, renderer = first.trajectory, policy.service.recorder.renderer
     # as training merges turns, also of a rollout that failed
     samples, _ = build_samples([Group(task=task, trajectories=(trajectory,))], [[1.0]])
