@@ -15,8 +15,9 @@ from tunesmith.commands.check.run import check
 from tunesmith.commands.collect.run import collect
 from tunesmith.commands.eval.compare import run_eval
 from tunesmith.commands.pass_rate import measure_pass_rates
+from tunesmith.commands.tune.tune import run_tuning
 from tunesmith.config import CollectConfig, FlywheelConfig, RunConfig
-from tunesmith.errors import RolloutError
+from tunesmith.errors import ConfigError, RolloutError
 from tunesmith.et_agent.flywheel.run import run_stage
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.load_config import build_section
@@ -96,6 +97,20 @@ def test_vllm_ends_with_a_command_that_fails(command, values, engines, tmp_path)
         command(values, {"path": "rows.jsonl"})
     assert not list(engines.iterdir()), "the process removes its folder"
     assert failed.tb is not None, "the traceback, which refers to the engine, is still there"
+
+
+def test_vllm_ends_with_a_training_that_cannot_begin(values, engines, tmp_path, monkeypatch):
+    installed = tmp_path / "site" / "vllm-0.26.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "Who?"}) + "\n")
+    model = values["model"] | {"max_model_len": 4}
+    config = build_section(RunConfig, values | {"model": model, "train_dataset": {"path": "rows.jsonl"}})
+    with pytest.raises(ConfigError, match="too small for a reply") as failed:
+        run_tuning(config, workflow=ask, judge=judge, build_model=ChatModel)
+    assert not list(engines.iterdir())
+    assert failed.tb is not None
 
 
 def test_vllm_ends_with_a_check(values, engines, tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,18 +149,23 @@ def run_tuning(
     check_port(own_config.rollout.http_port, knob="rollout.http_port")
     device = resolve_device(own_config.model.device)
     plan = build_plan(own_config, custom) if place.is_first else None
-    with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
+    opened = open_ranks(place, device=device, timeout_s=config.cluster.timeout_s)
+    with default_modes(), opened as ranks, ExitStack() as stack:
         roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
-        load = partial(
-            load_actors,
-            own_config,
-            workflow=workflow,
-            judge=judge,
-            build_model=build_model,
-            ranks=Ranks() if roles.is_sampler else roles.trainers,
-            has_rollouts=roles.is_sampler or not roles.samplers,
-            has_trainer=not roles.is_sampler,
-        )
+
+        def load() -> tuple[Policy, Actors]:
+            policy, actors = load_actors(
+                own_config,
+                workflow=workflow,
+                judge=judge,
+                build_model=build_model,
+                ranks=Ranks() if roles.is_sampler else roles.trainers,
+                has_rollouts=roles.is_sampler or not roles.samplers,
+                has_trainer=not roles.is_sampler,
+            )
+            stack.callback(policy.close)
+            return policy, actors
+
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
         with (
@@ -217,7 +222,6 @@ def run_leader(
         monitor.show_line(describe_interruption(config, folder.paths.root, total_steps=plan.total_steps))
         raise
     finally:
-        policy.close()
         rank.thread.close()
 
 
@@ -247,12 +251,9 @@ def run_follower(
         with StopAfterStep() if place.rank == place.local_rank else nullcontext():
             return await follow(rank, worker, rank_trainer)
 
-    try:
-        serving = work_while_serving(do_parts, server, policy.service, server_links, rank=roles.world.rank)
-        result: TuneResult = run_lockstep(serving, config.rollout).take_result()
-        return result
-    finally:
-        policy.close()
+    serving = work_while_serving(do_parts, server, policy.service, server_links, rank=roles.world.rank)
+    result: TuneResult = run_lockstep(serving, config.rollout).take_result()
+    return result
 
 
 def build_parts(rank: Rank, plan: RunPlan) -> StepParts:
