@@ -81,9 +81,6 @@ def load_candidate(candidate: Candidate, *, build_model: BuildModel) -> LoadedMo
     return LoadedModel(provider=ExternalModel(source))
 
 
-ONE_ENGINE = "a model in this process has one engine"
-
-
 def build_candidate(given: Any, *, label: str) -> Candidate:
     """A model from a chat model, a TunerModelConfig or a path."""
     source = given
@@ -100,7 +97,8 @@ def build_section(model: TunerModelConfig, *, label: str) -> ModelSection | Auxi
         raise ConfigError(f"{label}: tinker_config has no effect, because the model is not trained; remove it")
     if model.inference_engine_num != 1:
         raise ConfigError(
-            f"{label}: inference_engine_num={model.inference_engine_num} is not supported: {ONE_ENGINE}; set 1"
+            f"{label}: inference_engine_num={model.inference_engine_num} is not supported: a model in this process has "
+            "one engine; set 1"
         )
     fields = translate_model_fields(model)
     if model.base_url is not None:
