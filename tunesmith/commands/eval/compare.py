@@ -103,8 +103,7 @@ def run_eval(
     check_output_folder(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
-    has_progress, total_steps = run.monitor.has_progress, len(models) * len(sets)
-    progress = ConsoleProgress(first_step=0, total_steps=total_steps, has_progress=has_progress, log_interval_steps=1)
+    progress = ConsoleProgress(total_steps=len(models) * len(sets), has_progress=run.monitor.has_progress)
     with nullcontext() if out is None else Workspace(out), closing(progress):
         for number, (label, path) in enumerate(models.items()):
             evaluated = evaluate_model(

@@ -136,7 +136,7 @@ async def run_prompt_tuning(
         max_failure_rate=config.max_failure_rate,
         seed=config.seed,
     )
-    progress = ConsoleProgress(first_step=0, total_steps=0, has_progress=False, log_interval_steps=1)
+    progress = ConsoleProgress()
     show: Callable[[str], None] = progress.show_line if config.eval_display_progress else lambda line: None
     try:
         for each in (model, proposer):
