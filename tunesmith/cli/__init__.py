@@ -112,7 +112,8 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
         files.announce(
             command.name, settings, command.first_line.format(config=path, settings=settings, plan=plan, **arguments)
         )
-    if command.has_ranks and files.is_launcher(settings.cluster):
+    is_single = command.has_ranks and find_rank_info().world_size == 1
+    if is_single and settings.cluster.launcher == "torchrun" and (settings.cluster.num_workers or 1) > 1:
         import_named("tunesmith.runs.launch:launch_tuning")(
             settings, path, changes, has_gpus=gpus is not None, is_debug=is_debug, command=command.name
         )

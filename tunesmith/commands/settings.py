@@ -22,7 +22,6 @@ from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
-    ClusterSection,
     ConversationDataSection,
     EvalConfig,
     ModelSection,
@@ -151,13 +150,6 @@ def find_config_class(stage: str) -> type[Section]:
         raise ConfigError(f"stage {stage!r}: allowed are {', '.join(classes)}")
     found: type[Section] = classes[stage]
     return found
-
-
-def is_launcher(cluster: ClusterSection) -> bool:
-    """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
-    if cluster.launcher != "torchrun":
-        return False
-    return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
 
 
 def collect_models(given: list[str]) -> dict[str, str]:

@@ -116,7 +116,6 @@ def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
 
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-RESERVED_NAMES = ("stages",)
 if TYPE_CHECKING:
     Stage = Section
 else:
@@ -158,7 +157,7 @@ class PipelineConfig(Section):
     @classmethod
     def _check_names(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
         for name in stages:
-            if not STAGE_NAME.fullmatch(name) or name in RESERVED_NAMES:
+            if not STAGE_NAME.fullmatch(name) or name == "stages":
                 raise ValueError(
                     f"{name!r} is not a valid stage name: use letters, digits, '_' and '-', and not 'stages'"
                 )
