@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,17 +43,12 @@ from tunesmith.trainer.trainer import Trainer
 T = TypeVar("T")
 
 
-class StartServer(Protocol):
-    """Serves the policy of a rank and yields the URL."""
-
-    def __call__(self, service: ModelService, *, rank: int, links: Links) -> AbstractAsyncContextManager[str]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """Lets programs outside of this process take the place of the workflow."""
 
-    start: StartServer
+    start: Callable[..., AbstractAsyncContextManager[str]]
+    """`start(service, rank=..., links=...)` serves the policy of a rank and yields the URL."""
     model: ModelProvider | None = None
     """What binds models to rollouts, if it is not the service."""
     notice: str

@@ -128,8 +128,6 @@ async def run_prompt_tuning(
 ) -> PromptTuneResult:
     """`model` is what the workflow receives; None if it has a model of its own. A proposer that is the same object
     shares its weights; without one the model of the config proposes."""
-    from tunesmith.commands.tune_prompt.mipro import LoopSearch  # DSPy is optional and takes seconds
-
     limits = RunLimits(
         max_threads=config.eval_num_threads,
         timeout_s=config.timeout_s,
@@ -151,6 +149,8 @@ async def run_prompt_tuning(
             teacher = Teacher(loaded, seed=config.seed)
         build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=limits, show=show)
         runs = build(tasks=tasks)
+        from tunesmith.commands.tune_prompt.mipro import LoopSearch  # DSPy is optional and takes seconds
+
         search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
         prompt = await search.optimize(config, initial_prompt)
         scores = None
