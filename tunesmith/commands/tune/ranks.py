@@ -198,14 +198,8 @@ class Rank:
         )
 
 
-def join_ranks(
-    config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, server: Server | None
-) -> tuple[Rank, Links]:
-    """This rank, connected to the others, and the links of its server; all ranks call this once models are loaded."""
-    links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
-    server_links = NO_LINKS if server is None else connect_links(roles.world, timeout_s=config.cluster.timeout_s)
-    if server is not None and server.model is not None:
-        actors = replace(actors, model=server.model)
+def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
+    """This rank of a run whose models are loaded."""
     if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
         policy.engine.record_routes()
     if (section := config.rollout.branching) is not None:
@@ -215,8 +209,18 @@ def join_ranks(
     if config.rollout.max_staleness > 0:
         device = policy.model.device
         thread = WorkThread(partial(torch.cuda.set_device, device)) if device.type == "cuda" else WorkThread()
-    rank = Rank(config=config, roles=roles, policy=policy, actors=actors, thread=thread, links=links)
-    return rank, server_links
+    return Rank(config=config, roles=roles, policy=policy, actors=actors, thread=thread, links=links)
+
+
+def join_ranks(
+    config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, server: Server | None
+) -> tuple[Rank, Links]:
+    """This rank, connected to the others, and the links of its server; all ranks call this."""
+    links = connect_links(roles.world, timeout_s=config.cluster.timeout_s)
+    server_links = NO_LINKS if server is None else connect_links(roles.world, timeout_s=config.cluster.timeout_s)
+    if server is not None and server.model is not None:
+        actors = replace(actors, model=server.model)
+    return build_rank(config, roles, policy, actors, links), server_links
 
 
 async def lead(
