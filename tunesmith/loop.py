@@ -21,7 +21,7 @@ from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.tasks.selector import TaskFeed
-from tunesmith.trainer.rank_trainer import RankTrainer, StepGroups, StepRecord
+from tunesmith.trainer.rank_trainer import RankTrainer, SaveRollouts, StepGroups
 from tunesmith.types import RunAdvantage
 
 
@@ -56,7 +56,7 @@ class StepResult:
 
 
 async def run_step(
-    parts: StepParts, *, step: int, progress: RolloutProgress | None = None, record: StepRecord | None = None
+    parts: StepParts, *, step: int, progress: RolloutProgress | None = None, record: SaveRollouts | None = None
 ) -> StepResult:
     """Make step 1, 2, ...: sample with policy version `step - 1`, make one update, report pass rates.
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from tunesmith.commands.references import map_strings
 from tunesmith.commands.run.config import STAGE
+from tunesmith.runs.load_config import map_strings
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "et_agent" / "pocket.yaml"

@@ -47,7 +47,6 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.loop import StepParts
 from tunesmith.rollout.actors import Actors
-from tunesmith.runs.placement import place_engine
 from tunesmith.runs.policy import Policy
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Task
@@ -70,7 +69,8 @@ def build_settings(arguments: argparse.Namespace) -> RunConfig:
         cluster={"sampling_ranks": num_samplers},
     )
     if num_samplers and place.rank < num_ranks - num_samplers:
-        config = config.model_copy(update={"engine": place_engine(config)})
+        engine = config.engine.model_copy(update={"kv_cache_tokens": config.model.max_model_len})  # never samples
+        config = config.model_copy(update={"engine": engine})
     return config
 
 

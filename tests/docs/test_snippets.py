@@ -26,7 +26,7 @@ from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_fil
 from tunesmith.config import AlgorithmSection, PreferenceConfig, RunConfig, Section, SftConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.table import build_operators
-from tunesmith.runs.load_config import build_section, resolve
+from tunesmith.runs.load_config import build_section
 
 SNIPPETS = [snippet for page in PAGES for snippet in find_snippets(page)]
 LANGUAGES = {"python", "yaml", "json", "jsonl", "bash", "text", ""}
@@ -142,9 +142,10 @@ def check_settings(text: str, *, kind: str | None) -> None:
     assert kinds, f"no command has all of the keys {sorted(map(str, plain))}"
     errors = []
     for each in kinds:
-        merged = OmegaConf.merge(OmegaConf.create(REQUIRED[each]), given)
+        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(REQUIRED[each]), given), resolve=True)
+        assert isinstance(merged, dict)
         try:
-            check_components(build_section(classes[each], resolve(merged, None)))
+            check_components(build_section(classes[each], merged))
         except ConfigError as error:
             errors.append(f"{each}: {error}")
         else:

@@ -163,7 +163,7 @@ def test_a_dumped_config_reads_back_equal(tmp_path):
 
 def test_every_knob_is_listed_once_with_a_description():
     options = {option.key: option for option in describe_options(RunConfig)}
-    assert len(options) == len(describe_options(RunConfig))
+    assert len(options) == len(list(describe_options(RunConfig)))
     assert options["algorithm.group_size"].type == "int"
     assert options["algorithm.group_size"].default == "8"
     assert options["model.path"].default == "required"

@@ -79,8 +79,8 @@ class Record:
     def __init__(self) -> None:
         self.saved: list[Any] = []
 
-    def save(self, batch, advantages) -> None:
-        self.saved.append((list(batch.collected), advantages))
+    def __call__(self, groups, advantages) -> None:
+        self.saved.append((groups, advantages))
 
 
 def build_group(task: Task, *, num_tokens: int = 5, is_failed: bool = False) -> Group:

@@ -93,9 +93,10 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
     from tunesmith.commands import settings as files
 
     path = arguments.pop("config", None)
-    gpus, ranks = arguments.pop("gpus", None), arguments.pop("ranks", None)
+    gpus, ranks = arguments.get("gpus"), arguments.get("ranks")
+    if gpus is not None and ranks is not None:
+        raise ValueError(f"--gpus {gpus} and --ranks {ranks}: give only one of them; --gpus starts a rank on each GPU")
     changes = [*arguments.pop("overrides", []), *collect_changes(options, arguments)]
-    changes += files.collect_ranks(gpus=gpus, ranks=ranks)
     arguments = {name: each for name, each in arguments.items() if options[name].key is None}
     settings = files.load_settings(command, path, changes)
     if gpus is not None and settings.cluster.launcher == "ray":
@@ -111,7 +112,8 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
         files.announce(
             command.name, settings, command.first_line.format(config=path, settings=settings, plan=plan, **arguments)
         )
-    if command.has_ranks and files.is_launcher(settings.cluster):
+    is_single = command.has_ranks and find_rank_info().world_size == 1
+    if is_single and settings.cluster.launcher == "torchrun" and (settings.cluster.num_workers or 1) > 1:
         import_named("tunesmith.runs.launch:launch_tuning")(
             settings, path, changes, has_gpus=gpus is not None, is_debug=is_debug, command=command.name
         )

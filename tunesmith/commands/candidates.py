@@ -23,7 +23,6 @@ from typing import Any
 
 from pydantic import Field
 
-from tunesmith.arguments import read_api_key
 from tunesmith.commands.eval.compare import find_model
 from tunesmith.compat.agentscope_config import (
     DatasetConfig,
@@ -41,7 +40,7 @@ from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import BoundModel, ExternalModel, ModelProvider
 from tunesmith.rollout.statistics import describe_failures
-from tunesmith.runs.policy import BuildModel, LoadedModel, load_auxiliary, load_policy
+from tunesmith.runs.policy import BuildModel, LoadedModel, check_auxiliary, load_auxiliary, load_policy
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import Engine, Sampling, Task, Trajectory, Turn
 
@@ -63,7 +62,7 @@ def check_candidate(candidate: Candidate) -> None:
     if isinstance(source, ModelSection):
         check_section(source)
     elif isinstance(source, AuxiliaryModelSection):
-        read_api_key(source.api_key_env, knob=f"{candidate.label}.api_key_env")
+        check_auxiliary(candidate.label, source)
     elif not callable(source):
         raise ConfigError(
             f"{candidate.label} must be a chat model, a TunerModelConfig, or the path of a model, got {source!r}"
@@ -79,9 +78,6 @@ def load_candidate(candidate: Candidate, *, build_model: BuildModel) -> LoadedMo
     if isinstance(source, AuxiliaryModelSection):
         return load_auxiliary(candidate.label, source, EngineSection(), device="auto", build_model=build_model)
     return LoadedModel(provider=ExternalModel(source))
-
-
-ONE_ENGINE = "a model in this process has one engine"
 
 
 def build_candidate(given: Any, *, label: str) -> Candidate:
@@ -100,7 +96,8 @@ def build_section(model: TunerModelConfig, *, label: str) -> ModelSection | Auxi
         raise ConfigError(f"{label}: tinker_config has no effect, because the model is not trained; remove it")
     if model.inference_engine_num != 1:
         raise ConfigError(
-            f"{label}: inference_engine_num={model.inference_engine_num} is not supported: {ONE_ENGINE}; set 1"
+            f"{label}: inference_engine_num={model.inference_engine_num} is not supported: a model in this process has "
+            "one engine; set 1"
         )
     fields = translate_model_fields(model)
     if model.base_url is not None:
@@ -236,15 +233,13 @@ class MeasuredModel:
 def counted_calls(model: Any) -> Iterator[None]:
     """Within: calls of a chat model add to the usage of the context they are made in."""
     before: Any = type(model)
-    try:
+    with contextlib.suppress(TypeError):  # a function, or a class with slots: its tokens stay unknown
         model.__class__ = _count_calls(before)
-    except TypeError:  # a function, or a class with slots: its tokens stay unknown
-        yield
-        return
     try:
         yield
     finally:
-        model.__class__ = before
+        if type(model) is not before:
+            model.__class__ = before
 
 
 @functools.cache

@@ -43,17 +43,16 @@ def show_environment(name: str, seed: int = 0, args: Mapping[str, Any] | None = 
 
     first, tools = asyncio.run(read_first())
     players = f"{environment.num_players} players, " if environment.num_players > 1 else ""
-    sizes = {split: len(rows) for split, rows in (environment.rows or {}).items()}
     parts = {
         "environment": environment.name,
-        **({"tasks": ", ".join(f"{split} {size}" for split, size in sizes.items())} if sizes else {}),
+        "tasks": ", ".join(f"{split} {len(rows)}" for split, rows in (environment.rows or {}).items()),
         "limits": f"{players}max_turns {environment.max_turns}, step_timeout_s {environment.step_timeout_s:g}",
         "system prompt": environment.system_prompt or "none",
         f"first message of seed {seed}": first,
-        **({"tools": "\n".join(json.dumps(each["function"]) for each in tools)} if tools else {}),
-        **({"answer": task["answer"]} if "answer" in task else {}),
+        "tools": "\n".join(json.dumps(each["function"]) for each in tools),
+        "answer": task.get("answer", ""),
     }
-    return "\n\n".join(f"{title}:\n{text}" for title, text in parts.items())
+    return "\n\n".join(f"{title}:\n{text}" for title, text in parts.items() if text != "")
 
 
 def play_environment(

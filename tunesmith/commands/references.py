@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tunesmith.runs.load_config import map_strings
 
 REFERENCE = re.compile(r"stage:(?P<stage>[^/]+)(?:/(?P<file>.+))?")
 
@@ -26,21 +27,5 @@ def read_reference(text: str) -> StageReference | None:
 
 def list_strings(value: Any) -> list[str]:
     found: list[str] = []
-
-    def collect(text: str) -> str:
-        found.append(text)
-        return text
-
-    map_strings(value, collect)
+    map_strings(value, found.append)
     return found
-
-
-def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
-    """Apply `change` to every string in nested values, but not to keys."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_strings(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_strings(inner, change) for inner in value]
-    return value

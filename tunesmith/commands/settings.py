@@ -22,7 +22,6 @@ from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
-    ClusterSection,
     ConversationDataSection,
     EvalConfig,
     ModelSection,
@@ -154,21 +153,6 @@ def find_config_class(stage: str) -> type[Section]:
         raise ConfigError(f"stage {stage!r}: allowed are {', '.join(classes)}")
     found: type[Section] = classes[stage]
     return found
-
-
-def is_launcher(cluster: ClusterSection) -> bool:
-    """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
-    if cluster.launcher != "torchrun":
-        return False
-    return find_rank_info().world_size == 1 and (cluster.num_workers or 1) > 1
-
-
-def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:
-    """The override of the command's options `--gpus` and `--ranks`."""
-    if gpus is not None and ranks is not None:
-        raise ValueError(f"--gpus {gpus} and --ranks {ranks}: give only one of them; --gpus starts a rank on each GPU")
-    number = ranks if gpus is None else gpus
-    return [] if number is None else [f"cluster.num_workers={number}"]
 
 
 def collect_models(given: list[str]) -> dict[str, str]:

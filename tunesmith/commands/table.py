@@ -67,8 +67,8 @@ class Command:
     """As it is written; `search build` is a command of a group."""
     help: str = ""
     options: tuple[Option, ...] = ()
-    """In the order of the help text. `config` is the settings' file, `overrides`, `gpus`, `ranks` and
-    `as_json` mean the same for every command; options with a key change the settings, others are given to `run`."""
+    """In the order of the help text. `config` is the settings' file, `overrides`, `gpus` and `as_json` mean the same
+    for every command; options with a key change the settings, others are given to `run`."""
     run: str | None = None
     """The work: called with the settings, if there are any, and the options that were given; its result is printed as
     Python prints it. None for stages that are not on the command line."""
@@ -136,8 +136,8 @@ OVERRIDES = Option(
     metavar="KEY=VALUE",
 )
 RESUME = Option("resume", "Resume from the last checkpoint of this run.", type=bool, key="continue_from_checkpoint")
-GPUS = Option("gpus", "Train on this many GPUs of this host.", type=int, minimum=1)
-RANKS = Option("ranks", "Train on this many processes, also on CPUs.", type=int, minimum=1)
+GPUS = Option("gpus", "Train on this many GPUs of this host.", type=int, minimum=1, key="cluster.num_workers")
+RANKS = Option("ranks", "Train on this many processes, also on CPUs.", type=int, minimum=1, key="cluster.num_workers")
 JSON = Option("as_json", "Print the result as JSON.", type=bool, flag="--json")
 DEBUG = Option("debug", "Print tracebacks of errors and of failed rollouts.", type=bool)
 """An option of every command, after its own."""

@@ -8,10 +8,6 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.section import Needs, Section
 
-DEFAULT_RESTARTS = 3
-"""Restarts under Ray if `cluster.max_restarts` is null."""
-
-
 RAY = Needs("launcher", "ray")
 SHARDED = Needs("has_sharded_weights", False, reason="they shard the gradients too")
 
@@ -56,4 +52,4 @@ class ClusterSection(Section):
     @property
     def num_restarts(self) -> int:
         """How often Ray restarts the run."""
-        return DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
+        return 3 if self.max_restarts is None else self.max_restarts

@@ -83,23 +83,15 @@ class EngineSection(Section):
     0: never."""
 
     @model_validator(mode="after")
-    def _check_cache(self) -> Self:
+    def _check_knobs(self) -> Self:
         if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
             raise ValueError("kv_cache_tokens and kv_cache_gib are both given: set only one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
         num_devices = len(self.vllm.devices or ())
         if num_devices not in (0, self.tensor_parallel_size):
             raise ValueError(
                 f"vllm.devices lists {num_devices} GPUs, and tensor_parallel_size={self.tensor_parallel_size} needs "
                 f"{self.tensor_parallel_size}: change one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_weight_format(self) -> Self:
         if self.weight_format == "fp8" and self.cuda_decode != "compiled":
             raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
         return self

@@ -72,10 +72,7 @@ ENVIRONMENT_TASKS = "environment"
 """The `path` of a data set that stands for the tasks of the named environment."""
 PLAY = "tunesmith.environments:play"
 NAMED, UNNAMED = Needs("name"), Needs("name", None)
-AGENT_KNOBS = ("protocol", "tools", "prompt", "opening", "max_calls", "max_tokens", "max_result_chars")
-"""Knobs of tool agents alone."""
-TASK_KNOBS = ("name", "args", "python", "num_train", "num_test", "seed", "max_turns", "step_timeout_s")
-"""Knobs of environments with tasks."""
+"""Conditions of the knobs of environments with tasks, and of those of tool agents alone."""
 
 
 class EnvironmentSection(Section):
@@ -129,9 +126,10 @@ class EnvironmentSection(Section):
     @model_serializer(mode="wrap")
     def _write(self, write: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Without the knobs of the other kind: digests of files that earlier versions wrote stay the same."""
-        others = TASK_KNOBS if self.name is None else AGENT_KNOBS
-        unset = () if self.python else ("python",)
-        return {key: value for key, value in write(self).items() if key not in (*others, *unset)}
+        fields, other = type(self).model_fields, NAMED if self.name is None else UNNAMED
+        unset = [key for key in ("name", "python") if not getattr(self, key)]
+        values: dict[str, Any] = write(self)
+        return {key: each for key, each in values.items() if other not in fields[key].metadata and key not in unset}
 
     @field_validator("tools")
     @classmethod

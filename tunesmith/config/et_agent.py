@@ -33,14 +33,6 @@ class RolesSection(Section):
     judge: str | None = None
     """Model whose votes decide whether an answer is right; null uses the function in `judge`."""
 
-    @model_validator(mode="after")
-    def _check_models(self) -> Self:
-        for name in ("policy", "judge"):
-            value = getattr(self, name)
-            if value is not None and ":" in value:
-                raise ValueError(f"roles.{name}={value!r} must be a model: {OWN_MODEL}, or one of auxiliary_models")
-        return self
-
 
 class FlywheelConfig(Section):
     """A flywheel over the questions of a data set; its result is a file of judged trajectories."""
@@ -98,15 +90,13 @@ class FlywheelConfig(Section):
     """Print a line for every batch."""
 
     @model_validator(mode="after")
-    def _check_roles(self) -> Self:
+    def _check_knobs(self) -> Self:
         for name, value in self.roles.model_dump().items():
+            if name in ("policy", "judge") and value is not None and ":" in value:
+                raise ValueError(f"roles.{name}={value!r} must be a model: {OWN_MODEL}, or one of auxiliary_models")
             if value not in (None, OWN_MODEL, *self.auxiliary_models) and ":" not in value:
                 known = ", ".join((OWN_MODEL, *self.auxiliary_models))
                 raise ValueError(f"roles.{name}={value!r} is neither a model ({known}) nor module:function")
-        return self
-
-    @model_validator(mode="after")
-    def _check_hints(self) -> Self:
         for hint in self.hints:
             if len(hint.split()) < 2:
                 raise ValueError(f"hints contains {hint!r}: each hint must be a sentence of two words or more")

@@ -129,15 +129,11 @@ class TrainerSection(Section):
         return 1e-6 if self.learning_rate is None else self.learning_rate
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
+    def _check_knobs(self) -> Self:
         if self.warmup_steps > 0 and self.warmup_ratio not in (0, type(self).model_fields["warmup_ratio"].default):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: set only one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_row_graphs(self) -> Self:
         if self.has_row_graphs and (self.has_gradient_checkpointing or not self.has_compiled_layers):
             raise ValueError("has_row_graphs needs has_compiled_layers=true and has_gradient_checkpointing=false")
         return self
@@ -195,7 +191,6 @@ class MonitorSection(Section):
 HELD_OUT = Needs("eval_datasets", reason="there are no held-out tasks")
 EVALUATION_KNOBS = tuple(HeldOutSection.model_fields)
 """Knobs of evaluations. When to evaluate is allowed without held-out tasks: files of other programs always say it."""
-WEIGHT_BOUNDS = ("correction.cap", "correction.floor")
 HAS_OLDER_TOKENS = (
     Needs(
         "experience.replay.num_groups",
@@ -208,7 +203,6 @@ HAS_OLDER_TOKENS = (
     | Needs("engine.kind", "vllm")
     | Needs("algorithm.correction.importance", ("token", "sequence", "none"))
 )
-CRITIC_CLIP = ("critic.clip_range",)
 HAS_SEVERAL_CRITIC_UPDATES = Needs(
     "trainer.num_minibatches", above=1, reason="the only update of the critic in a step moves no value before it"
 ) | Needs("algorithm.critic.num_epochs", above=1)
@@ -277,8 +271,8 @@ class RunConfig(Section):
     """Held-out task sets; the name becomes part of their metrics' names."""
     algorithm: Annotated[
         AlgorithmSection,
-        Unused(WEIGHT_BOUNDS, unless=HAS_OLDER_TOKENS),
-        Unused(CRITIC_CLIP, unless=HAS_SEVERAL_CRITIC_UPDATES),
+        Unused(("correction.cap", "correction.floor"), unless=HAS_OLDER_TOKENS),
+        Unused(("critic.clip_range",), unless=HAS_SEVERAL_CRITIC_UPDATES),
     ] = AlgorithmSection()
     experience: ExperienceSection = ExperienceSection()
     """Processing of groups between judge and trainer."""

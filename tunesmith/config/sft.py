@@ -152,12 +152,8 @@ class PreferenceConfig(OfflineConfig):
     """Optimizer, memory and speed."""
 
     @model_validator(mode="after")
-    def _check_dropout(self) -> PreferenceConfig:
+    def _check_knobs(self) -> PreferenceConfig:
         refuse_dropout(self.model.lora, "preference training compares logprobs of different forward passes")
-        return self
-
-    @model_validator(mode="after")
-    def _check_batches(self) -> PreferenceConfig:
         if self.algorithm_type == "kto" and self.max_rows_per_batch == 1:
             raise ValueError(
                 "max_rows_per_batch=1: kto pairs prompts with completions of other rows and needs at least 2"

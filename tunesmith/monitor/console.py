@@ -48,10 +48,10 @@ class ConsoleProgress:
     def __init__(
         self,
         *,
-        first_step: int,
-        total_steps: int,
-        has_progress: bool,
-        log_interval_steps: int,
+        first_step: int = 0,
+        total_steps: int = 0,
+        has_progress: bool = False,
+        log_interval_steps: int = 1,
         more_metrics: Sequence[str] = (),
         stream: IO[str] | None = None,
     ) -> None:

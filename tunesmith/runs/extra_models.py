@@ -7,7 +7,6 @@ on the policy's device, in its dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -17,7 +16,6 @@ from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
 from tunesmith.errors import ConfigError, errors_of
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
-    build_empty_model,
     check_model,
     check_residual_dtype,
     check_vocabulary,
@@ -28,6 +26,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.model.value_model import ValueModel
+from tunesmith.runs.memory import build_planned_model
 from tunesmith.runs.policy import load_sharded_model
 from tunesmith.trainer.sharding.sharded_model import find_decoder_layers, find_sharding
 
@@ -64,8 +63,7 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
 def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
     """Refuse a model without decoder layers, and a critic that would be a whole copy of it on each rank."""
     dtype = resolve_dtype(model.dtype, resolve_device(model.device))
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "base_path": model.base_path}
-    find_decoder_layers(build_empty_model(model.path, dtype=dtype, **options), dtype)
+    find_decoder_layers(build_planned_model(model, dtype), dtype)
     if "values" in algorithm.needs and section.critic.path is None:
         raise ConfigError(
             f"cluster.has_sharded_weights: the critic of algorithm_type={algorithm.name!r} is not sharded, and it "

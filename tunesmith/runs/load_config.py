@@ -7,8 +7,9 @@ precedence over the file. Errors name the dotted key, the value and what is allo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -49,15 +50,7 @@ def load_section(
     base: Mapping[str, Any] | None = None,
 ) -> AnySection:
     """Read a command's file, or use `base` in its place, then apply nested `values`, then `a.b=value` overrides."""
-    merged = OmegaConf.create() if path is None else load_yaml(Path(path))
-    for layer in (base, values):
-        if layer:
-            drop_overridden(merged, layer)
-            merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
-            assert isinstance(merged, DictConfig)
-    for override in overrides:
-        apply_override(merged, override)
-    return build_section(kind, resolve(merged, path))
+    return build_section(kind, load_values(path, overrides, values=values, base=base))
 
 
 def change_section(
@@ -95,18 +88,24 @@ def drop_other_selector(below: Any, section: Any) -> None:
         del below["task_selector"]
 
 
-def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain values of a file and overrides, with interpolations resolved; not validated."""
-    merged = load_yaml(Path(path))
+def load_values(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The plain values of `load_section`, with interpolations resolved; not validated."""
+    merged = OmegaConf.create() if path is None else load_yaml(Path(path))
+    for layer in (base, values):
+        if layer:
+            drop_overridden(merged, layer)
+            merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
+            assert isinstance(merged, DictConfig)
     for override in overrides:
         apply_override(merged, override)
-    return resolve(merged, path)
-
-
-def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
-    """Plain values with interpolations resolved."""
     try:
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or path}: {describe_unresolved(error)}") from error
     assert isinstance(resolved, dict)
@@ -210,22 +209,25 @@ def dump_config(config: Section) -> str:
 
 def escape_interpolations(value: Any) -> Any:
     """Escape `${` in text as `\\${` and double the backslashes before it, so that OmegaConf reads it literally."""
+    return map_strings(value, partial(re.sub, r"(\\*)\$\{", r"\1\1\\${"))
+
+
+def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
+    """Apply `change` to every string in nested values, but not to keys."""
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: escape_interpolations(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [escape_interpolations(inner) for inner in value]
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_strings(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_strings(inner, change) for inner in value]
     return value
 
 
-def describe_options(kind: type[Section]) -> list[Knob]:
-    """Every knob of a command's file, in the order of its config."""
-    return list(iter_options(kind, prefix=""))
-
-
-def iter_options(section: type[Section], *, prefix: str, needs: Sequence[tuple[str, Needs]] = ()) -> Iterator[Knob]:
-    """The knobs of a section, nested sections expanded in place; `needs` are conditions on its knobs from outside."""
+def describe_options(
+    section: type[Section], *, prefix: str = "", needs: Sequence[tuple[str, Needs]] = ()
+) -> Iterator[Knob]:
+    """The knobs of a command's file or of a section, in the order of its class, nested sections expanded in place;
+    `needs` are conditions on its knobs from outside."""
     for name, field in section.model_fields.items():
         inner, is_mapping = find_section(field.annotation)
         if inner is not None:
@@ -234,7 +236,7 @@ def iter_options(section: type[Section], *, prefix: str, needs: Sequence[tuple[s
                 if isinstance(unused, Unused) and unused.unless is not None:
                     of_inner += [(path, unused.unless) for path in unused.knobs]
             place = f"{prefix}{name}.<name>." if is_mapping else f"{prefix}{name}."
-            yield from iter_options(inner, prefix=place, needs=of_inner)
+            yield from describe_options(inner, prefix=place, needs=of_inner)
         else:
             conditions = [*field.metadata, *(need for path, need in needs if path == name)]
             yield Knob(

@@ -317,15 +317,14 @@ def load_module(source: str, *, knob: str) -> ModuleType:
     path = find_file(source, knob=knob) if source.endswith(".py") else None
     try:
         return importlib.import_module(source) if path is None else import_file(path)
-    except ModuleNotFoundError as error:
-        if path is None and error.name is not None and f"{source}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:  # user code
+        missing = error.name if path is None and isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{source}.".startswith(f"{missing}."):
             is_recipe = source.startswith("recipes.")
             clone = f"run in the root of a clone of Tunesmith's repository, where {source} is"
             advice = clone if is_recipe else "install it or give file.py:function"
-            raise ConfigError(f"{knob}: no module {error.name!r}; {advice}") from error
-        raise explain_import(error, source, path, knob=knob) from error
-    except (Exception, SystemExit) as error:  # user code
-        raise explain_import(error, source, path, knob=knob) from error
+            raise ConfigError(f"{knob}: no module {missing!r}; {advice}") from error
+        raise ConfigError(f"{knob}: {source} cannot be imported: {describe_error(error, path)}") from error
 
 
 def import_file(path: Path) -> ModuleType:
@@ -363,10 +362,6 @@ def choose_module_name(path: Path) -> str:
 def is_module_of(module: ModuleType | None, path: Path) -> bool:
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path
-
-
-def explain_import(error: BaseException, source: str, path: Path | None, *, knob: str) -> ConfigError:
-    return ConfigError(f"{knob}: {source} cannot be imported: {describe_error(error, path)}")
 
 
 def describe_error(error: BaseException, path: Path | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from tunesmith.cluster.rank_info import RankInfo, is_ray_worker
-from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
+from tunesmith.config import ModelSection, RunConfig, Section, ServeSection
 from tunesmith.config.run import list_serve_conflicts
 from tunesmith.errors import ConfigError
 
@@ -17,14 +17,13 @@ def place_config(config: RunConfig, place: RankInfo, *, num_gpus: int) -> RunCon
     check_workers(config, place)
     if place.world_size == 1:
         return config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_workers": None})})
-    is_trainer = place.rank < place.world_size - config.cluster.sampling_ranks
-    return config.model_copy(
-        update={
-            "engine": place_engine(config) if config.cluster.sampling_ranks and is_trainer else config.engine,
-            "model": place_model(config.model, place, num_gpus=num_gpus),
-            "rollout": place_rollouts(config.rollout, place),
-        }
-    )
+    changes: dict[str, Section] = {"model": place_model(config.model, place, num_gpus=num_gpus)}
+    port = place_port(config.rollout.http_port, place, knob="rollout.http_port")
+    changes["rollout"] = config.rollout.model_copy(update={"http_port": port})
+    if config.cluster.sampling_ranks and place.rank < place.world_size - config.cluster.sampling_ranks:
+        # a rank that only trains never samples: the memory of its keys and values is freed
+        changes["engine"] = config.engine.model_copy(update={"kv_cache_tokens": config.model.max_model_len})
+    return config.model_copy(update=changes)
 
 
 def check_workers(config: RunConfig, place: RankInfo) -> None:
@@ -65,11 +64,6 @@ def check_workers(config: RunConfig, place: RankInfo) -> None:
         )
 
 
-def place_engine(config: RunConfig) -> EngineSection:
-    """The engine of a rank that only trains, which never samples: the memory of its keys and values is freed."""
-    return config.engine.model_copy(update={"kv_cache_tokens": config.model.max_model_len})
-
-
 def place_model(model: ModelSection, place: RankInfo, *, num_gpus: int) -> ModelSection:
     """The model on this rank's GPU, or on the CPU."""
     is_cpu = model.device == "cpu" or (model.device == "auto" and num_gpus == 0)
@@ -88,12 +82,6 @@ def place_model(model: ModelSection, place: RankInfo, *, num_gpus: int) -> Model
     from tunesmith.model.load import resolve_device
 
     return model.model_copy(update={"device": str(resolve_device(f"cuda:{place.local_rank}"))})
-
-
-def place_rollouts(rollout: RolloutSection, place: RankInfo) -> RolloutSection:
-    """Each rank of a host serves HTTP on a port of its own, counted up from `rollout.http_port`."""
-    port = place_port(rollout.http_port, place, knob="rollout.http_port")
-    return rollout if port == rollout.http_port else rollout.model_copy(update={"http_port": port})
 
 
 def place_port(port: int | None, place: RankInfo, *, knob: str) -> int | None:

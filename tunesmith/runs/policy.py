@@ -64,8 +64,6 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     engine: LocalEngine | VllmEngine | DistantEngine
     service: ModelService
-    sampling: Sampling
-    """Default sampling of rollouts; a request may override it."""
 
     def close(self) -> None:
         """End the engine's process, if it has one."""
@@ -187,16 +185,15 @@ def load_policy(
         enable_thinking=section.enable_thinking,
         split_special_tokens=section.split_special_tokens,
     )
-    sampling = build_sampling(section)
     service = ModelService(
         engine,
         renderer,
         model_name=section.path,
-        sampling=sampling,
+        sampling=build_sampling(section),
         build_model=lambda endpoint: build_model(endpoint, {}),
         is_recorded=is_recorded,
     )
-    return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
+    return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service)
 
 
 def load_sharded_model(section: ModelSection, ranks: Ranks, *, is_trained: bool = True) -> PreTrainedModel:

@@ -63,11 +63,12 @@ class TrainingResult(ModelResult):
     __slots__ = ()
     curve: ClassVar[str] = "train/loss"
     """The metric drawn in notebooks."""
+    folder: Path
 
     @property
-    @abstractmethod
     def run_folder(self) -> Path:
         """The folder with config.yaml and metrics.jsonl."""
+        return self.folder
 
     @property
     def history(self) -> MetricTable:

@@ -23,7 +23,7 @@ A worked example, a measurement of many rows into the new folder `out`:
             for row in rows[len(journal.rows) :]:
                 journal.append(measure(row))
             with new_folder(workspace.root, inputs) as folder:   # renamed to out, with DONE.json
-                save_json(folder / "values.json", journal.rows)
+                save_json(folder / "values.json", load_json_lines(journal.path))
             workspace.remove(journal.path)
 
 Killed after row 60, it leaves `out.part` with 60 lines and `out.part.json` with the inputs. The same command measures

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -58,11 +58,8 @@ class StepGroups:
         return [*self.batch.groups, *self.replayed]
 
 
-class StepRecord(Protocol):
-    """Where the rollouts of a step are saved."""
-
-    def save(self, batch: Batch, advantages: Sequence[Sequence[RunAdvantage]]) -> None:
-        """Save the groups of a step with the advantages of those that train, while the device computes the update."""
+SaveRollouts = Callable[[Sequence[Group], Sequence[Sequence[RunAdvantage]]], None]
+"""Saves all groups of a step with their advantages, while the device computes the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +122,7 @@ class RankTrainer:
         *,
         policy_version: int,
         times: Mapping[str, float],
-        record: StepRecord | None = None,
+        record: SaveRollouts | None = None,
     ) -> dict[str, float]:
         """Train the groups of a step on all ranks; metrics of the samples and of the trainer.
 
@@ -167,7 +164,7 @@ class RankTrainer:
         for link in self.links:
             await link.drain()
 
-    def _train_alone(self, groups: StepGroups, policy_version: int, record: StepRecord | None) -> dict[str, float]:
+    def _train_alone(self, groups: StepGroups, policy_version: int, record: SaveRollouts | None) -> dict[str, float]:
         samples, metrics = build_samples(groups.groups, groups.advantages, has_hard_credit=self.has_hard_credit)
         (experts,) = split_experts(groups, 1)
         pieces = [] if record is None else [lambda: save_batch(record, groups)]
@@ -175,7 +172,7 @@ class RankTrainer:
         return metrics | self.trainer.take_times()
 
     def _lead(
-        self, groups: StepGroups, policy_version: int, times: Mapping[str, float], record: StepRecord | None
+        self, groups: StepGroups, policy_version: int, times: Mapping[str, float], record: SaveRollouts | None
     ) -> dict[str, float]:
         parts, metrics = self._divide(groups, policy_version)
         started = time.perf_counter()
@@ -283,9 +280,10 @@ class RankTrainer:
         )
 
 
-def save_batch(record: StepRecord, groups: StepGroups) -> None:
+def save_batch(record: SaveRollouts, groups: StepGroups) -> None:
     """Save the batch with its advantages, without those of replayed groups."""
-    record.save(groups.batch, groups.advantages[: len(groups.batch.groups)])
+    batch = groups.batch
+    record(batch.recorded, batch.spread(groups.advantages[: len(batch.groups)]))
 
 
 def find_origins(groups: StepGroups) -> list[FinishedGroup | None]:

@@ -8,8 +8,8 @@ import pytest
 
 from tunesmith.commands.prepare.calculator_agent import SYSTEM_PROMPT
 from tunesmith.commands.prepare.rows import (
+    RowCandidate,
     build_messages,
-    build_plain_messages,
     check_calculations,
     find_rejection_reason,
     is_confirmed,
@@ -110,7 +110,9 @@ def test_a_calculation_without_text_still_has_reasoning():
 
 
 def test_an_unconfirmed_solution_has_no_calls():
-    messages = build_plain_messages(QUESTION, parse_solution("He has 5*7=<<5*7=36>>36 apples.\n#### 36"))
+    solution = parse_solution("He has 5*7=<<5*7=36>>36 apples.\n#### 36")
+    candidate = RowCandidate(index=0, question=QUESTION, text="", solution=solution, is_verified=False)
+    messages = candidate.build_messages("all")
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert messages[-1]["content"] == "<think>\nHe has 5*7= 36 apples.\n</think>\n\n#### 36"
 

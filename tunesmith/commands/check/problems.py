@@ -9,22 +9,22 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.messages import MatchKey
-from tunesmith.chat.renderer import Renderer
 from tunesmith.commands.doctor.record import CheckFinding, Evidence, name_findings
-from tunesmith.config import RolloutSection
+from tunesmith.config import RunConfig
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.openai_server.completion import PendingChatCompletion, PendingTextCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.recording.recorder import ObservedConversation, Recorder, Session, SessionCall
-from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.service import ModelProvider, ModelService, RecordedCalls
+from tunesmith.rollout.runner import run_trajectory
+from tunesmith.rollout.service import ModelService, RecordedCalls
 from tunesmith.rollout.watchdog import MIN_BLOCKED_S, BlockedTime, EventLoopWatchdog
-from tunesmith.runs.policy import BuildModel, Policy
+from tunesmith.runs.policy import BuildModel, Policy, build_sampling
 from tunesmith.types import Failure, StopReason, Task, Trajectory, count_equal
 
 LATE_CALLS_S = 0.5
@@ -71,30 +71,30 @@ class BlockingLog(EventLoopWatchdog):
 
 
 async def observe_rollout(
-    task: Task,
-    *,
-    rollout: RolloutSection,
-    seed: int,
-    model_name: str,
-    policy: Policy,
-    agent: Agent,
-    auxiliary_models: Mapping[str, ModelProvider],
-    build_model: BuildModel,
+    config: RunConfig, task: Task, *, policy: Policy, actors: Actors, build_model: BuildModel
 ) -> Observation:
-    """Run the agent once with the seed, from an empty prefix cache.
+    """Run the agent once with the seed of the config, from an empty prefix cache.
 
     Without a dispatcher: the rollout has an endpoint and a watchdog of its own, which keep what a run does not.
     """
     policy.engine.resume(0)
-    service = build_service(policy, build_model, model_name=model_name)
+    service = ModelService(
+        policy.engine,
+        policy.service.recorder.renderer,
+        model_name=config.model.path,
+        sampling=build_sampling(config.model),
+        build_model=lambda endpoint: build_model(endpoint, {}),
+        build_endpoint=LoggedEndpoint,
+    )
     endpoint, sessions = service.endpoint, list[RecordedCalls]()
     assert isinstance(endpoint, LoggedEndpoint)
-    port, max_body_bytes = rollout.http_port, int(rollout.max_body_mib * 2**20)
-    serving = contextlib.nullcontext() if port is None else service.serve(port=port, max_body_bytes=max_body_bytes)
+    serving: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
+    if actors.http_port is not None:
+        serving = service.serve(port=actors.http_port, max_body_bytes=actors.max_body_bytes)
     async with serving:
         with BlockingLog().watching() as watchdog:
             trajectory = await run_trajectory(
-                task, 0, agent=agent, model=service, auxiliary_models=auxiliary_models, seed=seed,
+                task, 0, agent=actors.agent, model=service, auxiliary_models=actors.auxiliary_models, seed=config.seed,
                 watchdog=watchdog, prepare=sessions.append,
             )  # fmt: skip
         await asyncio.sleep(LATE_CALLS_S)
@@ -108,19 +108,6 @@ async def observe_rollout(
         refused=tuple(error for error in endpoint.refused if error.status != 401),
         late=tuple(error for error in endpoint.refused if error.status == 401),
         blocked=tuple(watchdog.steps),
-    )
-
-
-def build_service(policy: Policy, build_model: BuildModel, *, model_name: str) -> ModelService:
-    """The policy's endpoint with a log of its own."""
-    renderer: Renderer = policy.service.recorder.renderer
-    return ModelService(
-        policy.engine,
-        renderer,
-        model_name=model_name,
-        sampling=policy.sampling,
-        build_model=lambda endpoint: build_model(endpoint, {}),
-        build_endpoint=LoggedEndpoint,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -24,7 +25,7 @@ from tunesmith.runs.load_config import change_section
 from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.tasks import load_run_tasks
-from tunesmith.types import Group, JudgeType, Sample, Task, Trajectory, WorkflowType
+from tunesmith.types import Group, JudgeType, Sample, Task, WorkflowType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,32 +170,27 @@ def run_check(
     """Run the workflow twice on the task; the first run's samples and the problems of both."""
     check_section(config.model)
     policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
-    observe = partial(
-        observe_rollout, task, rollout=config.rollout, seed=config.seed, model_name=config.model.path, policy=policy,
-        agent=actors.agent, auxiliary_models=actors.auxiliary_models, build_model=build_model,
-    )  # fmt: skip
+    observe = partial(observe_rollout, config, task, policy=policy, actors=actors, build_model=build_model)
 
     async def observe_twice() -> tuple[Observation, Observation]:
         return await observe(), await observe()
 
-    first, second = run_lockstep(observe_twice(), config.rollout)
+    with closing(policy):
+        first, second = run_lockstep(observe_twice(), config.rollout)
     trajectory, renderer = first.trajectory, policy.service.recorder.renderer
+    # as training merges turns, also of a rollout that failed
+    samples, _ = build_samples([Group(task=task, trajectories=(trajectory,))], [[1.0]])
     return WorkflowCheck(
         task_id=task.task_id,
         model=config.model.path,
         num_turns=len(trajectory.turns),
-        samples=tuple(describe_sample(sample, renderer) for sample in merge_turns(trajectory)),
+        samples=tuple(describe_sample(sample, renderer) for sample in samples),
         reward=trajectory.reward,
         metrics=trajectory.metrics,
         response_text=trajectory.response_text,
         seconds=trajectory.duration_s,
         findings=find_problems(first, second, timeout_s=config.rollout.timeout_s),
     )
-
-
-def merge_turns(trajectory: Trajectory) -> list[Sample]:
-    """The samples of the trajectory, as training builds them; also of one that failed."""
-    return build_samples([Group(task=trajectory.task, trajectories=(trajectory,))], [[1.0]])[0]
 
 
 def describe_sample(sample: Sample, renderer: Renderer) -> CheckedSample:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,8 @@ def collect(
             async with model.serve(config.rollout.http_port):
                 await run_batches(config, actors, tasks, config.num_runs, num_done, record)
 
-        run_lockstep(run(), config.rollout)
-        if policy is not None:
-            policy.close()
+        with nullcontext() if policy is None else closing(policy):
+            run_lockstep(run(), config.rollout)
         batches = load_json_lines(journal.path)
         by_task = [kept for batch in batches for kept in batch["rows"]]
         num_rows = write_rows(out, (row for kept in by_task for row in kept))

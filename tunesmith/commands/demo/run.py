@@ -20,6 +20,7 @@ from tunesmith.commands.settings import OVERRIDES_VARIABLE, read_variable
 from tunesmith.errors import ConfigError, errors_of
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.runs.record import COMPARISON
 from tunesmith.storage import load_json, save_json
 
@@ -52,7 +53,7 @@ def run_command(*, seed: int, out: str) -> str:
         changes.append(f"variables.{size}")
     with errors_of(OVERRIDES_VARIABLE):
         config = load_pipeline(PIPELINE, changes)
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"writing to {root}", markup=False)
+    ConsoleProgress().show_line(f"writing to {root}")
     trained = run_pipeline(config, selection=StageSelection()).stages["rl"].folder
     results = {mode: load_json(root / mode / COMPARISON)["test"]["models"] for mode in MODES}
     rewards = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from tunesmith.commands.doctor import failures, optimizer, rewards
 from tunesmith.commands.doctor.record import (
@@ -25,6 +25,7 @@ from tunesmith.errors import ConfigError
 
 if TYPE_CHECKING:
     from tunesmith.commands.doctor.plan import MemoryPlan
+    from tunesmith.runs.result import TrainingResult
 
 
 MAX_WAIT_SHARE, MIN_WAIT_S = 0.3, 0.2
@@ -96,15 +97,8 @@ OFFLINE_CHECKS: Mapping[str, Check] = {
 }
 
 
-class RunResult(Protocol):
-    """Result of `tune()`, `sft()` or `prefer()`."""
-
-    @property
-    def folder(self) -> Path: ...
-
-
 @overload
-def diagnose(run: str | Path | RunResult) -> Diagnosis: ...
+def diagnose(run: str | Path | TrainingResult) -> Diagnosis: ...
 
 
 @overload
@@ -114,7 +108,7 @@ def diagnose(
 
 
 def diagnose(
-    run: str | Path | RunResult | None = None,
+    run: str | Path | TrainingResult | None = None,
     *,
     plan: str | Path | RunConfig | None = None,
     memory_gib: float | None = None,
@@ -137,7 +131,7 @@ def diagnose(
     return check_run(run)
 
 
-def check_run(run: str | Path | RunResult) -> Diagnosis:
+def check_run(run: str | Path | TrainingResult) -> Diagnosis:
     record = open_run(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
     checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if record.is_offline else RL_CHECKS)}
     outcomes = {name: run_check(check, record) for name, check in checks.items()}

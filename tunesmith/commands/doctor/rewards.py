@@ -98,8 +98,7 @@ def compute_equal_share(run: RlRun) -> float:
 def has_risen(run: RlRun) -> bool:
     """Whether the mean reward has risen by more than the noise of steps."""
     rewards = run.get("rollout/reward_mean")
-    ends = None if rewards is None else split_ends(rewards)
-    return rewards is not None and ends is not None and compute_slope_t(rewards) > SIGNIFICANT_T
+    return rewards is not None and split_ends(rewards) is not None and compute_slope_t(rewards) > SIGNIFICANT_T
 
 
 def explain_equal_groups(run: RlRun) -> EqualGroups:

@@ -103,8 +103,7 @@ def run_eval(
     check_output_folder(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
-    has_progress, total_steps = run.monitor.has_progress, len(models) * len(sets)
-    progress = ConsoleProgress(first_step=0, total_steps=total_steps, has_progress=has_progress, log_interval_steps=1)
+    progress = ConsoleProgress(total_steps=len(models) * len(sets), has_progress=run.monitor.has_progress)
     with nullcontext() if out is None else Workspace(out), closing(progress):
         for number, (label, path) in enumerate(models.items()):
             evaluated = evaluate_model(
@@ -171,7 +170,9 @@ def evaluate_model(
                 loaded = load(config)
                 stack.enter_context(closing(loaded[0]))
             policy, actors = loaded
-            groups, seconds = evaluate_set(config, actors, name, tasks, progress)
+            started = time.perf_counter()
+            groups = run_lockstep(evaluate_set(config, actors, name, tasks, progress), config.rollout)
+            seconds = time.perf_counter() - started
             found = score_groups(groups, policy.service.recorder.renderer)
             scores[name] = found, seconds
             if partial_file is not None:
@@ -180,21 +181,15 @@ def evaluate_model(
     return scores
 
 
-def evaluate_set(
+async def evaluate_set(
     config: RunConfig, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
-) -> tuple[list[Group], float]:
-    """Run the agent on one task set; also the seconds of the rollouts."""
-    started = time.perf_counter()
-
-    async def run() -> list[Group]:
-        limit = config.rollout.max_failure_rate
-        async with build_evaluator(actors) as dispatcher:
-            return await run_held_out(
-                config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, status=progress
-            )
-
-    groups = run_lockstep(run(), config.rollout)
-    return groups, time.perf_counter() - started
+) -> list[Group]:
+    """Run the agent on one task set."""
+    limit = config.rollout.max_failure_rate
+    async with build_evaluator(actors) as dispatcher:
+        return await run_held_out(
+            config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, status=progress
+        )
 
 
 def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:

@@ -34,7 +34,6 @@ from tunesmith.commands.eval.sample_scores import (
     scores_to_json,
 )
 from tunesmith.errors import ConfigError
-from tunesmith.runs.result import Result
 from tunesmith.storage import open_atomic
 
 if TYPE_CHECKING:
@@ -276,7 +275,7 @@ def format_html_table(table: Sequence[Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class EvalResult(Result):
+class EvalResult:
     """Result of an evaluation. It prints as the tables of `comparison.md`, without the rollouts."""
 
     folder: Path | None
@@ -301,9 +300,6 @@ class EvalResult(Result):
 
         rows = [(*names, each.mean, *each.interval, each.num_tasks) for *names, each in self._iter_estimates()]
         return DataFrame(rows, columns=["set", "model", "quantity", "mean", "low", "high", "num_tasks"])
-
-    def list_facts(self) -> Mapping[str, str]:
-        return {"folder": str(self.folder)}
 
     def __repr__(self) -> str:
         return format_comparison(self.sets)

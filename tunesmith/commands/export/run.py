@@ -102,7 +102,9 @@ def run_export(
     root = Path(out_dir).expanduser().absolute()
     source = find_source(settings)
     workspace = Workspace(root, is_whole=True)
-    inputs = {"settings": list_settings(settings), "source": source.describe()}
+    # settings that can change the export: the source is compared separately, threads change only the speed
+    options = settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
+    inputs = {"settings": options, "source": source.describe()}
     record = workspace.find_result(inputs)
     if record is None:
         set_num_threads(settings.num_cpu_threads)
@@ -234,11 +236,6 @@ def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
     if plan.gguf is not None:
         num_bytes += plan.gguf.bytes_per_parameter
     return int(num_bytes * num_parameters) + SMALL_FILES_BYTES
-
-
-def list_settings(settings: ExportSection) -> dict[str, Any]:
-    """Settings that can change the export; the source is compared separately, threads change only the speed."""
-    return settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
 
 
 def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:

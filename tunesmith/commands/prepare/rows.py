@@ -86,13 +86,6 @@ def build_messages(question: str, solution: Solution, *, style: Style) -> list[d
     return messages
 
 
-def build_plain_messages(question: str, solution: Solution) -> list[dict[str, Any]]:
-    """A conversation without tool calls, for a solution whose calculations are not confirmed."""
-    while solution.calculations:
-        solution = solution.join(0)
-    return build_messages(question, solution, style="all")
-
-
 def wrap_reasoning(text: str) -> str:
     return f"{THINK_OPEN}\n{text}\n{THINK_CLOSE}"
 
@@ -151,9 +144,10 @@ class RowCandidate:
         }
 
     def build_messages(self, style: Style) -> list[dict[str, Any]]:
-        if not self.is_verified:
-            return build_plain_messages(self.question, self.solution)
-        return build_messages(self.question, self.solution, style=style)
+        solution = self.solution
+        while solution.calculations and not self.is_verified:
+            solution = solution.join(0)
+        return build_messages(self.question, solution, style=style)
 
 
 @dataclass(slots=True, kw_only=True)

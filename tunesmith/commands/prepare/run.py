@@ -212,7 +212,10 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
     models = {} if settings.pass_rate is None else settings.pass_rate.models
     sources = {"data": settings.data, "eval_data": settings.eval_data}
     inputs = {
-        "settings": list_settings(settings),
+        # all but those that change only the speed
+        "settings": settings.model_dump(
+            mode="json", exclude={"num_cpu_threads": True, "paraphrase": {"max_concurrency"}}
+        ),
         # None for a data set that is not a local path
         "sources": {knob: hash_files(Path(each.path).expanduser()) for knob, each in sources.items() if each},
         "weights": {name: describe_weights(model.path) for name, model in models.items()},
@@ -229,11 +232,6 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
         num_eval=0 if evaluation is None else evaluation["num_kept"],
         content=content,
     )
-
-
-def list_settings(settings: PrepareSection) -> dict[str, Any]:
-    """All settings but those that change only the speed."""
-    return settings.model_dump(mode="json", exclude={"num_cpu_threads": True, "paraphrase": {"max_concurrency"}})
 
 
 def hash_files(path: Path) -> str | None:

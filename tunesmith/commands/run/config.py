@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from tunesmith.commands.references import StageReference, list_strings, map_strings, read_reference
+from tunesmith.commands.references import StageReference, list_strings, read_reference
 from tunesmith.commands.table import STAGES, import_named
 from tunesmith.config import Section
 from tunesmith.errors import ConfigError
-from tunesmith.runs.load_config import build_section, describe_validation_error, load_values
+from tunesmith.runs.load_config import build_section, describe_validation_error, load_values, map_strings
 from tunesmith.runs.workspace import compute_digest
 
 ROUNDS, STAGE, ROUND, PREVIOUS, NUMBER = "rounds", "stage:", "round:", "previous", "number"
@@ -116,7 +116,6 @@ def expand_rounds(stages: Mapping[str, Any]) -> dict[str, Any]:
 
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
-RESERVED_NAMES = ("stages",)
 if TYPE_CHECKING:
     Stage = Section
 else:
@@ -158,7 +157,7 @@ class PipelineConfig(Section):
     @classmethod
     def _check_names(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
         for name in stages:
-            if not STAGE_NAME.fullmatch(name) or name in RESERVED_NAMES:
+            if not STAGE_NAME.fullmatch(name) or name == "stages":
                 raise ValueError(
                     f"{name!r} is not a valid stage name: use letters, digits, '_' and '-', and not 'stages'"
                 )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.commands.eval.compare import release_memory
@@ -36,7 +35,7 @@ from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.config import FunctionStage, RunConfig, Section
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError, StorageError, TunesmithError, shorten
-from tunesmith.monitor.console import format_duration
+from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.runs.load_config import dump_config
 from tunesmith.runs.load_function import load_function
 from tunesmith.runs.policy import BuildModel
@@ -90,16 +89,16 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
     stages = plan_stages(config)
     selected = selection.select(stages)
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
-    screen = Console(stderr=True, highlight=False, soft_wrap=True)
+    screen = ConsoleProgress()
     check_selected(stages, selected, folder, is_rerun=selection.is_rerun)
     with Workspace(folder.root):
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in selected:
             title = f"stage {[each.name for each in stages].index(stage.name) + 1}/{len(stages)} {stage.name}"
             if folder.find_state(stage) == "done" and not selection.is_rerun:
-                screen.print(f"{title}: already done, skipped", markup=False)
+                screen.show_line(f"{title}: already done, skipped")
                 continue
-            screen.print(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}", markup=False)
+            screen.show_line(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}")
             settings = stage.resolve(partial(resolve_reference, folder=folder, stage_name=stage.name))
             out_dir, started = folder.root / stage.name, time.monotonic()
             try:
@@ -108,7 +107,7 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
                 folder.end_attempt(stage.name, time.monotonic() - started)
                 release_memory()
             folder.finish(stage, result)
-            screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
+            screen.show_line(f"{title}: done in {format_duration(time.monotonic() - started)}")
         save_report(folder, stages)
     outcomes = {stage.name: load_outcome(folder, stage) for stage in stages}
     return PipelineResult(folder=folder.root, report=folder.root / REPORT_TABLE, stages=outcomes)

@@ -18,7 +18,7 @@ template as other conversations are; assistant messages of the prompt are not tr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -125,13 +125,13 @@ class ConversationReader:
             raise DataError(f"{where} has no assistant message to train on")
         return tuple(turns)
 
-    def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[MessagePart]) -> list[Turn]:
+    def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[tuple[str, bool]]) -> list[Turn]:
         """One turn per part; its prompt is everything before it. The end of turn belongs to the last part."""
         turns: list[Turn] = []
-        for number, part in enumerate(parts, start=1):
-            ids = self._renderer.encode_content(part.text)
+        for number, (text, is_trained) in enumerate(parts, start=1):
+            ids = self._renderer.encode_content(text)
             ids += self._renderer.encode(self._end_of_turn) if number == len(parts) else ()
-            turns.append(_build_turn(prompt_ids, ids, is_trained=part.is_trained))
+            turns.append(_build_turn(prompt_ids, ids, is_trained=is_trained))
             prompt_ids += ids
         return turns
 
@@ -174,23 +174,16 @@ def read_weight(fields: Mapping[str, Any], where: str) -> bool:
     return weight is None or bool(weight)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagePart:
-    """A piece of an assistant message."""
-
-    text: str
-    is_trained: bool
-
-
-def read_parts(fields: Mapping[str, Any], where: str) -> list[MessagePart] | None:
-    """The parts of an assistant message whose content is a list of text parts with weights; None for other content."""
+def read_parts(fields: Mapping[str, Any], where: str) -> list[tuple[str, bool]] | None:
+    """The texts of an assistant message whose content is a list of text parts with weights, each with whether it is
+    trained; None for other content."""
     content = fields.get("content")
     if not isinstance(content, list) or not any("weight" in part for part in content):
         return None
     if fields.get("weight") is not None or fields.get("tool_calls") or fields.get("reasoning_content"):
         raise ValueError(f"{where} has weighted parts, so it can have no weight, tool calls or reasoning of its own")
     parts = [
-        MessagePart(text=part["text"], is_trained=read_weight(part, f"{where}.content[{index}]"))
+        (part["text"], read_weight(part, f"{where}.content[{index}]"))
         for index, part in enumerate(content)
         if part["text"]
     ]

@@ -1,4 +1,4 @@
-"""Save and restore checkpoints of a training run.
+"""Restore the checkpoints of a training run, and save what stands beside them.
 
 A step's files are written before the checkpoint that commits it, so an interrupted run resumes from its last commit and
 reproduces the same metrics.
@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tunesmith.cluster.ranks import Ranks
-from tunesmith.commands.tune.run_control import RunControl
 from tunesmith.errors import StorageError
-from tunesmith.experience.batch import Batch
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
-from tunesmith.model.checkpoint import (
-    estimate_checkpoint_bytes,
-    load_checkpoint,
-    load_model_state,
-    load_states,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, load_model_state, load_states
 from tunesmith.runs.policy import Policy
 from tunesmith.runs.run_folder import RunFolder, describe_recovery
-from tunesmith.storage import RunPaths, remove_tree, renamed_folder, save_json
-from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state, load_state
+from tunesmith.storage import RunPaths, remove_tree, renamed_folder
+from tunesmith.trainer.sharding.sharded_model import find_sharding, load_state
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Group, RunAdvantage, Trajectory
+from tunesmith.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -84,58 +75,6 @@ def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> in
     return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 
-def commit(
-    policy: Policy,
-    parts: StepParts,
-    paths: RunPaths,
-    control: RunControl,
-    *,
-    step: int,
-    in_flight: Mapping[str, Any],
-    steps_per_file: int,
-    num_kept: int | None,
-    replaced_steps: Sequence[int],
-    is_timed: bool,
-) -> None:
-    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints; all ranks that train
-    take part (`RankTrainer.save`).
-
-    `in_flight` is what the checkpoint holds of rollouts in flight; `num_kept` checkpoints stay, all if it is None. The
-    checkpoints of `replaced_steps` are removed; that of a step which `is_timed` is removed by the next commit, also if
-    the run is killed before it.
-    """
-    save_checkpoint(
-        paths.checkpoint(step),
-        policy.model,
-        policy.tokenizer,
-        weights=None if find_sharding(policy.model) is None else gather_state(policy.model),
-        trainer_state=parts.trainer.trainer.state_dict(),
-        run_state={
-            "step": step,
-            "selector": parts.tasks.selector.state_dict(),
-            "replay": parts.replay.state_dict(),
-            "timed_steps": [*replaced_steps, step] if is_timed else [*replaced_steps],
-            **in_flight,
-        },
-    )
-    save_json(paths.last_commit, {"step": step})
-    merge_steps(paths, committed_step=step, steps_per_file=steps_per_file)
-    control.save_best()
-    remove_replaced(paths, control, num_kept=num_kept, replaced_steps=replaced_steps)
-
-
-def remove_replaced(
-    paths: RunPaths, control: RunControl, *, num_kept: int | None, replaced_steps: Sequence[int]
-) -> None:
-    """Remove the checkpoints of `replaced_steps` and all but `num_kept`; the best one stays."""
-    best_step = None if control.best is None else control.best.step
-    for each in replaced_steps:
-        if each != best_step and paths.checkpoint(each).is_dir():
-            remove_tree(paths.checkpoint(each))
-    if num_kept is not None:
-        remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
-
-
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:
     """Merge per-step files to bound their number; files that cannot be read or written stay per step."""
     for any_step, form in ((paths.rollouts(0), ROLLOUT_STEPS), (paths.selection(0), JSON_STEPS)):
@@ -145,29 +84,16 @@ def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) ->
             logger.warning("files of steps were not merged: %s", error)
 
 
-class StepRollouts:
-    """The file of a step's rollouts, written once."""
+def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
+    """Save the trajectories that a failed step had finished, unless its groups are saved.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_saved = False
-
-    def save(self, batch: Batch, advantages: Sequence[Sequence[RunAdvantage]]) -> None:
-        """Save all groups of the step, with the advantages of those that train."""
-        save_rollouts(self._path, batch.recorded, batch.spread(advantages))
-        self._is_saved = True
-
-    def save_unfinished(self, finished: Sequence[Trajectory]) -> None:
-        """Save the trajectories that a failed step had finished, unless its groups are saved.
-
-        A step may repeat a task: the second rollout of an index is that of another group.
-        """
-        found: dict[tuple[str, int], list[Trajectory]] = {}
-        counts: Counter[tuple[str, int]] = Counter()
-        for trajectory in finished:
-            task_id = trajectory.task.task_id
-            found.setdefault((task_id, counts[task_id, trajectory.run_index]), []).append(trajectory)
-            counts[task_id, trajectory.run_index] += 1
-        if found and not self._is_saved:
-            groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in found.values()]
-            save_rollouts(self._path, groups)
+    A step may repeat a task: the second rollout of an index is that of another group.
+    """
+    found: dict[tuple[str, int], list[Trajectory]] = {}
+    counts: Counter[tuple[str, int]] = Counter()
+    for trajectory in finished:
+        task_id = trajectory.task.task_id
+        found.setdefault((task_id, counts[task_id, trajectory.run_index]), []).append(trajectory)
+        counts[task_id, trajectory.run_index] += 1
+    if found and not path.exists():
+        save_rollouts(path, [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in found.values()])

@@ -100,13 +100,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(config.algorithm.batch_size)]
         feed = TaskFeed(tasks, build_sequential(np.empty((len(tasks), 0)), seed=0))
     else:
-        feed, counted = build_task_feed(
-            config.training_sets,
-            config.training_knobs,
-            custom,
-            seed=config.seed,
-            load_set=lambda section, name: load_set(section, name=name, knob=config.training_knobs[name]),
-        )
+        feed, counted = build_task_feed(config, custom, load_set)
     eval_tasks = {
         name: load_set(dataset, name=name, knob=f"eval_datasets.{name}")[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
@@ -228,30 +222,27 @@ def load_expert_feed(algorithm: AlgorithmSection, model: ModelSection, seed: int
 
 
 def build_task_feed(
-    sets: Mapping[str, DatasetSection],
-    knobs: Mapping[str, str],
-    custom: CustomComponents,
-    *,
-    seed: int,
-    load_set: Callable[..., list[Task]],
+    config: RunConfig, custom: CustomComponents, load_set: Callable[..., list[Task]]
 ) -> tuple[TaskFeed, dict[str, float]]:
     """Read the training sets, apply their operators and build their selectors; also return the operators' metrics.
 
-    `knobs` are the names of the sets in the run file; `load_set(section, name=...)` reads one.
+    `load_set(section, name=..., knob=...)` reads one.
     """
+    sets, seed = config.training_sets, config.seed
     if not sets:
         raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
     tasks_of: dict[str, list[Task]] = {}
     selectors: dict[str, Selector] = {}
     metrics: dict[str, float] = {}
     for name, section in sets.items():
-        load = partial(load_component, knob=f"{knobs[name]}.operators")
-        tasks_of[name], counted = apply_task_operators(load_set(section, name=name), section.operators, load=load)
+        knob, given = config.training_knobs[name], custom.selectors.get(name)
+        tasks, load = load_set(section, name=name, knob=knob), partial(load_component, knob=f"{knob}.operators")
+        tasks, counted = apply_task_operators(tasks, section.operators, load=load)
         metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
-        given, selector_knob = custom.selectors.get(name), f"{knobs[name]}.task_selector"
         selectors[name] = build_set_selector(
-            section.task_selector, tasks_of[name], given, seed=seed, knob=selector_knob
+            section.task_selector, tasks, given, seed=seed, knob=f"{knob}.task_selector"
         )
+        tasks_of[name] = tasks
     tasks = [task for each in tasks_of.values() for task in each]
     selector = next(iter(selectors.values()))
     if len(sets) > 1:

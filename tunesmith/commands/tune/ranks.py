@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,17 +43,12 @@ from tunesmith.trainer.trainer import Trainer
 T = TypeVar("T")
 
 
-class StartServer(Protocol):
-    """Serves the policy of a rank and yields the URL."""
-
-    def __call__(self, service: ModelService, *, rank: int, links: Links) -> AbstractAsyncContextManager[str]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """Lets programs outside of this process take the place of the workflow."""
 
-    start: StartServer
+    start: Callable[..., AbstractAsyncContextManager[str]]
+    """`start(service, rank=..., links=...)` serves the policy of a rank and yields the URL."""
     model: ModelProvider | None = None
     """What binds models to rollouts, if it is not the service."""
     notice: str
@@ -205,20 +200,16 @@ class Rank:
 
 def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Actors, links: Links) -> Rank:
     """This rank of a run whose models are loaded."""
-    section = config.rollout.branching
     if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
         policy.engine.record_routes()
-    if section is not None:
+    if (section := config.rollout.branching) is not None:
         vocab_size = policy.model.get_input_embeddings().num_embeddings
         actors = replace(actors, branching=Branching(section=section, vocab_size=vocab_size))
-    return Rank(
-        config=config,
-        roles=roles,
-        policy=policy,
-        actors=actors,
-        thread=build_thread(policy.model.device, is_needed=config.rollout.max_staleness > 0),
-        links=links,
-    )
+    thread: WorkThread | NoThread = NoThread()
+    if config.rollout.max_staleness > 0:
+        device = policy.model.device
+        thread = WorkThread(partial(torch.cuda.set_device, device)) if device.type == "cuda" else WorkThread()
+    return Rank(config=config, roles=roles, policy=policy, actors=actors, thread=thread, links=links)
 
 
 def join_ranks(
@@ -230,13 +221,6 @@ def join_ranks(
     if server is not None and server.model is not None:
         actors = replace(actors, model=server.model)
     return build_rank(config, roles, policy, actors, links), server_links
-
-
-def build_thread(device: torch.device, *, is_needed: bool) -> WorkThread | NoThread:
-    """The thread of updates and saves, if it is needed."""
-    if not is_needed:
-        return NoThread()
-    return WorkThread(partial(torch.cuda.set_device, device)) if device.type == "cuda" else WorkThread()
 
 
 async def lead(

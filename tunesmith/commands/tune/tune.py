@@ -7,8 +7,8 @@ committed. A stage of a pipeline is such a run in the folder of the stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,12 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.commands.eval.results import EvaluationResult, evaluate_all
 from tunesmith.commands.stage import ChooseModel, StageResult, check_run, describe_device, describe_run
 from tunesmith.commands.tune.checkpoints import (
-    StepRollouts,
-    commit,
     count_checkpoint_bytes,
-    remove_replaced,
+    merge_steps,
     restore,
     restore_models,
     save_tokenizer,
+    save_unfinished,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
 from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition
@@ -48,8 +47,10 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
+from tunesmith.experience.store import save_rollouts
 from tunesmith.http_server import check_port
 from tunesmith.loop import StepParts, StepResult, run_step
+from tunesmith.model.checkpoint import remove_old_checkpoints, save_checkpoint
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
@@ -66,7 +67,8 @@ from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import TrainingResult, require_path
 from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
-from tunesmith.storage import check_free_space, save_json
+from tunesmith.storage import check_free_space, remove_tree, save_json
+from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state
 from tunesmith.types import Group, JudgeType, WorkflowType
 
 
@@ -90,10 +92,6 @@ class TuneResult(TrainingResult):
     """The checkpoint with the best evaluation; None without `keep_best`."""
     stop_reason: str | None = None
     """Why the run ended before its last step; None if it did not."""
-
-    @property
-    def run_folder(self) -> Path:
-        return self.folder
 
     @property
     def model_path(self) -> str:
@@ -151,18 +149,23 @@ def run_tuning(
     check_port(own_config.rollout.http_port, knob="rollout.http_port")
     device = resolve_device(own_config.model.device)
     plan = build_plan(own_config, custom) if place.is_first else None
-    with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
+    opened = open_ranks(place, device=device, timeout_s=config.cluster.timeout_s)
+    with default_modes(), opened as ranks, ExitStack() as stack:
         roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
-        load = partial(
-            load_actors,
-            own_config,
-            workflow=workflow,
-            judge=judge,
-            build_model=build_model,
-            ranks=Ranks() if roles.is_sampler else roles.trainers,
-            has_rollouts=roles.is_sampler or not roles.samplers,
-            has_trainer=not roles.is_sampler,
-        )
+
+        def load() -> tuple[Policy, Actors]:
+            policy, actors = load_actors(
+                own_config,
+                workflow=workflow,
+                judge=judge,
+                build_model=build_model,
+                ranks=Ranks() if roles.is_sampler else roles.trainers,
+                has_rollouts=roles.is_sampler or not roles.samplers,
+                has_trainer=not roles.is_sampler,
+            )
+            stack.callback(policy.close)
+            return policy, actors
+
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
         with (
@@ -219,7 +222,6 @@ def run_leader(
         monitor.show_line(describe_interruption(config, folder.paths.root, total_steps=plan.total_steps))
         raise
     finally:
-        policy.close()
         rank.thread.close()
 
 
@@ -249,12 +251,9 @@ def run_follower(
         with StopAfterStep() if place.rank == place.local_rank else nullcontext():
             return await follow(rank, worker, rank_trainer)
 
-    try:
-        serving = work_while_serving(do_parts, server, policy.service, server_links, rank=roles.world.rank)
-        result: TuneResult = run_lockstep(serving, config.rollout).take_result()
-        return result
-    finally:
-        policy.close()
+    serving = work_while_serving(do_parts, server, policy.service, server_links, rank=roles.world.rank)
+    result: TuneResult = run_lockstep(serving, config.rollout).take_result()
+    return result
 
 
 def build_parts(rank: Rank, plan: RunPlan) -> StepParts:
@@ -296,12 +295,12 @@ class Training:
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
         # first what a killed run has replaced and not removed, as the next checkpoint may need the space
-        paths, rank, replaced_steps = self.folder.paths, self.rank, [step for step in timed_steps if step != first_step]
-        remove_replaced(paths, control, num_kept=rank.config.keep_checkpoints, replaced_steps=replaced_steps)
+        self.remove_replaced([step for step in timed_steps if step != first_step])
+        rank = self.rank
         num_bytes = count_checkpoint_bytes(rank.policy, self.parts.trainer.trainer, rank.roles.trainers)
-        check_free_space(paths.root, num_bytes)
+        check_free_space(self.folder.paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
-        if first_step == 0 and self.rank.config.evaluation.at_start:
+        if first_step == 0 and rank.config.evaluation.at_start:
             evaluations = await self.evaluate(0)
             control.raise_error()
         with StopAfterStep() as stop:
@@ -373,11 +372,11 @@ class Training:
     async def run_saved_step(self, step: int) -> StepResult:
         """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
         paths, progress = self.folder.paths, RolloutProgress(status=self.monitor)
-        rollouts = StepRollouts(paths.rollouts(step))
+        path = paths.rollouts(step)
         try:
-            result = await run_step(self.parts, step=step, progress=progress, record=rollouts)
+            result = await run_step(self.parts, step=step, progress=progress, record=partial(save_rollouts, path))
         except TunesmithError as error:
-            rollouts.save_unfinished(progress.finished)
+            save_unfinished(path, progress.finished)
             save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
             raise
         self.parts.tasks.save_selection(paths.selection(step))
@@ -403,24 +402,43 @@ class Training:
     async def save(self, step: int, *, replaced_steps: Sequence[int], is_timed: bool) -> None:
         """Commit the step with a checkpoint, for which all ranks that train gather their parts; it replaces those of
         `replaced_steps`, which were saved for their time alone, as this one is if it `is_timed`."""
-        config = self.rank.config
-        saving = partial(
-            commit,
-            self.rank.policy,
-            self.parts,
-            self.folder.paths,
-            self.control,
-            step=step,
-            in_flight=self.parts.dispatcher.state_dict(),
-            steps_per_file=config.steps_per_file,
-            num_kept=config.keep_checkpoints,
-            replaced_steps=replaced_steps,
-            is_timed=is_timed,
-        )
+        run_state = {
+            "step": step,
+            "selector": self.parts.tasks.selector.state_dict(),
+            "replay": self.parts.replay.state_dict(),
+            "timed_steps": [*replaced_steps, step] if is_timed else [*replaced_steps],
+            **self.parts.dispatcher.state_dict(),
+        }
         self.monitor.show_status("saving")
-        await self.parts.trainer.save(saving)
+        await self.parts.trainer.save(partial(self.commit, run_state, replaced_steps))
         self.monitor.show_status("")
         await self.control.end_checkpoint(step)
+
+    def commit(self, run_state: Mapping[str, Any], replaced_steps: Sequence[int]) -> None:
+        """Save a checkpoint, then merge files of committed steps and remove old checkpoints."""
+        paths, model, step = self.folder.paths, self.rank.policy.model, run_state["step"]
+        save_checkpoint(
+            paths.checkpoint(step),
+            model,
+            self.rank.policy.tokenizer,
+            weights=None if find_sharding(model) is None else gather_state(model),
+            trainer_state=self.parts.trainer.trainer.state_dict(),
+            run_state=run_state,
+        )
+        save_json(paths.last_commit, {"step": step})
+        merge_steps(paths, committed_step=step, steps_per_file=self.rank.config.steps_per_file)
+        self.control.save_best()
+        self.remove_replaced(replaced_steps)
+
+    def remove_replaced(self, replaced_steps: Sequence[int]) -> None:
+        """Remove the checkpoints of `replaced_steps` and all but `keep_checkpoints`; the best one stays."""
+        paths, num_kept = self.folder.paths, self.rank.config.keep_checkpoints
+        best_step = None if self.control.best is None else self.control.best.step
+        for each in replaced_steps:
+            if each != best_step and paths.checkpoint(each).is_dir():
+                remove_tree(paths.checkpoint(each))
+        if num_kept is not None:
+            remove_old_checkpoints(paths.root, num_kept=num_kept, best_step=best_step)
 
     def show_failures(self, groups: Sequence[Group]) -> None:
         """Print the first failure of each kind."""

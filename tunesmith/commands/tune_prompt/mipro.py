@@ -7,21 +7,29 @@ because a workflow has no place for DSPy's demonstrations; successful runs are s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import re
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
 
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 from openai.types.chat import ChatCompletion
 
 from tunesmith.arguments import read_api_key
+from tunesmith.commands.tune_prompt.prompt_runs import PromptRuns, Teacher
 from tunesmith.compat.agentscope_config import PromptTuneConfig
-from tunesmith.types import Task, Trajectory
+from tunesmith.environments.sets.random_state import silence
+from tunesmith.errors import RolloutError
+from tunesmith.types import Trajectory
+
+T = TypeVar("T")
 
 VALIDATION_SHARE = 0.8
 """Share of the tasks that MIPROv2 evaluates prompts on; from the others it makes examples."""
@@ -30,24 +38,71 @@ MAX_SINGLE_BATCH = 50
 """More tasks than this are evaluated in minibatches."""
 
 
-class Search(Protocol):
-    """What the optimizer calls, from its thread."""
-
-    def run_one(self, prompt: str, position: int) -> Trajectory: ...
-
-    def score(self, prompt: str, positions: Sequence[int]) -> float: ...
-
-    def ask(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str: ...
+class _StoppedError(BaseException):
+    """Ends the optimizer's thread; DSPy catches every Exception."""
 
 
-def optimize_prompt(
-    search: Search, tasks: Sequence[Task], config: PromptTuneConfig, *, initial_prompt: str, has_proposer: bool
-) -> str:
-    """The prompt with the best mean reward among the initial one and those that are proposed.
+class LoopSearch:
+    """Runs the optimizer in a thread, and what it calls on the event loop. The first error ends the optimization."""
 
-    With `has_proposer`, `search.ask` proposes, and otherwise the model that the config names.
-    """
-    model = ProposingModel(search) if has_proposer else build_litellm(config)
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: PromptRuns, teacher: Teacher | None) -> None:
+        self._loop = loop
+        self.runs = runs
+        self.teacher = teacher
+        self._is_stopped = False
+        self._error: BaseException | None = None
+
+    def run_one(self, prompt: str, position: int) -> Trajectory:
+        return self._call(self.runs.run(prompt, [position]))[0]
+
+    def score(self, prompt: str, positions: Sequence[int]) -> float:
+        return self._call(self.runs.score(prompt, positions))
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
+        assert self.teacher is not None, "prompts are proposed through LiteLLM"
+        return self._call(self.teacher.ask(messages, fields))
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._is_stopped:  # interrupted
+            work.close()
+            raise _StoppedError
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except BaseException as error:
+            self._error = self._error or error
+            raise _StoppedError from error
+
+    async def optimize(self, config: PromptTuneConfig, initial_prompt: str) -> str:
+        """The best prompt that the optimizer finds."""
+        found: Future[str] = Future()
+
+        def work() -> None:
+            with contextlib.suppress(InvalidStateError):  # the search was interrupted
+                try:
+                    prompt = optimize_prompt(self, config, initial_prompt)
+                except _StoppedError:
+                    found.set_exception(self._error)
+                except Exception as raised:  # noqa: BLE001 - raised again on the event loop
+                    error = RolloutError(f"DSPy found no prompt: {type(raised).__name__}: {raised}")
+                    error.__cause__ = raised
+                    found.set_exception(error)
+                else:
+                    found.set_result(prompt)
+
+        thread = threading.Thread(target=work, name="tunesmith-prompts", daemon=True)
+        try:
+            with silence(thread):  # DSPy has no switch for its progress bars
+                thread.start()
+                return await asyncio.wrap_future(found)
+        finally:
+            self._is_stopped = True
+
+
+def optimize_prompt(search: LoopSearch, config: PromptTuneConfig, initial_prompt: str) -> str:
+    """The prompt with the best mean reward among the initial one and those that are proposed, by the teacher of the
+    search or the model that the config names."""
+    tasks = search.runs.tasks
+    model = build_litellm(config) if search.teacher is None else ProposingModel(search)
     optimizer = PromptOptimizer(
         search,
         metric=is_success,
@@ -107,7 +162,7 @@ class PlacedRow(dict[str, Any]):
 class PromptProgram(dspy.Module):  # type: ignore[misc]
     """The workflow as a DSPy program: the instructions of its one predictor are the system prompt."""
 
-    def __init__(self, search: Search, prompt: str) -> None:
+    def __init__(self, search: LoopSearch, prompt: str) -> None:
         super().__init__()
         self._search = search
         self.predictor = dspy.Predict(dspy.Signature("task -> answer", prompt))
@@ -136,9 +191,9 @@ def is_success(example: Any, prediction: Any, trace: Any = None) -> bool:
 
 
 class PromptOptimizer(dspy.MIPROv2):  # type: ignore[misc]
-    """MIPROv2 with the scores of `Search`."""
+    """MIPROv2 with the scores of `LoopSearch`."""
 
-    def __init__(self, search: Search, **settings: Any) -> None:
+    def __init__(self, search: LoopSearch, **settings: Any) -> None:
         super().__init__(**settings)
         self._search = search
 
@@ -155,7 +210,7 @@ class PromptOptimizer(dspy.MIPROv2):  # type: ignore[misc]
 class ProposingModel(dspy.BaseLM):  # type: ignore[misc]
     """A language model of DSPy that asks ours."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: LoopSearch) -> None:
         super().__init__(model="tunesmith", cache=False)
         self._search = search
 

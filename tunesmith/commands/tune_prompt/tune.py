@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
-import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from tunesmith.arguments import read_api_key
 from tunesmith.commands.candidates import (
@@ -28,15 +24,13 @@ from tunesmith.compat.agentscope_config import DatasetConfig, PromptTuneConfig
 from tunesmith.compat.chat_models import agent_output, choose_chat_model
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
-from tunesmith.environments.sets.random_state import WithoutThread
-from tunesmith.errors import ConfigError, DataError, RolloutError, shorten
+from tunesmith.errors import ConfigError, DataError, shorten
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.rollout.service import ExternalModel
 from tunesmith.rollout.signature import check_judge_function, check_prompt_workflow_function, list_parameters
 from tunesmith.runs.policy import BuildModel, LoadedModel
 from tunesmith.types import JudgeType, Task, Trajectory
 
-T = TypeVar("T")
 MIN_TASKS = 2
 MAX_CELL_CHARS = 60
 
@@ -140,7 +134,7 @@ async def run_prompt_tuning(
         max_failure_rate=config.max_failure_rate,
         seed=config.seed,
     )
-    progress = ConsoleProgress(first_step=0, total_steps=0, has_progress=False, log_interval_steps=1)
+    progress = ConsoleProgress()
     show: Callable[[str], None] = progress.show_line if config.eval_display_progress else lambda line: None
     try:
         for each in (model, proposer):
@@ -155,6 +149,8 @@ async def run_prompt_tuning(
             teacher = Teacher(loaded, seed=config.seed)
         build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=limits, show=show)
         runs = build(tasks=tasks)
+        from tunesmith.commands.tune_prompt.mipro import LoopSearch  # DSPy is optional and takes seconds
+
         search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
         prompt = await search.optimize(config, initial_prompt)
         scores = None
@@ -206,79 +202,3 @@ def format_held_out(initial: Sequence[Trajectory], tuned: Sequence[Trajectory], 
         for old, new in zip(initial[:num_tasks], tuned[:num_tasks], strict=True)
     ]
     return format_table(["task", "initial prompt", "tuned prompt", "answer under the tuned prompt"], rows)
-
-
-class _StoppedError(BaseException):
-    """Ends the optimizer's thread; DSPy catches every Exception."""
-
-
-class LoopSearch:
-    """Runs the optimizer in a thread, and what it calls on the event loop. The first error ends the optimization."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, runs: PromptRuns, teacher: Teacher | None) -> None:
-        self._loop = loop
-        self._runs = runs
-        self._teacher = teacher
-        self._is_stopped = False
-        self._error: BaseException | None = None
-
-    def run_one(self, prompt: str, position: int) -> Trajectory:
-        return self._call(self._runs.run(prompt, [position]))[0]
-
-    def score(self, prompt: str, positions: Sequence[int]) -> float:
-        return self._call(self._runs.score(prompt, positions))
-
-    def ask(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
-        assert self._teacher is not None, "prompts are proposed through LiteLLM"
-        return self._call(self._teacher.ask(messages, fields))
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._is_stopped:  # interrupted
-            work.close()
-            raise _StoppedError
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        except BaseException as error:
-            self._error = self._error or error
-            raise _StoppedError from error
-
-    async def optimize(self, config: PromptTuneConfig, initial_prompt: str) -> str:
-        """The best prompt that the optimizer finds."""
-        from tunesmith.commands.tune_prompt.mipro import optimize_prompt  # DSPy is optional and takes seconds
-
-        found: Future[str] = Future()
-
-        def work() -> None:
-            with contextlib.suppress(InvalidStateError):  # the search was interrupted
-                try:
-                    prompt = optimize_prompt(
-                        self,
-                        self._runs.tasks,
-                        config,
-                        initial_prompt=initial_prompt,
-                        has_proposer=self._teacher is not None,
-                    )
-                except _StoppedError:
-                    found.set_exception(self._error)
-                except Exception as raised:  # noqa: BLE001 - raised again on the event loop
-                    error = RolloutError(f"DSPy found no prompt: {type(raised).__name__}: {raised}")
-                    error.__cause__ = raised
-                    found.set_exception(error)
-                else:
-                    found.set_result(prompt)
-
-        thread = threading.Thread(target=work, name="tunesmith-prompts", daemon=True)
-        try:
-            with silence(thread):
-                thread.start()
-                return await asyncio.wrap_future(found)
-        finally:
-            self._is_stopped = True
-
-
-@contextlib.contextmanager
-def silence(thread: threading.Thread) -> Iterator[None]:
-    """Within: nothing that `thread` writes to stdout and stderr is shown; DSPy has no switch for its progress bars."""
-    out, err = (cast(Any, WithoutThread(stream, thread)) for stream in (sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield

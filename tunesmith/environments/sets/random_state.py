@@ -55,6 +55,14 @@ class WithoutThread:
         return len(text) if threading.current_thread() is self._thread else self._stream.write(text)
 
 
+@contextlib.contextmanager
+def silence(thread: threading.Thread) -> Iterator[None]:
+    """Within: nothing that `thread` writes to stdout and stderr is shown."""
+    out, err = (cast(Any, WithoutThread(stream, thread)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
 def swap_state(state: Any) -> Any:
     """Install a state of the process-wide generators; returns the former one."""
     former = random.getstate(), np.random.get_state()

@@ -24,8 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_models, check_run, describe_device
 from tunesmith.config import FlywheelConfig
@@ -51,7 +49,7 @@ from tunesmith.judges.llm import ask
 from tunesmith.judges.redundancy import parse_vote
 from tunesmith.judges.squad import list_accepted
 from tunesmith.judges.tir import build_prompt
-from tunesmith.monitor.console import format_duration
+from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
 from tunesmith.rollout.group import GroupRequest, build_requests
@@ -199,7 +197,7 @@ class FlywheelProgress:
 
     def __init__(self, config: FlywheelConfig) -> None:
         self._config = config
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = ConsoleProgress()
         self._iteration = self._total = self._done = self._num_made = 0
         self._started = time.monotonic()
 
@@ -216,11 +214,10 @@ class FlywheelProgress:
         left = self._total - self._done
         # how many attempts a later iteration makes is unknown before it: it is taken to be as long as this one
         later = (self._config.num_iterations - self._iteration) * self._total
-        self._console.print(
+        self._console.show_line(
             f"flywheel iteration {self._iteration}/{self._config.num_iterations}  {self._done}/{self._total} attempts  "
             f"eta of the iteration {format_duration(s_per_attempt * left)}, of all about "
-            f"{format_duration(s_per_attempt * (left + later))}",
-            markup=False,
+            f"{format_duration(s_per_attempt * (left + later))}"
         )
 
 

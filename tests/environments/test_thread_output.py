@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from tunesmith.commands.tune_prompt.tune import silence
+from tunesmith.environments.sets.random_state import silence
 
 
 def talk(name):
