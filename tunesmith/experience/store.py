@@ -184,7 +184,7 @@ def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
 
 
 def truncate_rollouts(source: Path, target: Path, last: int) -> None:
-    with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
+    with reading(source), source.open("rb") as stored, open_atomic(target) as file:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
             for index, step in enumerate(find_steps(parquet)):
@@ -361,12 +361,12 @@ class RolloutFiles:
         path, merged_step = self._locate(step)
         try:
             opened = open_rollouts(path)
-        except (StorageError, FileNotFoundError):
+        except StorageError:
             again, merged_step = self._locate(step)
             if again == path:
                 raise
-            opened = open_rollouts(again)
-        with opened as parquet:
+            path, opened = again, open_rollouts(again)
+        with reading(path), opened as parquet:
             row_groups = find_row_groups(parquet, merged_step)
             if merged_step is not None and not row_groups:
                 raise StorageError(f"there are no rollouts of step {step} in {path}")

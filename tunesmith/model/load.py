@@ -269,15 +269,14 @@ def install_adapter(
         return train_all_weights(model)
     from tunesmith.model.adapters.lora import (  # PEFT takes seconds to import
         add_adapter,
-        attach_adapter,
         disable_cpu_repacking,
         load_adapter,
+        merge_adapter,
     )
 
     if lora is None:
         assert source.adapter is not None
-        attached = attach_adapter(model, source.adapter, is_trainable=False)
-        return train_all_weights(attached.merge_and_unload(safe_merge=True))
+        return train_all_weights(merge_adapter(model, source.adapter))
     disable_cpu_repacking(model)
     place = Path(source.name_or_path, source.gguf_file or "")
     base = str(place.absolute()) if place.exists() else source.name_or_path
