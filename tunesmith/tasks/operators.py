@@ -37,7 +37,7 @@ Fields = Annotated[list[str], Field(min_length=1)]
 Weights = Annotated[dict[str, float], Field(min_length=1)]
 
 WORD = re.compile(r"\w+")
-TOKEN = re.compile(r"\w+(?:[.,]\w+)*|[^\w\s.,;:?'\"]")
+TOKEN = re.compile(r"(?:(?<![\w.])\.(?=\d))?\w+(?:[.,]\w+)*|[^\w\s.,;:?'\"]")
 """Tokens that distinguish two tasks: words, numbers with decimals, and operator signs such as + - * / ( )."""
 NGRAM_CHARS = 10
 NGRAM_WORDS = 5
@@ -166,7 +166,7 @@ def _add_scores(tasks: Sequence[Task], to: str, scores: Sequence[float]) -> Chan
 
 Rejection = Literal["refused", "repeated", "echoed"]
 """Why a rewrite is rejected."""
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+NUMBER = re.compile(r"(?:(?<![\w.])\.)?\d+(?:[.,]\d+)*")
 PROMPT = (
     "Rewrite the following task in other words. Keep its meaning, every number, every name and every formula. "
     "Answer with the rewritten task alone.\n\n{text}"
