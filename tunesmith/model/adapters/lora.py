@@ -218,10 +218,9 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedMo
     that one alone.
     """
     attached = attach_adapter(model, adapter, is_trainable=False)
-    ends = [each for each in (model.get_output_embeddings(), model.get_input_embeddings()) if each is not None]
-    head, embeddings = ends[0], ends[-1]
-    if any(isinstance(each, BaseTunerLayer) for each in ends) and head.weight is embeddings.weight:
-        (head.get_base_layer() if isinstance(head, BaseTunerLayer) else head).weight = nn.Parameter(head.weight.clone())
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if any(isinstance(each, BaseTunerLayer) for each in (head, embeddings)) and head.weight is embeddings.weight:
+        getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.clone())
         model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
     merged: PreTrainedModel = attached.merge_and_unload(safe_merge=True)
     return merged

@@ -105,11 +105,8 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
         getattr(writer, f"add_{role}_token_id")(index)
     writer.add_add_bos_token(vocabulary.has_bos)
     writer.add_add_eos_token(vocabulary.has_eos)
-    templates = dict(vocabulary.chat_templates)
-    if set(templates) == {"default"}:
-        writer.add_chat_template(templates["default"])
-    elif templates:
-        writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
+    templates = vocabulary.chat_templates.items()
+    writer.add_chat_template([{"name": name, "template": text} for name, text in templates])
 
 
 def plan_tensors(
