@@ -40,7 +40,21 @@ def test_duplicates_differ_only_in_spacing_case_and_punctuation():
 
 
 def test_tasks_that_differ_in_an_operator_sign_are_kept():
-    texts = ["2 + 3", "2 - 3", "2 * 3", "-2 + 3", "2.3", "2 3", "(2 + 3) * 4", "2 + (3 * 4)", "2^3", "2%3", "5!", "5"]
+    texts = [
+        "2 + 3",
+        "2 - 3",
+        "2 * 3",
+        "-2 + 3",
+        "2.3",
+        "2 3",
+        "(2 + 3) * 4",
+        "2 + (3 * 4)",
+        "2^3",
+        "2%3",
+        "5!",
+        "5",
+        ".5",
+    ]
     assert kept(deduplicate(tasks_of(*({"q": text} for text in texts)), fields=["q"])) == list(range(len(texts)))
 
 
@@ -93,6 +107,7 @@ def test_a_missing_or_non_numeric_field_is_named():
         ("Ann owns 3 pens and gets 12", True),
         ("Ann has 3 pens, then 12", False),
         ("Ann owns 3 pens", False),
+        ("Ann owns .3 pens and gets 12", False),
         (" ", False),
     ],
 )

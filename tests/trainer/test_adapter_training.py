@@ -195,6 +195,14 @@ def test_only_the_adapter_is_updated():
     assert moved == adapter.keys()
 
 
+def test_an_adapter_of_the_head_alone_is_trained():
+    model = build_trainable(dtype=torch.float32, is_tied=False)
+    add_adapter(model, LoraSection(target_modules=("lm_head",)), base="base", dtype=torch.float32)
+    trainer, samples = build_trainer(model), build_demonstrations()
+    losses = [trainer.step(samples)["train/loss"] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
 def test_bfloat16_adapters_have_float32_masters():
     model = build_trainable(dtype=torch.bfloat16)
     add_adapter(model, LORA, base="base", dtype=torch.bfloat16)

@@ -152,3 +152,18 @@ print(sorted({"torch", "transformers", "pandas", "datasets"} & sys.modules.keys(
 """
     found = subprocess.run([sys.executable, "-c", program, str(run_folder)], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_damaged_files_are_named(tmp_path):
+    root = write_run(tmp_path / "run")
+    rollouts, tokenizer = root / "rollouts/step_000004.parquet", root / "global_step_4/tokenizer.json"
+    data = bytearray(rollouts.read_bytes())
+    data[100:300] = bytes(200)  # pages; the footer stays
+    rollouts.write_bytes(data)
+    (run,) = open_runs([root])
+    for read in (lambda: run.index.find_step(4), lambda: run.index.extend(), lambda: run.load_group(4, 0)):
+        with pytest.raises(StorageError, match="cannot read .*step_000004.parquet"):
+            read()
+    tokenizer.write_bytes(tokenizer.read_bytes()[:1000])
+    with pytest.raises(StorageError, match="cannot read .*tokenizer.json: it is not a tokenizer"):
+        print(run.text)

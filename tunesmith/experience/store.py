@@ -127,9 +127,7 @@ def load_rollouts(path: Path) -> list[Group]:
 def load_table(path: Path) -> pa.Table:
     """The rows that were saved as `path`; StorageError if they are missing or damaged."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
-    with reading(stored_path), stored_path.open("rb") as file:
-        parquet = pq.ParquetFile(file, page_checksum_verification=True)
-        check_format(stored_path, parquet.schema_arrow)
+    with reading(stored_path), open_rollouts(stored_path) as parquet:
         return parquet.read_row_groups(find_row_groups(parquet, step))
 
 
@@ -141,12 +139,6 @@ def reading(path: Path) -> Iterator[None]:
             yield
         except pa.ArrowInvalid as error:
             raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
-
-
-def check_format(path: Path, schema: pa.Schema) -> None:
-    found = (schema.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
-    if found != FORMAT:
-        raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
 
 
 def find_row_groups(parquet: pq.ParquetFile, step: int | None) -> list[int]:
@@ -184,13 +176,16 @@ def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
 
 
 def truncate_rollouts(source: Path, target: Path, last: int) -> None:
-    with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
-        parquet = pq.ParquetFile(stored, page_checksum_verification=True)
-        with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
-            for index, step in enumerate(find_steps(parquet)):
-                if step <= last:
-                    table = set_step(parquet.read_row_group(index), step)
-                    writer.write_table(table, row_group_size=len(table))
+    with (
+        reading(source),
+        open_rollouts(source) as parquet,
+        open_atomic(target) as file,
+        pq.ParquetWriter(file, SCHEMA, **WRITING) as writer,
+    ):
+        for index, step in enumerate(find_steps(parquet)):
+            if step <= last:
+                table = set_step(parquet.read_row_group(index), step)
+                writer.write_table(table, row_group_size=len(table))
 
 
 def set_step(table: pa.Table, step: int | None) -> pa.Table:
@@ -361,12 +356,12 @@ class RolloutFiles:
         path, merged_step = self._locate(step)
         try:
             opened = open_rollouts(path)
-        except (StorageError, FileNotFoundError):
+        except StorageError:
             again, merged_step = self._locate(step)
             if again == path:
                 raise
-            opened = open_rollouts(again)
-        with opened as parquet:
+            path, opened = again, open_rollouts(again)
+        with reading(path), opened as parquet:
             row_groups = find_row_groups(parquet, merged_step)
             if merged_step is not None and not row_groups:
                 raise StorageError(f"there are no rollouts of step {step} in {path}")
@@ -382,8 +377,11 @@ class RolloutFiles:
 
 def open_rollouts(path: Path) -> pq.ParquetFile:
     with reading(path):
-        parquet = pq.ParquetFile(path)
-    check_format(path, parquet.schema_arrow)
+        path.stat()  # without the file this error is shorter than pyarrow's
+        parquet = pq.ParquetFile(path, page_checksum_verification=True)
+    found = (parquet.schema_arrow.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
+    if found != FORMAT:
+        raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
     return parquet
 
 

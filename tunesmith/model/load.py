@@ -267,24 +267,18 @@ def install_adapter(
     """Merge the source's adapter; or with `lora` activate it, or a new one, as the only part that takes gradients."""
     if source.adapter is None and lora is None:
         return train_all_weights(model)
-    from tunesmith.model.adapters.lora import (  # PEFT takes seconds to import
-        add_adapter,
-        attach_adapter,
-        disable_cpu_repacking,
-        load_adapter,
-    )
+    from tunesmith.model.adapters import lora as adapters  # PEFT takes seconds to import
 
     if lora is None:
         assert source.adapter is not None
-        attached = attach_adapter(model, source.adapter, is_trainable=False)
-        return train_all_weights(attached.merge_and_unload(safe_merge=True))
-    disable_cpu_repacking(model)
+        return train_all_weights(adapters.merge_adapter(model, source.adapter))
+    adapters.disable_cpu_repacking(model)
     place = Path(source.name_or_path, source.gguf_file or "")
     base = str(place.absolute()) if place.exists() else source.name_or_path
     if source.adapter is None:
-        add_adapter(model, lora, base=base, dtype=dtype)
+        adapters.add_adapter(model, lora, base=base, dtype=dtype)
     else:
-        load_adapter(model, source.adapter, lora, base=base, dtype=dtype)
+        adapters.load_adapter(model, source.adapter, lora, base=base, dtype=dtype)
     return model.eval()
 
 

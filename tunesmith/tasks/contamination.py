@@ -44,16 +44,12 @@ def find_overlaps(train: Sequence[str], evaluation: Sequence[str], *, ngram_word
     overlaps = []
     for train_index, text in enumerate(train):
         words = split_words(text)
-        if words in eval_texts:
-            found = Overlap(train_index=train_index, eval_index=eval_texts[words], kind="exact", words=" ".join(words))
-            overlaps.append(found)
-            continue
+        kind: Literal["exact", "ngram"] = "exact" if words in eval_texts else "ngram"
         grams = (gram for length in lengths for gram in iter_ngrams(words, length))
-        shared = next((gram for gram in grams if gram in eval_ngrams), None)
+        shared = words if kind == "exact" else next((gram for gram in grams if gram in eval_ngrams), None)
         if shared is not None:
-            eval_index = eval_ngrams[shared]
-            found = Overlap(train_index=train_index, eval_index=eval_index, kind="ngram", words=" ".join(shared))
-            overlaps.append(found)
+            index = (eval_texts if kind == "exact" else eval_ngrams)[shared]
+            overlaps.append(Overlap(train_index=train_index, eval_index=index, kind=kind, words=" ".join(shared)))
     return overlaps
 
 

@@ -36,8 +36,7 @@ TaskOperator = Callable[..., ChangedTasks]
 Fields = Annotated[list[str], Field(min_length=1)]
 Weights = Annotated[dict[str, float], Field(min_length=1)]
 
-WORD = re.compile(r"\w+")
-TOKEN = re.compile(r"\w+(?:[.,]\w+)*|[^\w\s.,;:?'\"]")
+TOKEN = re.compile(r"(?:(?<![\w.])\.(?=\d))?\w+(?:[.,]\w+)*|[^\w\s.,;:?'\"]")
 """Tokens that distinguish two tasks: words, numbers with decimals, and operator signs such as + - * / ( )."""
 NGRAM_CHARS = 10
 NGRAM_WORDS = 5
@@ -121,11 +120,11 @@ def data_juicer(
 
 def compute_quality(text: str) -> float:
     """Mean of three shares, each 1 for clean prose; 0 for text without words."""
-    words = WORD.findall(text.casefold())
+    words = split_words(text)
     if not words:
         return 0.0
     char_ngrams = [text[start : start + NGRAM_CHARS] for start in range(max(len(text) - NGRAM_CHARS + 1, 1))]
-    word_ngrams = [tuple(words[start : start + NGRAM_WORDS]) for start in range(max(len(words) - NGRAM_WORDS + 1, 1))]
+    word_ngrams = list(iter_ngrams(words, min(NGRAM_WORDS, len(words))))
     alphanumeric = fmean(character.isalnum() for character in text if not character.isspace())
     return fmean([alphanumeric, compute_unique_share(char_ngrams), compute_unique_share(word_ngrams)])
 
@@ -166,7 +165,7 @@ def _add_scores(tasks: Sequence[Task], to: str, scores: Sequence[float]) -> Chan
 
 Rejection = Literal["refused", "repeated", "echoed"]
 """Why a rewrite is rejected."""
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+NUMBER = re.compile(r"(?:(?<![\w.])\.)?\d+(?:[.,]\d+)*")
 PROMPT = (
     "Rewrite the following task in other words. Keep its meaning, every number, every name and every formula. "
     "Answer with the rewritten task alone.\n\n{text}"

@@ -202,9 +202,7 @@ class ParetoSelector:
         order_N = rng.permutation(self.num_tasks)
         unknown = order_N[self._states_N[order_N] == UNKNOWN]
         kept = kept_J[np.argsort(self._num_selected_N[kept_J], kind="stable")]
-        is_kept_N = np.zeros(self.num_tasks, dtype=bool)
-        is_kept_N[kept_J] = True
-        others = order_N[(self._states_N[order_N] != UNKNOWN) & ~is_kept_N[order_N]]
+        others = order_N[(self._states_N[order_N] != UNKNOWN) & ~np.isin(order_N, kept_J)]
         others = others[np.argsort(self._num_selected_N[others], kind="stable")]
         num_unknown = min(len(unknown), round(self._explore * size))
         num_kept = min(len(kept), size - num_unknown)

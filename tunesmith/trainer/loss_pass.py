@@ -166,7 +166,7 @@ def run_row(
         if has_backward:
             loss.backward()
             gradients.append(part_SC.grad)
-    if has_backward:
+    if hidden_SC.requires_grad:  # not below an adapter of the head alone
         hidden_SC.backward(torch.cat(gradients))
     return PartTotals(reductions=reductions, values_PK=torch.stack(totals))
 

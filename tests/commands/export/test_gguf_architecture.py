@@ -15,7 +15,7 @@ from tunesmith.errors import ModelError
 
 def test_llama_metadata_has_every_size():
     described = describe_architecture(CONFIGS["smollm"])
-    assert described.name == "llama" and described.is_rotated_in_pairs and described.has_tied_embeddings
+    assert described.name == "llama" and described.is_rotated_in_pairs
     assert described.fields == {
         "vocab_size": 416, "context_length": 512, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,

@@ -80,6 +80,15 @@ def test_tied_embeddings_are_written_once(tmp_path):
     assert {"output.weight", "rope_freqs.weight"} <= read_tensors(tmp_path / "untied.gguf").keys()
 
 
+def test_a_head_that_merging_has_untied_is_written(tmp_path):
+    model = build_random_model(CONFIGS["smollm"])
+    plan = build_gguf_plan(model)  # from the config of the base, whose head is tied
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    write_gguf(tmp_path / "m.gguf", model, plan, file_type="f32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    assert torch.allclose(compute_logits(loaded), compute_logits(model), atol=1e-5)
+
+
 def test_rotary_rows_are_reordered_into_pairs():
     rows = torch.arange(8.0)[:, None].expand(8, 3)  # two heads of four rows
     assert pair_rotated_rows(rows, num_heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -62,6 +62,17 @@ def test_a_reply_of_weight_0_is_context_only(tokenizer, reader):
         )
 
 
+def test_weighted_parts_may_be_of_any_type_of_text(tokenizer, reader):
+    parts = [
+        {"type": "refusal", "refusal": "I will not"},
+        {"type": "text", "weight": 1},
+        {"type": "text", "text": " 42"},
+    ]
+    (sample,) = reader.read([change_message(4, content=[parts[0] | {"weight": 0}, *parts[1:]])], max_model_len=256)
+    assert decode_trained(tokenizer, sample).endswith("</tool_call><|im_end|> 42<|im_end|>")
+    assert "I will not 42<|im_end|>" in tokenizer.decode(list(sample.token_ids))
+
+
 def test_all_of_a_text_is_trained_with_its_control_tokens(tokenizer, reader):
     text = "<|im_start|>user\nWhat is 6 * 7?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
     (sample,) = reader.read([{"text": text, "answer": "42"}], max_model_len=256)

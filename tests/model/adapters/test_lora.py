@@ -132,6 +132,18 @@ def test_a_merged_adapter_gives_the_same_outputs_and_a_plain_model(base, adapter
     assert torch.equal(compute_logits(plain), compute_logits(merged))
 
 
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "q_proj"]])
+def test_merging_into_a_tied_head_or_embedding_changes_that_one_alone(base, tokenizer, tmp_path, targets):
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = get_peft_model(plain, LoraConfig(r=2, lora_alpha=3, target_modules=targets)).eval()
+    randomize_adapter(theirs).save_pretrained(tmp_path / "adapter")
+    merged = load_model(str(tmp_path / "adapter"), dtype=torch.float32, device=CPU, base_path=str(base))
+    torch.testing.assert_close(compute_logits(merged), compute_logits(theirs), atol=1e-4, rtol=1e-4)
+    save_model_files(tmp_path / "merged", merged, tokenizer)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(compute_logits(saved), compute_logits(merged))
+
+
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_an_adapter_is_loaded_without_warnings_of_libraries(adapter):
     """PEFT reads an attribute under a name that transformers deprecates; users saw the warning."""

@@ -36,8 +36,7 @@ from tunesmith.runs.trained_model import ExportSource, find_source
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import check_free_space, new_folder, save_text, storage_errors
 
-BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
-"""Bytes per parameter in the hf folder."""
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -152,7 +151,7 @@ def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dty
     dtype: torch.dtype | None = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if dtype is None:
         return torch.float32
-    if dtype not in BYTES:
+    if dtype not in STORED_DTYPES:
         raise ModelError(f"the model's weights are stored as {dtype}; set dtype to float32, bfloat16 or float16")
     return dtype
 
@@ -232,7 +231,7 @@ def check_finite(model: PreTrainedModel) -> None:
 
 def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
     """Estimated size of the export, including the temporary f32 file for quantization."""
-    num_bytes = BYTES[plan.dtype] if "hf" in plan.settings.formats else 0.0
+    num_bytes = plan.dtype.itemsize if "hf" in plan.settings.formats else 0.0
     if plan.gguf is not None:
         num_bytes += plan.gguf.bytes_per_parameter
     return int(num_bytes * num_parameters) + SMALL_FILES_BYTES

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.chat.messages import Message, parse_messages, parse_tools
+from tunesmith.chat.messages import TEXT_PART_FIELDS, Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.template import ChatTemplate
 from tunesmith.errors import DataError
@@ -183,9 +183,9 @@ def read_parts(fields: Mapping[str, Any], where: str) -> list[tuple[str, bool]] 
     if fields.get("weight") is not None or fields.get("tool_calls") or fields.get("reasoning_content"):
         raise ValueError(f"{where} has weighted parts, so it can have no weight, tool calls or reasoning of its own")
     parts = [
-        (part["text"], read_weight(part, f"{where}.content[{index}]"))
+        (text, read_weight(part, f"{where}.content[{index}]"))
         for index, part in enumerate(content)
-        if part["text"]
+        if (text := part.get(TEXT_PART_FIELDS[part["type"]]))
     ]
     if not parts:
         raise ValueError(f"{where} is an empty assistant message")

@@ -56,7 +56,6 @@ from tunesmith.storage import (
     check_complete,
     check_free_space,
     find_checkpoints,
-    find_last_checkpoint,
     load_json,
     new_folder,
     parse_checkpoint_step,
@@ -363,16 +362,14 @@ def resume_training(workspace: Workspace, config: OfflineConfig, sources: Mappin
 def find_whole_checkpoint(root: Path) -> Path | None:
     """The last checkpoint, None if there is none; if it is damaged, the error states how to resume from the one
     before."""
-    checkpoint = find_last_checkpoint(root)
-    if checkpoint is None:
-        return None
+    *older, last = [None, *find_checkpoints(root)]
     try:
-        check_complete(checkpoint)
+        if last is not None:
+            check_complete(last)
     except StorageError as error:
-        older = [each.name for each in find_checkpoints(root)[:-1]]
-        way = f"to resume from {older[-1]}" if older else "to restart"
-        raise StorageError(f"{error}; restore it, or move {checkpoint.name} out of {root} {way}") from error
-    return checkpoint
+        way = "to restart" if older[-1] is None else f"to resume from {older[-1].name}"
+        raise StorageError(f"{error}; restore it, or move {last.name} out of {root} {way}") from error
+    return last
 
 
 def finish(paths: RunPaths, *, best_step: int, num_kept: int, summary: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -208,6 +209,21 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainabl
     if missing := sorted(expected - saved.keys()):
         raise ModelError(f"the adapter {str(adapter.folder)!r} is incomplete: it has no {missing[0]}")
     return peft_model
+
+
+def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedModel:
+    """Merge an adapter from disk into the weights of the model.
+
+    A head that is the embedding matrix becomes a matrix of its own if one of the two is adapted: the adapter changes
+    that one alone.
+    """
+    attached = attach_adapter(model, adapter, is_trainable=False)
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if any(isinstance(each, BaseTunerLayer) for each in (head, embeddings)) and head.weight is embeddings.weight:
+        getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+    merged: PreTrainedModel = attached.merge_and_unload(safe_merge=True)
+    return merged
 
 
 def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> tuple[str | list[str], list[str]]:

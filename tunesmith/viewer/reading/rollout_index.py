@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from tunesmith.experience.store import RolloutFiles, keep_stored, open_rollouts
+from tunesmith.errors import StorageError
+from tunesmith.experience.store import RolloutFiles, keep_stored, open_rollouts, reading
 
 SCALARS = ["group_index", "run_index", "task_id", "reward", "advantage", "failure_where", "failure_message"]
 SCALARS += ["failure_line", "num_turns", "num_sampled_tokens"]
@@ -81,7 +82,9 @@ class RolloutIndex:
                     if deadline is not None and time.monotonic() > deadline:
                         return False
                     self._rows[path] = (stamp, self._read(path))
-            except FileNotFoundError:
+            except (FileNotFoundError, StorageError):
+                if path.exists():
+                    raise
                 continue  # merged with others just now; the next call finds it
         return True
 
@@ -131,7 +134,7 @@ class RolloutIndex:
         return np.concatenate(found[::-1]) if found else np.empty(0, ROW)
 
     def _read(self, path: Path) -> Rows:
-        with open_rollouts(path) as parquet:
+        with reading(path), open_rollouts(path) as parquet:
             # files without counts have them computed from the turns
             columns = SCALARS if "num_sampled_tokens" in parquet.schema_arrow.names else [*SCALARS, SAMPLED]
             table = parquet.read(keep_stored(parquet, [*columns, "step"]), use_threads=False)

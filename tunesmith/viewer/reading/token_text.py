@@ -22,6 +22,7 @@ from tunesmith.chat.parsers import (
     find_call_format,
     find_reasoning_parser,
 )
+from tunesmith.errors import StorageError
 from tunesmith.runs.record import RunRecord
 from tunesmith.storage import load_json
 
@@ -76,7 +77,10 @@ class TokenText:
 
     def __init__(self, path: Path, reply_format: ReplyFormat = ReplyFormat()) -> None:
         self.reply_format = reply_format
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises its base class for damaged files
+            raise StorageError(f"cannot read {path}: it is not a tokenizer ({error})") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._control_ids = {token_id: token.content for token_id, token in added.items() if token.special}
 

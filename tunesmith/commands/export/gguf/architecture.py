@@ -43,7 +43,6 @@ class GgufArchitecture:
     num_kv_heads: int
     rope_factors: tuple[float, ...] | None
     """Divisor of each rotary frequency (Llama 3.1 scaling); None without that scaling."""
-    has_tied_embeddings: bool
 
 
 def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
@@ -79,7 +78,6 @@ def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         rope_factors=factors,
-        has_tied_embeddings=bool(config.tie_word_embeddings),
     )
 
 

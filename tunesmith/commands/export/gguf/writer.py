@@ -105,11 +105,8 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
         getattr(writer, f"add_{role}_token_id")(index)
     writer.add_add_bos_token(vocabulary.has_bos)
     writer.add_add_eos_token(vocabulary.has_eos)
-    templates = dict(vocabulary.chat_templates)
-    if set(templates) == {"default"}:
-        writer.add_chat_template(templates["default"])
-    elif templates:
-        writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
+    templates = vocabulary.chat_templates.items()
+    writer.add_chat_template([{"name": name, "template": text} for name, text in templates])
 
 
 def plan_tensors(
@@ -122,9 +119,10 @@ def plan_tensors(
         yield TensorEntry(
             name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0
         )
+    embeddings = model.get_input_embeddings().weight
     for key, tensor in model.state_dict().items():
-        if architecture.has_tied_embeddings and key == "lm_head.weight":
-            continue
+        if key == "lm_head.weight" and tensor.data_ptr() == embeddings.data_ptr():
+            continue  # llama.cpp takes the embeddings for a head that is not in the file
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise ModelError(f"GGUF has no name for the model's tensor {key}; remove gguf from formats")
