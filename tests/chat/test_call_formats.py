@@ -178,6 +178,12 @@ def read(family: str, text: str, cuts: list[int] | None = None, **options):
     return *found, [(call.name, json.loads(call.arguments)) for call in calls], [call.call_id for call in calls]
 
 
+def test_white_space_without_end_is_read_in_one_pass():
+    """It took cubic time: hours for this text."""
+    text = f"{CALLS_BEGIN}{BEGIN}function{SEP}f\n{FENCE}json\n{' ' * 30_000}{END}"
+    assert read("deepseek v3", text)[:3] == ("", text, [])
+
+
 @pytest.mark.parametrize("arguments", ['{"a": 1}', "no object"])
 @pytest.mark.parametrize("num_pieces", [1, 2, 5])
 def test_a_stop_string_in_a_call_of_harmony_ends_the_reply_once(arguments, num_pieces):

@@ -157,7 +157,8 @@ def test_irrelevance_is_held_out_and_pays_for_no_call(folder):
     assert asyncio.run(answer(environment, row, Reply("I cannot call `aaa.f` or aaa_f(x); aaa.f() and f(2) neither.")))[
         0
     ]
-    for attempt in ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}', *ATTEMPTS):
+    invented = ('<tool_call>\n{"name": "invented"}', 'So {"name": "invented", "arguments": {"x": 0}}')
+    for attempt in ("", " \n", *invented, *ATTEMPTS):
         assert asyncio.run(answer(environment, row, Reply(attempt)))[0] == 0.0
     assert asyncio.run(answer(environment, row, Reply("", [call("aaa_f", {"x": 0})])))[0] == 0.0
 

@@ -130,6 +130,30 @@ def test_answers_of_reasoning_gym_run_no_code(name, tmp_path):
 
 
 @reasoning_gym
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("countdown", lambda given: f"({given[0]})*0e0+{given[1]}e0"),
+        ("countdown", lambda given: f"({given[0]})*0x0+{given[1]:#x}"),
+        ("countdown", lambda given: f"({given[0]})*0_0+{given[1]}_0/1_0"),
+        ("countdown", lambda given: f"({given[0]})*(a-a)+{'+'.join(['a/a'] * given[1])}"),
+        ("complex_arithmetic", lambda given: "nan"),
+        ("complex_arithmetic", lambda given: "NaN + 3i"),
+        ("string_insertion", lambda given: "oracle_answer"),
+        ("string_insertion", lambda given: "[oracle_answer]"),
+    ],
+)
+def test_tricks_on_scorers_of_reasoning_gym_are_not_paid(name, write):
+    from tunesmith.environments.sets.reasoning_gym import load_questions
+
+    environment = load_set(f"reasoning_gym:{name}", {})
+    for seed in range(5):
+        metadata = load_questions(name, "{}").find(seed)[1]["metadata"]
+        answer = write(("+".join(map(str, metadata.get("numbers", ()))), metadata.get("target")))
+        assert play(environment, seed, [f"<answer>{answer}</answer>"])[1] < 0.05, answer
+
+
+@reasoning_gym
 @pytest.mark.parametrize("name", ["binary_matrix", "countdown", "n_queens", "polynomial_multiplication", "puzzle24",
                                   "simple_integration", "spiral_matrix", "string_insertion"])  # fmt: skip
 def test_right_answers_that_reasoning_gym_evaluates_are_still_paid(name):
@@ -164,9 +188,9 @@ def test_formulas_are_of_moderate_size_and_name_no_attribute():
         "1=",
     ):
         assert not is_formula(text), text
-    for text in ("['A', 'B']", "[[0, 1], [-1, 0]]", "ABCDE", "_ Q\nQ _", "0 1 0", ""):
+    for text in ("['A', 'B']", "[[0, 1], [-1, 0]]", "_ Q\nQ _", "0 1 0", ""):
         assert is_literal(text), text
-    for text in ("f()", "[x for x in y]", "x.y", "1 + 1", "[*a]", "lambda: 0", "(a := 1)", "f'{a}'"):
+    for text in ("f()", "x", "[x for x in y]", "x.y", "1 + 1", "[*a]", "lambda: 0", "(a := 1)", "f'{a}'"):
         assert not is_literal(text), text
 
 
@@ -197,7 +221,9 @@ def test_the_mixture_leaves_out_generators_that_pay_for_nonsense():
     find = load_questions("", "{}").find
     given = {find(seed)[1]["metadata"]["source_dataset"] for seed in range(102)}
     assert len(given) > 95
-    assert not given & {"game_of_life_halting", "palindrome_generation", "propositional_logic", "sentence_reordering"}
+    assert given.isdisjoint(
+        ["game_of_life_halting", "palindrome_generation", "propositional_logic", "puzzle24", "sentence_reordering"]
+    )
 
 
 @reasoning_gym

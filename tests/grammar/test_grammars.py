@@ -92,6 +92,14 @@ SPELLINGS = [
          ["hm, no </think>yes", "\n</think>\n\nyes"], ["yes", "no</think>no"]),
         (add_reasoning(build_choice_grammar(["yes"]), think_open=TAGS["<think>"], think_close=TAGS["</think>"]),
          ["yes", "<think>a {}\n</think>\nyes"], ["hm</think>yes", "<think>yes"]),
+        (add_reasoning(build_choice_grammar(["yes"]), think_open='"[THINK]"', think_close='"[/THINK]"'),
+         ["yes", "[THINK]a [/\n[/THINK]\nyes"], ["hm[/THINK]yes", "[THINK]yes", "[THINK]a[/THINK]no"]),
+        (add_reasoning(build_rule_grammar('start: "(" start ")" | "start" // start'), think_open=None,
+                       think_close=TAGS["</think>"]),
+         ["a</think>((start))"], ["a</think>(b</think>start)"]),
+        (add_calls(build_rule_grammar('start: "(" start ")" | "x"'),
+                   build_call_grammar(TOOLS, FORMAT, is_single=True)),
+         ["((x))"], ['(<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>)']),
     ],
 )  # fmt: skip
 def test_grammars_accept_what_they_describe(grammar: str, good: list[str], bad: list[str]) -> None:

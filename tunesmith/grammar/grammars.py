@@ -16,9 +16,9 @@ from tunesmith.grammar.tagged_arguments import ArgumentTexts, TaggedArguments
 from tunesmith.grammar.terms import SPACE, load_llguidance, quote, write_json, write_tag
 
 CALL_ID = "/[a-zA-Z0-9]{9}/"
-START = re.compile(r"^start\s*:", re.MULTILINE)
-"""The first rule of a grammar."""
-REPLY, TEXT, CALLS, CALL = (f"tunesmith_{name}" for name in ("reply", "text", "calls", "call"))
+START = re.compile(r"""//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|\bstart\b""")
+"""The name of the first rule of a grammar, and texts that may spell it: comments, strings, regular expressions."""
+THINK, REPLY, TEXT, CALLS, CALL = (f"tunesmith_{name}" for name in ("think", "reply", "text", "calls", "call"))
 """Names of rules that a client's grammar will hardly have."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -44,30 +44,34 @@ def build_rule_grammar(text: str) -> str:
     return str(load_llguidance().grammar_from("gbnf", text)) if "::=" in text else text
 
 
+def rename_start(grammar: str, name: str) -> str:
+    """The grammar with another name for its first rule, which may refer to itself."""
+    return START.sub(lambda found: name if found.group() == "start" else found.group(), grammar)
+
+
 def add_reasoning(grammar: str, *, think_open: str | None, think_close: str) -> str:
     """The grammar after free reasoning that ends in `think_close`.
 
     The tags are terms (`write_tag`). With `think_open` the reasoning is optional and starts with it; without, the
     prompt has opened it.
     """
-    reasoning = f"/(.|\\n)*/ {think_close} /\\n{{0,4}}/"
+    reasoning = f"{THINK} /\\n{{0,4}}/"
     start = f"{reasoning} {REPLY}" if think_open is None else f"({think_open} {reasoning})? {REPLY}"
-    return f"start: {start}\n{START.sub(f'{REPLY}:', grammar, count=1)}"
+    # A token ends the text before it; a tag that is text would be read on as reasoning.
+    think = f"{THINK}{'' if think_close.startswith('<[') else '[lazy]'}: /(.|\\n)*/ {think_close}"
+    return "\n".join([f"start: {start}", think, rename_start(grammar, REPLY)])
 
 
 def add_calls(grammar: str, calls: str) -> str:
     """A reply under the grammar, or tool calls under the grammar `calls`."""
-    rules = [START.sub(f"{name}:", each, count=1) for name, each in ((TEXT, grammar), (CALLS, calls))]
-    return "\n".join([f"start: {TEXT} | {CALLS}", *rules])
+    return "\n".join([f"start: {TEXT} | {CALLS}", rename_start(grammar, TEXT), rename_start(calls, CALLS)])
 
 
 def add_channels(grammar: str, calls: str | None, *, write: Callable[[str], str]) -> str:
     """A reply of harmony: an optional `analysis`, then a `final` message under the grammar, or calls."""
     analysis = f"({write('<|channel|>analysis<|message|>')} /(.|\\n)*/ {write('<|end|><|start|>assistant')})?"
     final = f"{write('<|channel|>final<|message|>')} {TEXT}"
-    rules = [START.sub(f"{TEXT}:", grammar, count=1)]
-    if calls is not None:
-        rules.append(START.sub(f"{CALLS}:", calls, count=1))
+    rules = [rename_start(grammar, TEXT)] + ([] if calls is None else [rename_start(calls, CALLS)])
     return "\n".join([f"start: {analysis} ({final}{'' if calls is None else f' | {CALLS}'})", *rules])
 
 

@@ -43,8 +43,8 @@ CALCULATOR_TOOL: Mapping[str, Any] = {
 }
 """The tool schema for chat requests; `build_calculator_tool` executes the model's calls."""
 
-SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": ""})
-"""Typographic operators -> ASCII; currency signs are removed."""
+SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": " "})
+"""Typographic operators -> ASCII; currency signs are blank, so that they join no digits."""
 GROUPED_DIGITS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 FOREIGN = re.compile(r"[^\W\d_]\w*|[^\d.+\-*/%()\s_]", re.ASCII)
 """A word or a sign that is not part of an arithmetic expression."""
@@ -145,8 +145,8 @@ def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
 
 
 def _quote(node: ast.expr, text: str) -> str:
-    """The source of a node. Columns of `ast` count bytes; `text` is one line of ASCII at this point."""
-    return text[node.col_offset : node.end_col_offset]
+    """The source of a node, which may be on any line."""
+    return ast.get_source_segment(text, node) or ""
 
 
 def _read_number(literal: str) -> Fraction:

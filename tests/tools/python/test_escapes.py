@@ -115,6 +115,24 @@ def test_a_memory_bomb_ends_at_the_memory_limit(tool, code):
     assert any(name in result.text for name in ("MemoryError", "Cannot allocate memory", "can't start new thread"))
 
 
+def test_code_cannot_outlive_its_worker(tool):
+    """PR_SET_PDEATHSIG is the signal that ends it with a worker that is killed."""
+    assert run_code(tool, "import ctypes\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)").text == "-1"
+    assert run_code(tool, "import ctypes\nctypes.CDLL(None).prctl(15, b'name', 0, 0, 0)").text == "0"
+
+
+def test_a_real_time_signal_is_an_observation(tool):
+    """`timer_create` sends one where code may not send signals."""
+    code = (
+        "import ctypes, time\nlibc, timer = ctypes.CDLL(None), ctypes.c_void_p()\n"
+        "event = (ctypes.c_int * 16)(0, 0, 40)\ntime_left = (ctypes.c_long * 4)(0, 0, 0, 1000)\n"
+        "libc.timer_create(1, event, ctypes.byref(timer))\nlibc.timer_settime(timer, 0, time_left, None)\n"
+        "time.sleep(50)"
+    )
+    result = run_code(tool, code)
+    assert (result.outcome, result.text) == ("error", "Error: the process was killed by signal 40.")
+
+
 def test_memory_outside_the_address_space_is_denied(tool):
     result = run_code(tool, "import os\nos.memfd_create('x')")
     assert result.outcome == "error" and "PermissionError" in result.text

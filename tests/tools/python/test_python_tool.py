@@ -17,6 +17,7 @@ import pytest
 from sandboxes import KINDS, build_tool, run_as_ordinary_user, run_code
 from tunesmith.config import PythonToolSection, RolloutSection
 from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.environments.protocols import read_arguments
 from tunesmith.errors import ConfigError, SandboxError
 from tunesmith.tools.python.call import NO_OUTPUT, shorten_text
 from tunesmith.tools.python.isolation import find_installed_files, list_isolations
@@ -124,19 +125,19 @@ def test_the_schema_names_packages_and_limits():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "text"),
+    ("arguments", "text"),
     [
-        ("python", '{"code": "6 * 7"}', "42"),
-        ("python", '{"code": 7}', "Error: python takes one argument"),
-        ("python", '{"code": "1", "timeout": 5}', "Error: python takes one argument"),
-        ("python", "{", "Error: the arguments are not JSON"),
-        ("python", "[" * 100_000, "Error: the arguments are not JSON"),
-        ("search", "{}", "Error: there is no tool 'search'"),
-        ("python", json.dumps({"code": " " * 1_000_001}), "Error: the code is longer"),
+        ('{"code": "6 * 7"}', "42"),
+        ('{"code": 7}', "Error: the argument 'code' must be of type string"),
+        ('{"code": "1", "timeout": 5}', "Error: there is no argument 'timeout'"),
+        ("{", "Error: the argument 'code' is missing"),
+        ("[" * 100_000, "Error: the argument 'code' is missing"),
+        (json.dumps({"code": " " * 1_000_001}), "Error: the code is longer"),
     ],
 )
-def test_tool_calls_are_executed(tool, name, arguments, text):
-    assert asyncio.run(tool.answer_call(name, arguments)).text.startswith(text)
+def test_tool_calls_are_executed(tool, arguments, text):
+    called = asyncio.run(tool.build_tool().call(read_arguments(arguments) or {}))
+    assert called.text.startswith(text)
 
 
 def test_more_calls_than_workers(tool):

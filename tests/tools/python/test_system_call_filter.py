@@ -81,6 +81,7 @@ def test_decisions(machine, can_fork, can_start_threads, is_only_barrier):
 
     for allowed in (
         [("prlimit64", 0)],
+        [("prctl", option) for option in (15, 16, 0x53564D41)],
         [("fcntl", 3, command) for command in (0, 1, 2, 3, 4, 6, 7, 1027, 1030, 1031, 1032)],
         [("ioctl", 3, request) for request in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)],
         [("socketpair", 1, kind) for kind in (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)],
@@ -88,6 +89,7 @@ def test_decisions(machine, can_fork, can_start_threads, is_only_barrier):
         assert {call(*each) for each in allowed} == {ALLOW}
     for refused in (
         [("prlimit64", 1), ("prlimit64", 0xFFFFFFFF)],
+        [("prctl", option) for option in (1, 4, 22, 36)],
         [("fcntl", 3, command) for command in (5, 8, 10, 15, 36, 37, 38, 1024, 1026, 1033, 1036, 1038)],
         [("ioctl", 3, request) for request in (0x5412, 0x541C, 0x8901, 0x8902, 0x40086602, 0x401C5820, 0xC0045877)],
         [("socketpair", 1, kind) for kind in (2, 3, 5, 2 | 0o2000000)] + [("socketpair", 30, 1), ("socketpair", 16, 1)],

@@ -13,7 +13,7 @@ CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctoo
 CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 
-_FENCED = re.compile(rf"\s*function{SEPARATOR}\s*({NAME_PATTERN})\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+_FENCED = re.compile(rf"\s*function{SEPARATOR}\s*({NAME_PATTERN})\s*```json(.*)```\s*", re.DOTALL)
 _BARE = re.compile(rf"\s*({NAME_PATTERN})\s*{SEPARATOR}(.*)", re.DOTALL)
 
 

@@ -47,7 +47,7 @@ def read_llama(text: str, tools: Tools, *, is_end: bool) -> Block | None:
     """The calls at the start of a reply."""
     has_tag = text.startswith(PYTHON_TAG)
     malformed = Block(length=len(PYTHON_TAG) if has_tag else 1)
-    start = _skip_space(text, len(PYTHON_TAG) if has_tag else 0)
+    start = _skip(text, len(PYTHON_TAG) if has_tag else 0)
     if start == len(text):
         return malformed if is_end else None
     if text[start] != "{":
@@ -114,7 +114,7 @@ def read_mistral(text: str, tools: Tools, *, is_end: bool) -> Block | None:
 
 def _find_mistral_start(text: str) -> int | None:
     """Position of the list or of the arguments."""
-    first = _skip_space(text, len(TOOL_CALLS))
+    first = _skip(text, len(TOOL_CALLS))
     limit = len(TOOL_CALLS) + MAX_HEAD_CHARACTERS
     if first < limit and text.startswith("[", first):
         return first
@@ -170,9 +170,7 @@ def _read_fence(text: str, tools: Tools, *, is_end: bool) -> Block | None:
         if value is None or not more:
             calls, place = (), start
             break
-        between = _BETWEEN.match(text, value[2])
-        assert between is not None
-        calls, place = (*calls, *more), between.end()
+        calls, place = (*calls, *more), _skip(text, value[2], _BETWEEN)
     ends = find_close(text, FENCE, place, is_end=is_end)
     if ends is None:
         return None
@@ -190,7 +188,7 @@ def _find_value(text: str, start: int, *, is_end: bool) -> tuple[int, int, int] 
 
 
 def _read_object(text: str, tools: Tools, *, is_end: bool) -> Block | None:
-    first = _skip_space(text, 1)
+    first = _skip(text, 1)
     if first == len(text) and not is_end:
         return None
     if not text.startswith('"', first):
@@ -216,9 +214,9 @@ def _is_listed(call: ReadCall, tools: Tools) -> bool:
     return not tools or any(tool.get("function", {}).get("name") == call.name for tool in tools)
 
 
-def _skip_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    assert found is not None
+def _skip(text: str, position: int, pattern: re.Pattern[str] = _SPACE) -> int:
+    found = pattern.match(text, position)
+    assert found is not None  # the pattern matches no text too
     return found.end()
 
 

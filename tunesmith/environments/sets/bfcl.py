@@ -268,7 +268,8 @@ class Question(Stateless):
         if "accepted" not in line:
             if line["id"].startswith("live_relevance"):
                 return "", float(bool(readable)), True
-            return "", float(not readable and not is_attempt(action, self._row)), True
+            is_answer = bool(action.strip()) and not readable  # a reply cut off in its reasoning says nothing
+            return "", float(is_answer and not is_attempt(action, self._row)), True
         self.metrics["right_names"] = float(sorted(name for name, _ in calls) == sorted(find_names(line)))
         is_right = len(readable) == len(calls) and not find_mistake(
             line["function"], readable, line["accepted"], is_parallel="parallel" in line["id"]

@@ -30,7 +30,9 @@ from tunesmith.errors import ConfigError
 
 MIXTURE = ""
 """Member of the name `reasoning_gym` alone: each seed draws from one of the generators in turn."""
-PAYS_FOR_NONSENSE = ("game_of_life_halting", "palindrome_generation", "propositional_logic", "sentence_reordering")
+PAYS_FOR_NONSENSE = (
+    "game_of_life_halting", "palindrome_generation", "propositional_logic", "puzzle24", "sentence_reordering",
+)  # fmt: skip
 """Generators whose scorers accept wrong or meaningless answers; available by name only."""
 UNSUITABLE = ("composite",)
 """No generators of their own."""
@@ -48,8 +50,12 @@ EVALUATES_PYTHON = re.compile(r"\b(eval|exec)\(")
 EVALUATES_FORMULAS = re.compile(r"\b(parse_expr|sympify)\(")
 FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
 """Not `Integral`: the integral of the question, written so, would be the answer to it."""
-LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Name, ast.UnaryOp, ast.USub, ast.UAdd, ast.Load)
-"""A name alone has no effect: it is what an answer of letters looks like."""
+ARITHMETIC = re.compile(r"[0-9\s+\-*/()]*")
+"""Arithmetic on whole numbers. Scorers count the numbers of an answer by their digits, and miss 1e2, 0x64 and a/a."""
+NOT_A_NUMBER = re.compile(r"(?<![a-z])nan[ij]?(?![a-z])", re.IGNORECASE)
+"""Its distance from the right number is not more than any other: it would be paid in full."""
+LITERAL_NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.USub, ast.UAdd, ast.Load)
+"""No names: those of the scorer's variables would be read, such as that of the right answer."""
 MAX_ANSWER = 4000
 MAX_EXPONENT = 100
 MAX_SIZE = 2000
@@ -132,9 +138,7 @@ class Question(Stateless):
     def step(self, action: str) -> tuple[str, float, bool]:
         answers = ANSWER.findall(action)
         answer = answers[-1].strip() if answers else None
-        if answer is not None and not all(
-            is_harmless(answer) for is_harmless in find_checks(type(self._dataset).score_answer)
-        ):
+        if answer not in (None, str(self._row["answer"])) and not self._is_harmless(answer):
             answer = UNREADABLE
         try:
             with OwnRandomState(self._seed).installed():
@@ -142,6 +146,13 @@ class Question(Stateless):
         except Exception:  # noqa: BLE001 - scorers raise on answers that they cannot read
             score = 0.0
         return "", score, True
+
+    def _is_harmless(self, answer: str) -> bool:
+        """Whether the scorer may read an answer that is not the right one."""
+        right, checks = str(self._row["answer"]), find_checks(type(self._dataset).score_answer)
+        if is_formula in checks and ARITHMETIC.fullmatch(right) and not ARITHMETIC.fullmatch(answer):
+            return False
+        return NOT_A_NUMBER.search(answer) is None and all(check(answer) for check in checks)
 
 
 @lru_cache(None)
@@ -153,7 +164,7 @@ def find_checks(scorer: Callable[..., Any]) -> list[Callable[[str], bool]]:
 
 
 def is_literal(answer: str) -> bool:
-    """Whether evaluating the answer as Python yields numbers, strings and lists of them, a name, or a syntax error."""
+    """Whether evaluating the answer as Python yields numbers, strings and lists of them, or a syntax error."""
     try:
         tree = ast.parse(answer, mode="eval")
     except (SyntaxError, ValueError):

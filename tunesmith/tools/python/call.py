@@ -82,11 +82,6 @@ def build_result(answer: Answer, settings: PythonToolSection, *, is_restarted: b
     )
 
 
-def build_error(sentence: str) -> PythonResult:
-    """The result of a call that cannot be run as code."""
-    return PythonResult(outcome="error", text=f"Error: {sentence}", stdout="", stderr="")
-
-
 def describe_outcome(answer: Answer, settings: PythonToolSection) -> str:
     """One sentence on a broken limit or an abnormal end; empty if the traceback says all."""
     match answer.outcome:
@@ -341,7 +336,8 @@ class Call:
         elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= self._settings.cpu_s):
             self._outcome, self._reason = "timeout", "cpu"
         else:
-            self._outcome, self._reason = "error", f"the process was killed by {signal.Signals(-code).name}"
+            names = {each.value: each.name for each in signal.Signals}  # not of most real-time signals
+            self._outcome, self._reason = "error", f"the process was killed by {names.get(-code, f'signal {-code}')}"
 
     def _check_folder(self) -> None:
         if self._outcome is not None or self._clock() < self._next_check:

@@ -4,7 +4,7 @@ This is the one list of what is denied; a denied call fails with EPERM. The filt
 that sandboxes would share, tracing, namespaces, mounts, kernel administration, scheduling (which reaches the worker),
 memory outside of the limits and, depending on the limits, processes and threads. Where no namespace hides other
 processes and files (`is_only_barrier`), it also denies signals, `exec`, and changes to files that Landlock does not
-cover. Of calls that do many things (`fcntl`, `ioctl`), the filter lists what is allowed.
+cover. Of calls that do many things (`fcntl`, `ioctl`, `prctl`), the filter lists what is allowed.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ ALLOWED_ARGUMENTS: dict[str, tuple[tuple[int, int], dict[int, tuple[int, ...]]]]
     "socketpair": ((53, 199), {0: (1,), 1: (0x1, 0x801, 0x80001, 0x80801)}),
     # The caller's own limits.
     "prlimit64": ((302, 261), {0: (0,)}),
+    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. PR_SET_PDEATHSIG would let code outlive its worker.
+    "prctl": ((157, 167), {0: (15, 16, 0x53564D41)}),
 }
 """Numbers of system calls, and the values that an argument may have, by its index."""
 CLONE, CLONE3 = (56, 220), (435, 435)

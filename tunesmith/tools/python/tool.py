@@ -8,7 +8,6 @@ rollout a `Failure`. `async with tool.session() as session` keeps variables and 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import Answer, PythonResult, SandboxLostError, build_error, build_result
+from tunesmith.tools.python.call import Answer, PythonResult, SandboxLostError, build_result
 from tunesmith.tools.python.pool import (
     CancelledCallError,
     OnStart,
@@ -147,20 +146,9 @@ class PythonTool:
     async def __call__(self, code: str, *, on_start: OnStart = ignore_start) -> PythonResult:
         """Run code in a process that ends with the call; `on_start` is called when a worker takes it."""
         if len(code) > MAX_CODE_CHARS:
-            return build_error(f"the code is longer than {MAX_CODE_CHARS} characters")
+            text = f"Error: the code is longer than {MAX_CODE_CHARS} characters"
+            return PythonResult(outcome="error", text=text, stdout="", stderr="")
         return build_result(await self._pool.run(code, on_start), self.settings)
-
-    async def answer_call(self, name: str, arguments: str, *, session: PythonSession | None = None) -> PythonResult:
-        """The result of a model's tool call; `arguments` is the JSON text of the call, which may be malformed."""
-        if name != NAME:
-            return build_error(f"there is no tool {name[:60]!r}; the only one is {NAME}")
-        try:
-            given = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return build_error("the arguments are not JSON")
-        if not isinstance(given, dict) or given.keys() != {"code"} or not isinstance(given["code"], str):
-            return build_error(f'{NAME} takes one argument, as in {{"code": "print(2 * 3)"}}')
-        return await (session or self)(given["code"])
 
     def build_schema(self, *, is_session: bool = False) -> dict[str, Any]:
         """The tool schema for chat requests."""
