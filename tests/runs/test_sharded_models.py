@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +14,7 @@ from tunesmith.config import AlgorithmSection, ModelSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.vllm.engine import DistantEngine
 from tunesmith.errors import ConfigError, EngineError, ModelError
+from tunesmith.runs import policy
 from tunesmith.runs.extra_models import check_sharded_models
 from tunesmith.trainer.sharding import sharded_model
 from tunesmith.types import Engine, Sampling
@@ -49,6 +52,16 @@ def test_a_critic_as_large_as_the_model_is_refused(pocket_folder):
     own = AlgorithmSection(algorithm_type="ppo")
     with pytest.raises(ConfigError, match="the critic of algorithm_type='ppo' is not sharded"):
         check_sharded_models(resolve_algorithm(own), own, model)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_other_ranks_untie_a_head_if_the_first_one_merged_an_adapter_of_it(pocket_folder, monkeypatch, is_tied):
+    monkeypatch.setattr(policy, "shard_model", lambda *_: None)
+    ranks = SimpleNamespace(is_first=False, broadcast_object=lambda _: is_tied)
+    model = policy.load_sharded_model(ModelSection(path=str(pocket_folder), max_model_len=64, device="cpu"), ranks)
+    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert (head is embeddings) == model.config.tie_word_embeddings == is_tied
+    assert head.is_meta and embeddings.is_meta and head.requires_grad
 
 
 def test_a_model_without_decoder_layers_is_refused(monkeypatch):

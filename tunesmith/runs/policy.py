@@ -208,6 +208,11 @@ def load_sharded_model(section: ModelSection, ranks: Ranks, *, is_trained: bool 
         model = load_model(section.path, device=torch.device("cpu"), **options)
     else:
         model = build_empty_model(section.path, **options)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if ranks.broadcast_object(is_tied) != is_tied:  # the first one merged an adapter of the head, which unties it
+        from tunesmith.model.adapters.lora import untie_head  # PEFT takes seconds to import
+
+        untie_head(model)
     shard_model(train_all_weights(model) if is_trained else model.requires_grad_(False), ranks, device)
     return model
 

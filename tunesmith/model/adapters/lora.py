@@ -220,10 +220,16 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedMo
     attached = attach_adapter(model, adapter, is_trainable=False)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if any(isinstance(each, BaseTunerLayer) for each in (head, embeddings)) and head.weight is embeddings.weight:
-        getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.clone())
-        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        untie_head(model)
     merged: PreTrainedModel = attached.merge_and_unload(safe_merge=True)
     return merged
+
+
+def untie_head(model: PreTrainedModel) -> None:
+    """Give a head that is the embedding matrix a copy of its own."""
+    head = model.get_output_embeddings()
+    getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.clone())
+    model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> tuple[str | list[str], list[str]]:
