@@ -425,8 +425,9 @@ def test_damaged_outputs_matter_only_to_stages_that_need_them(copied):
     assert "stage 'sft' is done, but its output is incomplete" in output
 
 
-def test_a_damaged_stage_record_is_named(copied):
-    record = copied / "out/stages/sft/DONE.json"
+@pytest.mark.parametrize("name", ["START.json", "DONE.json"])
+def test_a_damaged_stage_record_is_named(copied, name):
+    record = copied / "out/stages/sft" / name
     record.write_text('{"mark": "x"}')
     assert f"{record} is damaged or of another version" in run("--check", expected_status=1)
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tunesmith.commands.eval.comparison import format_table
 from tunesmith.commands.run.config import PlannedStage
@@ -78,6 +78,18 @@ class DoneRecord:
     figures: Mapping[str, Any]
 
 
+Record = TypeVar("Record", StartRecord, DoneRecord)
+
+
+def load_record(kind: type[Record], path: Path) -> Record | None:
+    try:
+        return kind(**load_json(path)) if path.exists() else None
+    except TypeError as error:
+        raise StorageError(
+            f"{path} is damaged or of another version ({error}): remove it to check the stage again"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineFolder:
     """Files and stage records of one pipeline."""
@@ -85,19 +97,10 @@ class PipelineFolder:
     root: Path
 
     def load_start(self, name: str) -> StartRecord | None:
-        path = self.root / STATES / name / START
-        return StartRecord(**load_json(path)) if path.exists() else None
+        return load_record(StartRecord, self.root / STATES / name / START)
 
     def load_done(self, name: str) -> DoneRecord | None:
-        path = self.root / STATES / name / DONE
-        if not path.exists():
-            return None
-        try:
-            return DoneRecord(**load_json(path))
-        except TypeError as error:
-            raise StorageError(
-                f"{path} is damaged or of another version ({error}): remove it to check the stage again"
-            ) from error
+        return load_record(DoneRecord, self.root / STATES / name / DONE)
 
     def check_output(self, stage: PlannedStage) -> None:
         """Raise StorageError if output of a completed stage is missing or damaged."""
