@@ -63,16 +63,18 @@ def compare_walks(rewards: Mapping[int, float]) -> dict[str, Any]:
 
 
 HIGHEST = 50
+GROUP_SIZE = 8
 REPLY = re.compile(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>(.*?)(?=<\|im_start\|>assistant|$)", re.DOTALL)
 """A reply of the model and what the game answers."""
 
 
 def read_guesses(file: Path, tokenizer: Any) -> dict[str, Any]:
-    """Of the rollouts of a step: replies, guesses that agree with all hints so far, and the commonest beginnings."""
+    """Of the rollouts of a step: replies, guesses that agree with all hints so far, the commonest first two guesses,
+    and the guesses of the first rollout of three groups, -1 for a reply that is none."""
     import pandas
 
     num_replies = num_later = num_agreeing = 0
-    beginnings = Counter[tuple[int, ...]]()
+    beginnings, played = Counter[tuple[int, ...]](), list[list[int]]()
     games = [turns[-1] for turns in pandas.read_parquet(file, columns=["turns"])["turns"]]
     for last in games:
         text = tokenizer.decode([*last["prompt_ids"], *last["sampled_ids"]])
@@ -89,12 +91,14 @@ def read_guesses(file: Path, tokenizer: Any) -> dict[str, Any]:
                 low = max(low, guess)
             elif "number is lower" in answer:
                 high = min(high, guess)
-        beginnings[tuple(guesses[:3])] += 1
+        beginnings[tuple(guesses[:2])] += 1
+        played.append(guesses)
     return {
         "step": int(file.stem.removeprefix("rollouts_")),
         "replies": num_replies / len(games),
         "agree_with_hints": num_agreeing / num_later,
         "beginnings": [[list(each), number] for each, number in beginnings.most_common(8)],
+        "games": played[: 3 * GROUP_SIZE : GROUP_SIZE],
     }
 
 

@@ -362,12 +362,14 @@ def resume_training(workspace: Workspace, config: OfflineConfig, sources: Mappin
 def find_whole_checkpoint(root: Path) -> Path | None:
     """The last checkpoint, None if there is none; if it is damaged, the error states how to resume from the one
     before."""
-    *older, last = [None, *find_checkpoints(root)]
+    checkpoints = find_checkpoints(root)
+    if not checkpoints:
+        return None
+    *older, last = checkpoints
     try:
-        if last is not None:
-            check_complete(last)
+        check_complete(last)
     except StorageError as error:
-        way = "to restart" if older[-1] is None else f"to resume from {older[-1].name}"
+        way = f"to resume from {older[-1].name}" if older else "to restart"
         raise StorageError(f"{error}; restore it, or move {last.name} out of {root} {way}") from error
     return last
 
