@@ -95,6 +95,11 @@ def test_a_pipeline_given_to_another_command_is_named_as_one(load):
         load(Path(__file__).parents[3] / "recipes/et_agent/pocket.yaml")
 
 
+def test_a_run_file_given_as_a_pipeline_is_named_as_one():
+    with pytest.raises(ConfigError, match=r"guess.yaml has no stages, so it is no pipeline file; `tunesmith tune`"):
+        load_pipeline(Path(__file__).parents[3] / "recipes/text_game/guess.yaml")
+
+
 def test_another_round_leaves_the_earlier_ones_as_they_are():
     def list_digests(count):
         rounds = ROUNDS | {"count": count, "values": {"sigma": [0.2, 0.1, 0.05]}}

@@ -235,6 +235,8 @@ def name_selected(config: PipelineConfig, *, only: str | None = None, start_from
 def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a pipeline file; validation errors name stage and key."""
     values = load_values(str(path), overrides)
+    if "stages" not in values:
+        raise ConfigError(f"{path} has no stages, so it is no pipeline file; `tunesmith tune` takes the file of a run")
     try:
         return PipelineConfig.model_validate(values)
     except ValidationError as error:
