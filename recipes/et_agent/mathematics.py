@@ -1,6 +1,6 @@
 """Questions of GSM8K for the agent with the Python tool, demonstrations of its format, and what Pareto sampling and
-fine-tuning are compared with: a random choice of mixed questions, and repaired trajectories whose wrong beginnings are
-not trained."""
+fine-tuning are compared with: a random choice of mixed questions, trajectories without text of the author, and repaired
+ones whose wrong beginnings are not trained."""
 
 from __future__ import annotations
 
@@ -99,6 +99,15 @@ def draw_mixed(out_dir: Path, *, data: str, num_selected: int, correct_at: float
     mixed = [row for row in rows if len({each >= correct_at for each in row["pass_rate_correctness"]}) == 2]
     chosen = random.Random(f"{seed}/mixed").sample(mixed, min(num_selected, len(mixed)))
     return {"mixed questions": len(mixed), "selected": write_rows(out_dir / "train.jsonl", chosen)}
+
+
+def keep_operators(out_dir: Path, *, rows: str, kept: str, operators: Sequence[str]) -> dict[str, int]:
+    """Write the `rows` of a filter that come from these operators; `kept` are the transcripts of the rows, in order."""
+    sources = load_json_lines(Path(kept))
+    chosen = [
+        row for row, source in zip(load_json_lines(Path(rows)), sources, strict=True) if source["operator"] in operators
+    ]
+    return {"rows": write_rows(out_dir / "train.jsonl", chosen), "left out": len(sources) - len(chosen)}
 
 
 CONTINUED = ("hint_after_flaw", "hint_at_end", "reflect")

@@ -179,7 +179,7 @@ FEW = (
     "stages.questions.args.num_train=8", "stages.questions.args.num_test=2", "stages.questions.args.num_demonstrated=6",
     "variables.environment.max_tokens=24", "variables.engine.max_num_seqs=8", "variables.engine.kv_cache_gib=0.1",
     "stages.base.max_steps=1", "stages.rft.max_steps=1", "stages.rft_rollouts.max_steps=1",
-    "stages.rft_masked.max_steps=1", "stages.rft_dropped.max_steps=1",
+    "stages.rft_unwritten.max_steps=1", "stages.rft_masked.max_steps=1", "stages.rft_dropped.max_steps=1",
     "stages.flywheel.num_rollouts=1", "stages.flywheel.num_iterations=1", "stages.flywheel.roles.judge=null",
     "stages.flywheel.extra_tokens=8", "stages.flywheel.auxiliary_models.large.max_tokens=4",
     "stages.eval.auxiliary_models.conciseness.max_tokens=4", "stages.rollouts.num_rollouts=1",
@@ -232,6 +232,7 @@ def test_the_pipelines_for_a_gpu_are_valid(monkeypatch):
     further = "stages.eval.eval_datasets={amc23: {path: amc23.jsonl, fields: {ability: math}}}"
     names = [stage.name for stage in plan_stages(load_pipeline(FOLDER / "mathematics.yaml", [further]))]
     assert {"rl_3", "random_rl_3"} < set(names) and names[-5:-1] == ["masked", "dropped", "rft_masked", "rft_dropped"]
+    assert names.index("random_rl_3") < names.index("rft_unwritten") < names.index("masked")
     assert names.index("rl_3") + 1 == names.index("eval") and names[-1] == "eval_arms"
     stages = plan_stages(load_pipeline(FOLDER / "world.yaml"))
     assert {"rl_3", "random_rl_3", "eval"} < {stage.name for stage in stages} and stages[-1].name == "eval_arms"

@@ -1,13 +1,16 @@
-"""A run of `recipes/et_agent/mathematics.yaml`: accuracy by comparison of the answers, and how right its judge was.
+"""Runs of `recipes/et_agent/mathematics.yaml` or `world.yaml`: accuracy by comparison of the answers, and what the
+flywheel's operators made.
 
-Accuracy is math_equal over all rollouts: where the model that judges the rest gave no verdict, the answer is known not
-to be equal. Means are over questions, intervals 95 % percentile bootstrap intervals, differences paired by question.
-Those of all seeds are over the questions of all of them. The judge's table counts the flywheel's trajectories and the
-rows of its filter by math-verify.
+Accuracy is math_equal (mathematics) or em (the world) over all rollouts. Means are over questions, intervals 95 %
+percentile bootstrap intervals, differences paired by question. Those of all seeds are over the questions of all of
+them. Right trajectories of an operator are compared with their parents by the number of tool calls. With `--votes`,
+where a model judges the flywheel, its verdicts are compared with math_equal.
 
-    python -m benchmarks.et_agent.mathematics results/et_agent/mathematics/seed0 --out results/et_agent/mathematics.json
+    python -m benchmarks.et_agent.model_roles results/et_agent/mathematics/seed? --out FILE
+    python -m benchmarks.et_agent.model_roles results/et_agent/mathematics/votes? --votes
+    python -m benchmarks.et_agent.model_roles results/et_agent/world/seed? --measure em --out FILE
 
-The folder is that of the pipeline; files may be compressed (`.xz`), and parts that are missing are left out.
+The folders are those of the pipelines; files may be compressed (`.xz`), and parts that are missing are left out.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ COMPARISONS = (
     ("rft", "rl"),
     ("rft_rollouts", "rl"),
     ("rl_random", "rl"),
+    ("rft", "rft_unwritten"),
+    ("rft_rollouts", "rft_unwritten"),
     ("rft", "rft_masked"),
     ("rft", "rft_dropped"),
 )
@@ -43,16 +48,16 @@ Accuracies = dict[str, dict[str, dict[str, float]]]
 """The share of right rollouts of each question, by test set and model."""
 
 
-def read_accuracies(folder: Path) -> Accuracies:
+def read_accuracies(folder: Path, measure: str) -> Accuracies:
     accuracies: Accuracies = defaultdict(dict)
-    for stage in ("eval", "eval_arms"):
+    for stage in ("eval", "eval_arms", "eval_further"):
         for test_set, compared in json.loads(read_text(folder / stage / "comparison.json") or "{}").items():
             for name, model in compared["models"].items():
                 accuracies[test_set].setdefault(
                     name,
                     {
                         f"{folder.name}/{task['task_id']}": fmean(
-                            each["metrics"].get("math_equal", 0.0) for each in task["attempts"]
+                            each["metrics"].get(measure, 0.0) for each in task["attempts"]
                         )
                         for task in model["tasks"]
                     },
@@ -87,6 +92,47 @@ def compare(accuracies: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str
     }
 
 
+BEHAVIOR = ("efficiency", "conciseness", "successful_execution", "reasoning_length", "tool_calls", "sampled_tokens")
+
+
+def average_behavior(folders: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Means of the measures of behavior on the set `test` by model, over the seeds that have them."""
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for folder in folders:
+        compared = json.loads(read_text(folder / "eval" / "comparison.json") or "{}").get("test", {"models": {}})
+        for name, model in compared["models"].items():
+            for measure in BEHAVIOR:
+                if (estimate := model["estimates"].get(measure)) is not None:
+                    values[name][measure].append(estimate["mean"])
+    return {name: {measure: fmean(each) for measure, each in found.items()} for name, found in values.items()}
+
+
+CORRECT_AT = 0.75
+
+
+def count_operators(folder: Path) -> dict[str, dict[str, int]]:
+    """Attempts of each operator, its right trajectories, and how many of these call more, as often or less often than
+    the trajectory that they were made of."""
+    rows = [row for row in read_rows(folder / "flywheel" / "attempts.jsonl") if "outcome" in row]
+    kept = {(row["question_id"], row["number"]): row for row in rows if row["outcome"] == "kept"}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        counts[row["operator"]]["attempts"] += 1
+    for row in kept.values():
+        count, parent = counts[row["operator"]], kept.get((row["question_id"], row["parent"]))
+        if row["correctness"] is None or row["correctness"] < CORRECT_AT:
+            continue
+        count["right"] += 1
+        if parent is not None:
+            difference = count_calls(row) - count_calls(parent)
+            count["more calls" if difference > 0 else "fewer calls" if difference else "as many calls"] += 1
+    return {name: dict(count) for name, count in counts.items()}
+
+
+def count_calls(row: Mapping[str, Any]) -> int:
+    return sum(each["kind"] == "call" for each in row["transcript"]["segments"])
+
+
 def is_right(transcript: Mapping[str, Any], answers: Mapping[str, str]) -> bool:
     said = [each["text"] for each in transcript["segments"] if each["kind"] == "answer"]
     return bool(said) and score_math(said[-1], [answers[transcript["question"]]]) == 1.0
@@ -109,10 +155,12 @@ def count_verdicts(folder: Path) -> dict[str, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="folders of pipelines, one a seed")
+    parser.add_argument("--measure", default="math_equal", help="metric that is the accuracy")
+    parser.add_argument("--votes", action="store_true", help="count the verdicts of a model as judge, in mathematics")
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     details: dict[str, Any] = {}
-    read = {folder.name: read_accuracies(folder) for folder in arguments.folders}
+    read = {folder.name: read_accuracies(folder, arguments.measure) for folder in arguments.folders}
     if len(evaluated := [each for each in read.values() if each]) > 1:
         read["all seeds"] = merge(evaluated)
     for seed, test_sets in read.items():
@@ -121,15 +169,22 @@ def main() -> None:
             for name, each in (figures["accuracy"] | figures["differences"]).items():
                 low, high = each["interval"]
                 print(f"{seed:9} {test_set:8} {name:28} {each['mean']:+.3f} ({low:+.3f} to {high:+.3f})")
+    details["behavior"] = average_behavior(arguments.folders)
+    for name, measures in details["behavior"].items():
+        print(f"behavior  {name:14} " + "  ".join(f"{what} {value:.3g}" for what, value in measures.items()))
     for folder in arguments.folders:
+        details[folder.name]["operators"] = operators = count_operators(folder)
+        for name, counts in operators.items():
+            print(f"{folder.name:9} {name:20} " + "  ".join(f"{what} {number}" for what, number in counts.items()))
+    for folder in arguments.folders if arguments.votes else ():
         details[folder.name]["verdicts"] = verdicts = count_verdicts(folder)
         for said, counts in verdicts.items():
             right, wrong = counts.get("right", 0), counts.get("wrong", 0)
             print(f"{folder.name:9} judge: {said:20} right {right:5}   wrong {wrong:5}")
     last = next(each["test"]["accuracy"] for each in reversed(details.values()) if "test" in each)
     publish(
-        name="et_agent_mathematics", unit="accuracy after RL", ours=last["rl"]["mean"], peers={}, device="cpu",
-        details=details, out=arguments.out,
+        name=f"et_agent_{arguments.folders[0].parent.name}", unit="accuracy after RL", ours=last["rl"]["mean"],
+        peers={}, device="cpu", details=details, out=arguments.out,
     )  # fmt: skip
 
 
