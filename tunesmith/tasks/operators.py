@@ -195,8 +195,8 @@ def paraphrase(
 
     A model rewrites `field`; the other fields are copied. Requests cost money and are not deterministic, so replies are
     cached in a file, from which a resumed run and the next run with the same file read them. Of runs that share it at
-    once, all use the first reply to a request. Rejected are counted: `refused` is empty, unchanged or has other
-    numbers; `repeated` equals another task or an earlier rewrite; `echoed` contains words of the instruction.
+    once, all use the first reply to a request. Rejected are counted: `refused` is empty, cut off, unchanged or has
+    other numbers; `repeated` equals another task or an earlier rewrite; `echoed` contains words of the instruction.
     """
     api_key = read_api_key(api_key_env, knob="paraphrase: api_key_env") or "EMPTY"
     journal = Journal(Path(cache_path))
@@ -311,7 +311,8 @@ async def _send_request(
     choices = getattr(completion, "choices", None)
     if not choices:
         raise DataError(f"paraphrase: the reply of {client.base_url} has no choices; is it an OpenAI server?")
-    return choices[0].message.content or ""
+    is_truncated = choices[0].finish_reason == "length"  # such a rewrite may lack the end of the task
+    return "" if is_truncated else choices[0].message.content or ""
 
 
 def _read_replies(journal: Journal) -> dict[str, str]:

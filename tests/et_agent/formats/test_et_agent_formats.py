@@ -198,6 +198,31 @@ def test_the_command_converts_and_reports_format_errors(tmp_path):
     assert again.exit_code != 0 and "already exists" in again.output
 
 
+def test_format_errors_are_counted_by_kind_whatever_their_step(tmp_path):
+    good = "<think>a</think><search>b</search> <result>\nc\n</result>"
+    outputs = [f"{good * number}so<answer>\\boxed{{1}}</answer>" for number in (0, 1, 2)]
+    (tmp_path / "sft.json").write_text(json.dumps([{"instruction": "", "input": "q", "output": o} for o in outputs]))
+    result = convert_file(tmp_path / "sft.json", source="et_rft", target="transcripts", out=tmp_path / "rows.jsonl")
+    assert result.format_errors == {"a step is not <think>...</think> followed by <answer>": 3}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["3"], "line 1 of .*rows' must be a JSON object, got int"),
+        (["{"], "line 1 of .*rows' is not JSON"),
+        ([{"correctness": 1.0}, {"correctness": 1.0}, {}], "row 2 has no 'correctness'"),
+    ],
+)
+def test_rows_that_cannot_be_exported_are_errors_that_name_them(tmp_path, lines, message):
+    (row, _) = read_rows(convert(tmp_path, "et_evolve", "transcripts").path)
+    del row["correctness"]
+    texts = [line if isinstance(line, str) else json.dumps(row | line) for line in lines]
+    (tmp_path / "rows").write_text("\n".join(texts))
+    with pytest.raises(DataError, match=message):
+        convert_file(tmp_path / "rows", source="transcripts", target="et_evolve", out=tmp_path / "back.json")
+
+
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [

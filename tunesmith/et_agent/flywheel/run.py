@@ -58,6 +58,7 @@ from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
 from tunesmith.runs.policy import build_sampling, check_auxiliary, load_actors
+from tunesmith.runs.tasks import check_row_tools
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import check_finite, load_tasks, write_rows
@@ -73,7 +74,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
 
     Raises:
         ConfigError: the folder has attempts of other settings or questions.
-        DataError: a row has no question, or a number that is not finite.
+        DataError: a row has no question, a tool that the environment has not, or a number that is not finite.
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
@@ -144,6 +145,7 @@ def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
     for task in tasks:
         if not task.row.get("question"):
             raise DataError(f"row {task.index} of {config.train_dataset.path!r} has no 'question'")
+    check_row_tools(tasks, config.environment, path=config.train_dataset.path)
     check_finite((task.row for task in tasks), path=config.train_dataset.path)
     return {task.task_id: QuestionState(question_id=task.task_id, row=task.row) for task in tasks}
 
@@ -247,16 +249,17 @@ class Crew:
 
     async def run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
         parent = None if plan.parent is None else state.kept[plan.parent]
+        environment = self.environment.for_task(state.row)
         attempt = FlywheelAttempt(
             row=state.row,
-            environment=self.environment,
+            environment=environment,
             config=self.config,
             parent=None if parent is None else parent.transcript,
             is_correct=parent is not None and is_correct(parent, self.config),
             policy=models["policy"].model,
             analyst=self._find_role("analyst", models, build_model_analyst),
             author=self._find_role("author", models, build_model_author),
-            hints=list_hints(self.environment.tools, self.config.hints),
+            hints=list_hints(environment.tools, self.config.hints),
             rng=random.Random(derive_seed(self.config.seed, "hint", plan.question_id, plan.number)),
         )
         try:

@@ -13,15 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunesmith.environments.protocols import build_conversation
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
 from tunesmith.judges.tir import find_known_ability
-from tunesmith.storage import load_json_lines, storage_errors
-from tunesmith.tasks.load import check_finite, read_field, write_rows
+from tunesmith.tasks.load import check_finite, load_jsonl, read_field, write_rows
 from tunesmith.tools.tool import FailureKind
 
 TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
@@ -198,6 +197,14 @@ def _describe_trajectories(
         }
 
 
+class ExportedRow(NamedTuple):
+    """A row with a transcript, and its place in the file."""
+
+    number: int
+    row: Mapping[str, Any]
+    transcript: Transcript
+
+
 def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     return [to_task(need(row, "question", i), need(row, "answer", i), row.get("source")) for i, row in enumerate(rows)]
 
@@ -237,37 +244,38 @@ def read_evolve_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Evolve buffers of transcript rows: those of one question together, in order of its first row."""
     return [
         {
-            **_describe_question(group[0][0], index),
+            **_describe_question(group),
             "initial_output": "",
             "prediction": "",
             "initial_logs": [],
-            "evolve_trajectories_buffer": [transcript.text for _, transcript in group],
-            "evolve_predictions": [transcript.answer for _, transcript in group],
+            "evolve_trajectories_buffer": [each.transcript.text for each in group],
+            "evolve_predictions": [each.transcript.answer for each in group],
             "evolve_trajectories_llm_judge_results": [
-                need(row, "correctness", index) > RIGHT_ABOVE for row, _ in group
+                need(each.row, "correctness", each.number) > RIGHT_ABOVE for each in group
             ],
             "evolve_judgements": [],
         }
-        for index, group in group_rows(rows)
+        for group in group_rows(rows)
     ]
 
 
 def read_rollout_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Rollouts of transcript rows: those of one question together, in order of its first row."""
     found = []
-    for index, group in group_rows(rows):
-        scores = [row.get("correctness") for row, _ in group]
+    for group in group_rows(rows):
+        scores = [each.row.get("correctness") for each in group]
         question = {
-            **_describe_question(group[0][0], index),
-            "rollout_outputs": [transcript.text for _, transcript in group],
-            "predictions": [transcript.answer for _, transcript in group],
-            "tool_counts": [count_tools(transcript) for _, transcript in group],
+            **_describe_question(group),
+            "rollout_outputs": [each.transcript.text for each in group],
+            "predictions": [each.transcript.answer for each in group],
+            "tool_counts": [count_tools(each.transcript) for each in group],
         }
         found.append(question if None in scores else question | {"correctness": scores})
     return found
 
 
-def _describe_question(row: Mapping[str, Any], index: int) -> Row:
+def _describe_question(group: Sequence[ExportedRow]) -> Row:
+    index, row = group[0].number, group[0].row
     return {
         "instruction": row.get("system") or "",
         "input": need(row, "question", index),
@@ -283,12 +291,12 @@ def count_tools(transcript: Transcript) -> dict[str, int]:
     return {**named, "total_times": sum(counts.values())}
 
 
-def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[tuple[Mapping[str, Any], Transcript]]]]:
-    """The rows of each question with their transcripts; equal ids of different questions are those of other files."""
-    groups: dict[Any, tuple[int, list[tuple[Mapping[str, Any], Transcript]]]] = {}
+def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[list[ExportedRow]]:
+    """The rows of each question; equal ids of different questions are those of other files."""
+    groups: dict[Any, list[ExportedRow]] = {}
     for index, row in enumerate(rows):
         key = row.get("question_id"), need(row, "question", index)
-        groups.setdefault(key, (index, []))[1].append((row, read_transcript(row, index)))
+        groups.setdefault(key, []).append(ExportedRow(index, row, read_transcript(row, index)))
     return list(groups.values())
 
 
@@ -356,8 +364,7 @@ def convert_file(path: Path | str, *, source: str, target: str, out: Path | str)
         write_rows(out, rows)
         return Conversion(path=out, target=target, num_rows=len(rows), format_errors=count_format_errors(rows))
     if source in EXPORTED and target in EXPORTS:
-        with storage_errors(Path(path), "read"):
-            records = EXPORTS[target](load_json_lines(Path(path)))
+        records = EXPORTS[target](load_jsonl(Path(path)))
         check_not_empty(records, path)
         save_records(out, records, target)
         return Conversion(path=out, target=target, num_rows=len(records), format_errors={})
@@ -376,4 +383,4 @@ def count_format_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The format errors of transcripts by kind: numbers of steps are left out."""
     transcripts = [Transcript.from_json(row["transcript"]) for row in rows if "transcript" in row]
     errors = [error for each in transcripts if (error := find_format_error(each)) is not None]
-    return dict(Counter(errors).most_common())
+    return dict(Counter(re.sub(r"\bstep \d+", "a step", each) for each in errors).most_common())

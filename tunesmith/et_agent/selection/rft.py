@@ -276,12 +276,15 @@ def build_rows(
     """A conversation for each trajectory, with the other fields of its row."""
     for each in rows:
         more = {key: value for key, value in each.row.items() if key not in (*CONVERSATION_KEYS, "transcript")}
-        if environment is None:
-            system, tools = str(each.row.get("system") or ""), each.row.get("tools") or ()
-        else:
-            system, tools = environment.system_prompt, [tool.schema for tool in environment.tools.values()]
         try:
-            conversation = build_conversation(each.transcript, system=system, tools=tools, trains_forced=trains_forced)
+            if environment is None:
+                system, tools = str(each.row.get("system") or ""), each.row.get("tools") or ()
+                conversation = build_conversation(
+                    each.transcript, system=system, tools=tools, trains_forced=trains_forced
+                )
+            else:
+                own = environment.for_task(each.row)
+                conversation = own.build_conversation(each.transcript, trains_forced=trains_forced)
         except ValueError as error:
             raise DataError(
                 f"a trajectory of the question {each.transcript.question!r} cannot be trained: {error}"
