@@ -11,9 +11,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, get_args
@@ -211,8 +210,8 @@ def paraphrase(
 
     if missing:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2)
-        send = partial(_send_request, client, model=model, temperature=temperature, max_tokens=max_tokens)
-        asyncio.run(_send_all(missing, send, journal, client, max_concurrency))
+        sampling = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        asyncio.run(_send_all(missing, client, journal, max_concurrency, sampling))
         cache = _read_replies(Journal(journal.path))  # another run may have saved a reply to the same request before
     kept: list[Task] = []
     counts: Counter[Rejection] = Counter()
@@ -273,17 +272,17 @@ def list_ngrams(text: str) -> set[tuple[str, ...]]:
 
 async def _send_all(
     requests: Mapping[str, tuple[str, int]],
-    send: Callable[..., Awaitable[str]],
-    journal: Journal,
     client: openai.AsyncOpenAI,
+    journal: Journal,
     max_concurrency: int,
+    sampling: Mapping[str, Any],
 ) -> None:
     """Send at most `max_concurrency` requests at once and save each reply on arrival; the first failure cancels all."""
     semaphore = asyncio.Semaphore(max_concurrency)
 
     async def run(key: str, text: str, number: int) -> None:
         async with semaphore:
-            journal.append([key, await send(text, seed=number)])
+            journal.append([key, await _send_request(client, text, **sampling, seed=number)])
 
     try:
         async with client, asyncio.TaskGroup() as running:
@@ -293,17 +292,10 @@ async def _send_all(
         raise failed.exceptions[0] from None
 
 
-async def _send_request(
-    client: openai.AsyncOpenAI, text: str, *, model: str, temperature: float, max_tokens: int, seed: int
-) -> str:
+async def _send_request(client: openai.AsyncOpenAI, text: str, *, model: str, **sampling: Any) -> str:
+    messages: Any = [{"role": "user", "content": PROMPT.format(text=text)}]
     try:
-        completion = await client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": PROMPT.format(text=text)}],
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-        )
+        completion = await client.chat.completions.create(model=model, messages=messages, **sampling)
     except openai.OpenAIError as error:
         raise DataError(f"paraphrase: the model {model!r} did not answer: {error}") from error
     except ValueError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunesmith.environments.protocols import build_conversation
+from tunesmith.environments.protocols import build_conversation, read_tag
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, find_format_error
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
@@ -63,9 +63,8 @@ def parse_trajectory(question: str, text: str) -> Transcript:
 
 
 def _read_call(found: re.Match[str], call_id: str) -> Segment:
-    body = found[2].strip("\n")
-    given = {TOOL_ARGUMENTS[found[1]]: body if "\n" in body else body.strip()} if body.strip() else None
-    return Segment(kind="call", text=found[0], tool=found[1], arguments=given, call_id=call_id)
+    arguments = read_tag(found[2], TOOL_ARGUMENTS[found[1]])
+    return Segment(kind="call", text=found[0], tool=found[1], arguments=arguments, call_id=call_id)
 
 
 def _read_result(tool: str, found: re.Match[str], call_id: str) -> Segment:

@@ -123,7 +123,6 @@ class PythonSession:
         return result
 
 
-NAME = "python"
 MAX_CODE_CHARS = 1_000_000
 
 
@@ -151,20 +150,7 @@ class PythonTool:
 
     def build_schema(self, *, is_session: bool = False) -> dict[str, Any]:
         """The tool schema for chat requests."""
-        packages = " and ".join(["the standard library", *self.settings.packages])
-        state = "Variables are kept between calls." if is_session else "Each call starts without variables."
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        description = (
-            f"Run Python {version} code and return what it prints; the value of a last expression is printed too. "
-            f"{state} There are {packages}, no network, and at most "
-            f"{self.settings.wall_s:g} s and {self.settings.memory_mb} MiB."
-        )
-        parameters = {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "Python code."}},
-            "required": ["code"],
-        }
-        return {"type": "function", "function": {"name": NAME, "description": description, "parameters": parameters}}
+        return self.build_tool(is_session=is_session).schema
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -190,8 +176,20 @@ class PythonTool:
             async with self.session() as session:
                 yield bind(session)
 
+        packages = " and ".join(["the standard library", *self.settings.packages])
+        state = "Variables are kept between calls." if is_session else "Each call starts without variables."
         return Tool(
-            **self.build_schema(is_session=is_session)["function"],
+            name="python",
+            description=(
+                f"Run Python {sys.version_info.major}.{sys.version_info.minor} code and return what it prints; the "
+                f"value of a last expression is printed too. {state} There are {packages}, no network, and at most "
+                f"{self.settings.wall_s:g} s and {self.settings.memory_mb} MiB."
+            ),
+            parameters={
+                "type": "object",
+                "properties": {"code": {"type": "string", "description": "Python code."}},
+                "required": ["code"],
+            },
             text_argument="code",
             run=bind(self),
             timeout_s=None,
