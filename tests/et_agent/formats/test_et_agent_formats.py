@@ -186,6 +186,15 @@ def test_source_pools_and_test_sets_become_tasks(tmp_path):
     assert read_rows(convert(tmp_path, "et_test", "tasks", out="t").path)[0]["answer"] == 4
 
 
+@pytest.mark.parametrize("name", ["et_rft", "et_test"])
+def test_half_of_a_surrogate_pair_in_a_text_is_written(tmp_path, name):
+    (row, *_) = read_rows(convert(tmp_path, "et_evolve", "transcripts").path)
+    (tmp_path / "rows").write_text(json.dumps(row | {"question": "q \ud800"}))
+    result = convert_file(tmp_path / "rows", source="transcripts", target=name, out=tmp_path / "back")
+    (written,) = load_records(result.path, name)
+    assert written.get("input", written.get("question")) == "q \ud800"
+
+
 def test_the_command_converts_and_reports_format_errors(tmp_path):
     broken = [{"instruction": "", "input": "q", "output": "<answer>1</answer>"}]
     (tmp_path / "sft.json").write_text(json.dumps(broken))

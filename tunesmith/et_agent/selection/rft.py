@@ -142,7 +142,6 @@ def check_embedding_model(name: str | None) -> None:
 
 
 def embed_texts(texts: Sequence[str], name: str) -> Floats:
-    check_embedding_model(name)
     from sentence_transformers import SentenceTransformer  # optional, and slow to import
 
     model = SentenceTransformer(name)
