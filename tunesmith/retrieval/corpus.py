@@ -10,6 +10,7 @@ from typing import Any
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import is_path_like
 from tunesmith.retrieval.settings import IndexSettings
+from tunesmith.tasks.data_path import is_saved
 from tunesmith.tasks.load import iter_jsonl
 
 
@@ -76,7 +77,7 @@ def iter_passages(
         _refuse_parts(path, name=name, split=split)
         return _iter_lines(path, settings)
     if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        if is_saved(path):
             return _iter_data_set(str(path), settings, name=name, split=split)
         paths = sorted(each for each in path.rglob("*") if each.is_file())
         if any(each.suffix.lower() in TABLE_SUFFIXES for each in paths) and not _find_texts(paths, but="README.md"):

@@ -17,10 +17,7 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
-from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT
-
-SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Marker files that `save_to_disk` writes into the folder of a `Dataset` and of a `DatasetDict`."""
+from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved
 
 
 def load_library_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
@@ -64,10 +61,6 @@ def silence() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if are_shown:
             enable_progress_bars()
-
-
-def is_saved(source: Path) -> bool:
-    return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
 
 
 def _open_saved(source: Path, *, name: str | None, split: str | None) -> Any:

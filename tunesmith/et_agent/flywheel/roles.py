@@ -84,21 +84,14 @@ def list_thoughts(transcript: Transcript) -> list[str] | None:
 
 
 def replace_thoughts(transcript: Transcript, texts: Sequence[str]) -> Transcript:
-    """The transcript with other thoughts; every other segment is the same object. ValueError for another number."""
-    thoughts = iter(texts)
+    """The transcript with one of the texts in place of each of `list_thoughts`; what stays is the same object."""
+    remaining = iter(texts)
     segments = []
     for segment in transcript.segments:
         parts = split_thought(segment, transcript) if segment.kind == "thought" else None
-        if parts is None:
-            segments.append(segment)
-            continue
-        text = next(thoughts, None)
-        if text is None:
-            raise ValueError("there are fewer new thoughts than thoughts")
-        is_same = text == parts[1]
-        segments.append(segment if is_same else replace(segment, text=parts[0] + text + parts[2], tokens=0))
-    if next(thoughts, None) is not None:
-        raise ValueError("there are more new thoughts than thoughts")
+        if parts is not None and (text := next(remaining)) != parts[1]:
+            segment = replace(segment, text=parts[0] + text + parts[2], tokens=0)
+        segments.append(segment)
     return replace(transcript, segments=tuple(segments))
 
 

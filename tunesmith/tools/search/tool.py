@@ -75,8 +75,7 @@ class IndexSource:
         self._index = index
 
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
-        hits = await asyncio.to_thread(self._index.search, query, top_n)
-        return [Passage(hit.passage_id, hit.contents) for hit in hits]
+        return list(await asyncio.to_thread(self._index.search, query, top_n))
 
 
 class HttpSource:
