@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
+from tunesmith.tasks.selector import Choice, Floats, Indices, Selection, Share, build_histogram
 
 MIN_GAP = 1e-3
 """Minimum difference of the mean pass rates of two knots on the given tasks; below it the capability is not estimated.
@@ -161,13 +161,8 @@ class BotsSelector:
 
     def explain(self) -> Selection:
         """The choices of the last `select` with their reasons, and a histogram of expected pass rates of all tasks."""
-        mean_N = self.alpha / (self.alpha + self.beta)
-        bin_N = np.minimum((mean_N * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        return Selection(
-            choices=self._choices,
-            summary=self._compute_metrics(),
-            histogram=tuple(np.bincount(bin_N, minlength=NUM_BINS).tolist()),
-        )
+        histogram = build_histogram(self.alpha / (self.alpha + self.beta))
+        return Selection(choices=self._choices, summary=self._compute_metrics(), histogram=histogram)
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: base64.b64encode(getattr(self, name).astype(kind).tobytes()) for name, kind in ARRAYS.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,10 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     if files and (rows := load_plain_rows(*files)) is not None:
         return rows[:num_rows]
     # `datasets` takes a second to import, and most runs read one file of plain rows
-    from tunesmith.tasks.load_library import load_library_rows
+    from tunesmith.tasks.load_library import iter_library_rows
 
     try:
-        return load_library_rows(path, name=name, split=split, num_rows=num_rows)
+        return list(islice(iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None), num_rows))
     except DataError:
         if source.suffix == ".jsonl" and source.is_file() and name is None:
             load_jsonl(source)  # raises an error that names the line, if one is not JSON

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,6 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
 from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved
-
-
-def load_library_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
-    rows = iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None)
-    return list(itertools.islice(rows, num_rows))
 
 
 def iter_library_rows(path: str, *, name: str | None, split: str | None, is_streamed: bool) -> Iterator[dict[str, Any]]:

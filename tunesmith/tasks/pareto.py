@@ -20,7 +20,7 @@ from pydantic import Field
 
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.tasks.load import read_field
-from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
+from tunesmith.tasks.selector import Choice, Floats, Indices, Selection, Share, build_histogram
 from tunesmith.types import Group, Task, Trajectory, compute_outcome, read_metric
 
 CORRECT_AT = 0.75
@@ -266,13 +266,8 @@ class ParetoSelector:
 
     def explain(self) -> Selection:
         """The choices of the last `select`; the histogram counts mixed tasks by 2 * std of correctness."""
-        spread_M = 2 * self._spreads_N2[self._states_N == 1, 0]
-        bins = np.clip((spread_M * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
-        return Selection(
-            choices=self._choices,
-            summary=self.feedback((), ()),
-            histogram=tuple(np.bincount(bins, minlength=NUM_BINS).tolist()),
-        )
+        histogram = build_histogram(2 * self._spreads_N2[self._states_N == 1, 0])
+        return Selection(choices=self._choices, summary=self.feedback((), ()), histogram=histogram)
 
     def state_dict(self) -> dict[str, Any]:
         return {

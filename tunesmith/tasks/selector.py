@@ -72,6 +72,12 @@ class Selection:
     """Number of tasks per bin of expected pass rate, in equal bins from 0 to 1."""
 
 
+def build_histogram(values: Floats) -> tuple[int, ...]:
+    """How many values are in each of `NUM_BINS` equal bins from 0 to 1."""
+    bins = np.clip((values * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
+    return tuple(np.bincount(bins, minlength=NUM_BINS).tolist())
+
+
 def select_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
     """The next `size` indices as ints; ConfigError if a custom selector violates the interface."""
     selected = selector.select(size)

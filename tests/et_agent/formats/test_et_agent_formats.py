@@ -221,6 +221,7 @@ def test_format_errors_are_counted_by_kind_whatever_their_step(tmp_path):
         (["3"], "line 1 of .*rows' must be a JSON object, got int"),
         (["{"], "line 1 of .*rows' is not JSON"),
         ([{"correctness": 1.0}, {"correctness": 1.0}, {}], "row 2 has no 'correctness'"),
+        ([{"transcript": {"steps": []}}], "row 0: transcript is not one of tunesmith.environments: KeyError"),
     ],
 )
 def test_rows_that_cannot_be_exported_are_errors_that_name_them(tmp_path, lines, message):

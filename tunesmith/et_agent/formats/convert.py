@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunesmith.environments.protocols import build_conversation, read_tag
-from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, find_format_error
+from tunesmith.environments.transcript import (
+    ANSWER_CLOSE,
+    ANSWER_OPEN,
+    Finish,
+    Segment,
+    Transcript,
+    find_format_error,
+    read_transcript,
+)
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
 from tunesmith.judges.tir import find_known_ability
@@ -161,18 +169,27 @@ def build_transcript_rows(rows: Sequence[Row], source: str) -> Iterator[Row]:
         match source:
             case "et_evolve":
                 texts, predictions, verdicts = (row[key] for key in EVOLVE_LISTS)
-                yield from _describe_trajectories(row, number, texts, predictions, [float(bool(v)) for v in verdicts])
+                scores = [float(bool(each)) for each in verdicts]
             case "et_rollouts" | "et_pareto":
                 texts, predictions = row["rollout_outputs"], row["predictions"]
                 scores = row.get("correctness") or [None] * len(texts)
-                yield from _describe_trajectories(row, number, texts, predictions, scores)
             case "et_rft":
                 transcript = parse_trajectory(row["input"], row["output"])
                 system = {"system": row["instruction"]} if row["instruction"] else {}
                 more = {name: value for name, value in row.items() if name not in FORMATS[source].fields}
                 yield {"question": row["input"], **system, "transcript": transcript.to_json(), **more}
+                continue
             case _:
                 raise ConfigError(f"{source} holds no trajectories: convert it to tasks")
+        for index, (text, prediction, score) in enumerate(zip(texts, predictions, scores, strict=True)):
+            yield {
+                **describe_task(row),
+                "question_id": number,
+                "trajectory_index": index,
+                **({} if score is None else {"correctness": float(score)}),
+                "prediction": prediction,
+                "transcript": parse_trajectory(row["input"], text).to_json(),
+            }
 
 
 def build_conversations(rows: Sequence[Row], source: str) -> Iterator[Row]:
@@ -180,20 +197,6 @@ def build_conversations(rows: Sequence[Row], source: str) -> Iterator[Row]:
     for row in build_transcript_rows(rows, source):
         transcript = Transcript.from_json(row["transcript"])
         yield build_conversation(transcript, system=row.get("system", ""), tools=())
-
-
-def _describe_trajectories(
-    row: Row, number: int, texts: Sequence[str], predictions: Sequence[str | None], scores: Sequence[float | None]
-) -> Iterator[Row]:
-    for index, (text, prediction, score) in enumerate(zip(texts, predictions, scores, strict=True)):
-        yield {
-            **describe_task(row),
-            "question_id": number,
-            "trajectory_index": index,
-            **({} if score is None else {"correctness": float(score)}),
-            "prediction": prediction,
-            "transcript": parse_trajectory(row["input"], text).to_json(),
-        }
 
 
 class ExportedRow(NamedTuple):
@@ -233,7 +236,7 @@ def read_alpaca_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
         {
             "instruction": row.get("system") or "",
             "input": need(row, "question", i),
-            "output": read_transcript(row, i).text,
+            "output": read_tagged(row, i).text,
         }
         for i, row in enumerate(rows)
     ]
@@ -295,12 +298,12 @@ def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[list[ExportedRow]]:
     groups: dict[Any, list[ExportedRow]] = {}
     for index, row in enumerate(rows):
         key = row.get("question_id"), need(row, "question", index)
-        groups.setdefault(key, []).append(ExportedRow(index, row, read_transcript(row, index)))
+        groups.setdefault(key, []).append(ExportedRow(index, row, read_tagged(row, index)))
     return list(groups.values())
 
 
-def read_transcript(row: Mapping[str, Any], index: int) -> Transcript:
-    transcript = Transcript.from_json(need(row, "transcript", index))
+def read_tagged(row: Mapping[str, Any], index: int) -> Transcript:
+    transcript = read_transcript(row, where=f"row {index}")
     if transcript.protocol != "tags":
         raise DataError(
             f"row {index} has a transcript of the protocol {transcript.protocol!r}; the original's formats hold text "

@@ -27,7 +27,7 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_row
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.protocols import build_conversation
-from tunesmith.environments.transcript import Transcript, find_format_error
+from tunesmith.environments.transcript import Transcript, find_format_error, read_transcript
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
@@ -200,11 +200,7 @@ def read_trajectories(path: str) -> list[TrajectoryRow]:
 
 
 def read_trajectory(row: Row, *, where: str) -> TrajectoryRow:
-    found, correctness = (read_field(row, key, where=where) for key in ("transcript", "correctness"))
-    try:
-        transcript = Transcript.from_json(found)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{where}: transcript is not one of tunesmith.environments: {error!r}") from error
+    transcript, correctness = read_transcript(row, where=where), read_field(row, "correctness", where=where)
     if not isinstance(correctness, int | float) or not math.isfinite(correctness):
         raise DataError(f"{where}: correctness must be a finite number, got {correctness!r}")
     return TrajectoryRow(
