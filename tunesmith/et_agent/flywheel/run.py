@@ -39,6 +39,7 @@ from tunesmith.et_agent.flywheel.state import (
     OUTCOMES,
     AttemptPlan,
     Attempts,
+    Outcome,
     QuestionState,
     Record,
     find_fresh_records,
@@ -324,12 +325,14 @@ class AttemptBatch:
             proposal = await OPERATORS[plan.operator](attempt)
         except TruncatedReplyError as error:
             proposal = Proposal(reason=str(error))
-        if proposal.transcript is None:
-            return Record(plan=plan, outcome="nothing", step=proposal.step, reason=proposal.reason)
-        correctness = await self._judge(state.row, proposal.transcript, models)
+        outcome: Outcome = "nothing"
+        correctness = None
+        if proposal.transcript is not None:
+            correctness = await self._judge(state.row, proposal.transcript, models)
+            outcome = "unscored" if correctness is None else "kept"
         return Record(
             plan=plan,
-            outcome="unscored" if correctness is None else "kept",
+            outcome=outcome,
             step=proposal.step,
             reason=proposal.reason,
             correctness=correctness,

@@ -35,10 +35,9 @@ class WorkerProcess:
     """A running worker; at most one thread runs calls, any thread may kill it."""
 
     def __init__(self, plan: LaunchPlan, settings: PythonToolSection, *, is_session: bool) -> None:
-        self.isolation = plan.isolation
         self._settings = settings
         self._is_session = is_session
-        self._folder = plan.folder
+        self._folder: str | None = plan.configuration["folder"]
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._is_killed = False
@@ -121,7 +120,7 @@ class WorkerProcess:
         self._control.send(len(data).to_bytes(4, "big") + data)
         _, (self._tmp_fd,) = self._control.read_report()
         # In a mount namespace the folder has no path outside; macOS has no paths of files, and no such namespace.
-        if plan.folder is None:
+        if self._folder is None:
             return SandboxFolder(f"/proc/self/fd/{self._tmp_fd}", max_mb=None)
         return SandboxFolder(plan.configuration["tmp"], max_mb=self._settings.tmp_mb)
 
@@ -190,7 +189,7 @@ class Launcher:
                 reasons.append(f"{kind}: {_describe_error(error)}")
                 continue
             self._kind = kind
-            if worker.isolation == "none":
+            if kind == "none":
                 logger.warning("model-written Python code runs WITHOUT isolation (unsafe=True): %s", "; ".join(reasons))
             elif reasons:
                 logger.info("Python sandbox: %s; not available: %s", kind, "; ".join(reasons))
@@ -203,8 +202,8 @@ class Launcher:
         try:
             return WorkerProcess(plan, self._settings, is_session=is_session)
         except BaseException:
-            if plan.folder is not None:
-                remove_folder(plan.folder)
+            if plan.configuration["folder"] is not None:
+                remove_folder(plan.configuration["folder"])
             raise
 
 
