@@ -196,6 +196,13 @@ async def test_sampling_parameters_are_no_shared_state():
     assert first["stop"] == second["stop"] and first["stop"] is not second["stop"] and policy.options == {}
 
 
+async def test_an_answer_that_is_boxed_already_gets_no_second_box():
+    draft = StepDraft(thought="So it is.", text=r"The answer is \boxed{1748}.")
+    attempt = make_attempt(WRONG, analyst=lambda request: Finding(step=2, reason="r"), author=lambda request: draft)
+    done = await OPERATORS["repair_flaw"](attempt)
+    assert done.transcript.segments[-1].text == r"<answer>\boxed{1748}</answer>"
+
+
 async def test_a_draft_with_an_unknown_tool_or_nothing_in_it_is_no_trajectory():
     for draft in (StepDraft(thought="x", tool="browse", text="x"), StepDraft(thought="x", text=" ")):
         attempt = make_attempt(

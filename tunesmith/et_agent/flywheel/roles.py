@@ -22,6 +22,7 @@ from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript
 from tunesmith.judges import llm
 from tunesmith.judges.llm import quote
+from tunesmith.judges.numeric import extract_marked
 
 WRITTEN = ("thought", "forced")
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)", re.DOTALL)
@@ -211,7 +212,9 @@ def write_step(draft: StepDraft, prefix: Transcript, environment: Environment) -
     if not draft.text.strip():
         raise ValueError("the proposed step has an empty call or answer")
     if not draft.tool:
-        return environment.write_answer(prefix, thought=draft.thought, text=draft.text)
+        # `write_answer` boxes the answer, and models box it too, as in the trajectory that they read
+        answer = extract_marked(draft.text) or draft.text
+        return environment.write_answer(prefix, thought=draft.thought, text=answer)
     if draft.tool not in environment.tools:
         raise ValueError(f"the proposed step calls {draft.tool!r}; the tools are {', '.join(environment.tools)}")
     return environment.write_call(prefix, tool=draft.tool, thought=draft.thought, text=draft.text)
