@@ -16,7 +16,7 @@ from typing import Any
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import encode_json_line, open_atomic, storage_errors
 from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
@@ -171,11 +171,8 @@ def read_rows(path: str) -> list[Row]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write JSON lines in one piece, lone surrogates escaped; returns the number of rows."""
     count = 0
-    with storage_errors(path, "write"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open_atomic(path) as file:
-            for row in rows:
-                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
-                file.write(line.encode(errors="backslashreplace") + b"\n")
-                count += 1
+    with open_atomic(path) as file:
+        for row in rows:
+            file.write(encode_json_line(row, allow_nan=False, default=str))
+            count += 1
     return count
