@@ -212,6 +212,19 @@ async def test_a_draft_with_an_unknown_tool_or_nothing_in_it_is_no_trajectory():
         assert proposal.transcript is None and "proposed step" in proposal.reason
 
 
+@pytest.mark.parametrize(
+    ("operator", "roles", "message"),
+    [
+        ("repair_flaw", {"analyst": lambda request: 2}, "Finding or None for find_flaw, got int"),
+        ("refine_thoughts", {"author": lambda request: "a"}, "list or tuple or None for refine_thoughts, got str"),
+        ("reflect", {"author": lambda request: ["a"]}, "str or None for reflect, got list"),
+    ],
+)
+async def test_a_reply_of_another_kind_is_an_error(operator, roles, message):
+    with pytest.raises(TypeError, match=message):
+        await OPERATORS[operator](make_attempt(WRONG, **roles))
+
+
 async def test_a_finding_beyond_the_trajectory_is_an_error():
     attempt = make_attempt(WRONG, analyst=lambda request: Finding(step=7, reason="x"))
     with pytest.raises(ValueError, match="step 7 of a trajectory with 2 steps"):

@@ -188,21 +188,32 @@ class RoleRequest:
 
 
 Role = Callable[[RoleRequest], Any]
+REPLIES: Mapping[Goal, tuple[type, ...]] = {
+    "find_redundant": (Finding,),
+    "find_flaw": (Finding,),
+    "replace_step": (StepDraft,),
+    "refine_thoughts": (list, tuple),
+    "reflect": (str,),
+}
+"""What a role returns for each goal, besides None."""
 
 
 async def call_role(role: Role, request: RoleRequest) -> Any:
+    """What a role returns; TypeError if it is none of the goal's replies."""
     reply = role(request)
-    return await reply if inspect.isawaitable(reply) else reply
+    if inspect.isawaitable(reply):
+        reply = await reply
+    kinds = REPLIES[request.goal]
+    if reply is not None and not isinstance(reply, kinds):
+        names = " or ".join(each.__name__ for each in kinds)
+        raise TypeError(f"a role must return {names} or None for {request.goal}, got {type(reply).__name__}")
+    return reply
 
 
 async def find_step(role: Role, request: RoleRequest) -> Finding | None:
     """The analyst's finding; ValueError if it names a step that does not exist."""
-    found = await call_role(role, request)
-    if found is None:
-        return None
-    if not isinstance(found, Finding):
-        raise TypeError(f"the analyst must return a Finding or None, got {type(found).__name__}")
-    if not 1 <= found.step <= len(request.steps):
+    found: Finding | None = await call_role(role, request)
+    if found is not None and not 1 <= found.step <= len(request.steps):
         raise ValueError(f"the analyst names step {found.step} of a trajectory with {len(request.steps)} steps")
     return found
 
