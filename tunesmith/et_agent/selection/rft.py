@@ -98,8 +98,6 @@ def measure_text_spreads(
         spreads.append(compute_spread(*sums[-1]))
         start = end
     known = [spread for spread in spreads if spread is not None]
-    if not sums:
-        return None, None
     total_D = np.sum([each for each, _, _ in sums], axis=0)
     return average(known), compute_spread(total_D, sum(each for _, each, _ in sums), sum(each for _, _, each in sums))
 
