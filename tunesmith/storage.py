@@ -224,6 +224,11 @@ def save_json(path: Path, value: Any) -> None:
     save_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def encode_json_line(value: Any, **options: Any) -> bytes:
+    """A value as a line of a JSON Lines file; lone surrogates are escaped. `options` are those of `json.dumps`."""
+    return json.dumps(value, ensure_ascii=False, **options).encode(errors="backslashreplace") + b"\n"
+
+
 def save_link(path: Path, target: str) -> None:
     """Replace `path` atomically by a symbolic link to a neighbor."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -352,14 +357,13 @@ class Journal:
 
     def append(self, *rows: Any) -> None:
         """Append rows in one write; they are on disk when it returns."""
-        lines = (json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for row in rows)
         with storage_errors(self.path, "write"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # what looks incomplete may be a line that another process is writing
                 if os.pread(file.fileno(), 1, max(os.fstat(file.fileno()).st_size - 1, 0)) not in (b"", b"\n"):
                     os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
-                append_whole(file.fileno(), b"".join(lines), path=self.path)
+                append_whole(file.fileno(), b"".join(map(encode_json_line, rows)), path=self.path)
 
     def keep(self, num_rows: int) -> None:
         """Remove all but the first rows."""

@@ -259,9 +259,10 @@ def test_rows_name_tools_of_the_environment(values, tmp_path):
     )
     first, second = sorted(load_groups(tune(config)), key=lambda group: group.task.index)
     assert b"calculator" in read_prompt(config, first) and b"calculator" not in read_prompt(config, second)
-    (tmp_path / "rows.jsonl").write_text('{"question": "1?", "answer": "2", "tools": ["calc"]}\n')
-    with pytest.raises(DataError, match=r"row 0 of 'rows.jsonl': tools of a task must be a list of names .*'calc'"):
-        load_run_tasks(config, config.train_dataset, name="train")
+    for wrong in ("calc", {"name": "calc"}):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1?", "answer": "2", "tools": [wrong]}))
+        with pytest.raises(DataError, match=r"row 0 of 'rows.jsonl': tools of a task must be a list of names .*'calc'"):
+            load_run_tasks(config, config.train_dataset, name="train")
 
 
 def read_prompt(config, group):

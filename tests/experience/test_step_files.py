@@ -140,6 +140,14 @@ def test_selections_are_merged_into_json_lines(tmp_path):
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_half_of_a_surrogate_pair_in_a_reason_is_merged(tmp_path):
+    for step in (1, 2):
+        save_json(name_step(tmp_path, step, "json"), {"reason": "a \ud800"})
+    StepFiles(tmp_path, JSON_STEPS).merge(committed_step=2, steps_per_file=2)
+    assert list_names(tmp_path) == ["steps_000001-000002.jsonl"]
+    assert load_step_json(name_step(tmp_path, 2, "json")) == {"reason": "a \ud800"}
+
+
 def test_a_kill_at_any_write_call_loses_no_step(tmp_path):
     for number in range(1, 100):
         folder = tmp_path / str(number)

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, Split
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
 from tunesmith.tasks.load import list_plain_files, load_plain_rows, load_rows, load_tasks
-from tunesmith.tasks.load_library import load_library_rows
+from tunesmith.tasks.load_library import iter_library_rows
 
 ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 4 + 4?", "answer": "8"}]
 
@@ -177,7 +177,7 @@ def test_an_empty_field_is_reported_as_empty(tmp_path):
 def test_plain_rows_are_those_that_the_library_reads(tmp_path, lines, is_plain):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    expected = load_library_rows(str(path), name=None, split="train", num_rows=None)
+    expected = list(iter_library_rows(str(path), name=None, split="train", is_streamed=False))
     assert load_plain_rows(path) == (expected if is_plain else None)
     found = load_rows(str(path), name=None, split="train")
     assert found == expected
@@ -203,7 +203,7 @@ def test_plain_rows_of_a_folder_are_those_that_the_library_reads(tmp_path, rows,
     for split in ("train", "test"):
         files = list_plain_files(tmp_path, split)
         assert bool(files and load_plain_rows(*files)) == is_plain
-        expected = load_library_rows(str(tmp_path), name=None, split=split, num_rows=None)
+        expected = list(iter_library_rows(str(tmp_path), name=None, split=split, is_streamed=False))
         assert load_rows(str(tmp_path), name=None, split=split) == expected
 
 

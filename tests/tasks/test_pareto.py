@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 
 import numpy as np
 import pytest
@@ -173,13 +174,14 @@ def test_nothing_to_select_from_is_an_empty_selection():
 
 
 def test_missing_and_misaligned_rollouts_are_errors():
-    with pytest.raises(DataError, match="question 1 has 2 values of correctness and 1 of tool calls"):
-        select_pareto([[0, 1], [0, 1]], [[1, 1], [1]], num_selected=1, seed=0)
+    read = partial(read_rollouts, correctness_key="correctness", tool_calls_key="calls", where="row 3")
+    with pytest.raises(DataError, match="row 3 has 2 values in correctness and 1 in calls"):
+        read({"correctness": [0, 1], "calls": [1]})
     with pytest.raises(DataError, match="row 3 has no 'correctness'; its fields are a"):
-        read_rollouts({"a": 1}, key="correctness", where="row 3")
+        read({"a": 1})
     for wrong in ("1", [1, None], [math.nan], 3):
         with pytest.raises(DataError, match="must be a list of finite numbers"):
-            read_rollouts({"correctness": wrong}, key="correctness", where="row 3")
+            read({"correctness": wrong})
     with pytest.raises(DataError, match="shares names the source 'web'"):
         divide_quota(3, {"math": 4}, shares={"web": 1})
     with pytest.raises(ValueError, match="an objective is not a number"):

@@ -103,6 +103,9 @@ def test_rows_may_hold_earlier_rollouts():
     rows = [{"c": [0, 1], "t": [i, 0]} for i in range(4)] + [{"c": [1, 1], "t": [1, 1]}]
     tasks = [Task(task_id=f"t/{i}", index=i, row=row) for i, row in enumerate(rows)]
     assert build(tasks, correctness_key="c", tool_calls_key="t", keep=0.4, explore=0).select(2) == [3, 2]
+    unknown = [*tasks, Task(task_id="t/5", index=5, row={"c": [], "t": []})]
+    selector = build(unknown, correctness_key="c", tool_calls_key="t")
+    assert selector.feedback([], [])["selector/num_tasks_known"] == 5
     with pytest.raises(
         DataError, match="task t/0 has no 'x'; its fields are c, t. It needs one number for each rollout"
     ):

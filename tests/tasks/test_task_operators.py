@@ -154,8 +154,8 @@ def test_a_server_that_is_not_openai_compatible_is_named(foreign_server, tmp_pat
 def rewriter():
     """An OpenAI-compatible server that rewrites questions and counts requests.
 
-    It answers questions with "wait" two at a time, each in other words if they have "apart", and
-    fails on those with "fail".
+    It answers questions with "wait" two at a time, each in other words if they have "apart", fails
+    on those with "fail", and is cut off at its token limit on those with "cut".
     """
     asked, in_flight, most_in_flight, together = [], [], [], threading.Barrier(2)
 
@@ -175,7 +175,8 @@ def rewriter():
                 self.send_error(400)
                 return
             answer = f"Say: {text}" if body["seed"] == 0 else "Say: nothing"
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+            reason = "length" if "cut" in text else "stop"
+            choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": answer}}
             head = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
             reply = json.dumps(head | {"choices": [choice]})
             self.send_response(200)
@@ -275,6 +276,13 @@ def test_repeated_and_echoed_rewrites_are_counted_and_rejected(tmp_path):
     made, metrics = paraphrase(tasks_of({"q": "Ann has 3 pens."}), **args)
     assert [task.row["q"] for task in made] == ["Ann has 3 pens.", "Ann owns 3 pens."]
     assert metrics == {"num_asked": 0, "num_refused": 1, "num_repeated": 1, "num_echoed": 1}
+
+
+def test_a_rewrite_that_is_cut_off_is_refused(rewriter, tmp_path):
+    url, _, _ = rewriter
+    args = {"field": "q", "model": "m", "base_url": url, "cache_path": str(tmp_path / "cache.jsonl")}
+    made, metrics = paraphrase(tasks_of({"q": "cut 3 pens"}), **args)
+    assert [task.row["q"] for task in made] == ["cut 3 pens"] and metrics["num_refused"] == 1
 
 
 def test_replies_before_a_failure_are_kept(rewriter, tmp_path):

@@ -81,7 +81,7 @@ class TagProtocol:
         border = max(start - len(before), 0) if start >= 0 else len(text) - length
         thought, rest = text[:border], text[border:]
         if name != "answer":
-            arguments = None if body is None else read_tag(body, self.tools[name])
+            arguments = None if body is None else read_tag(body, self.tools[name].text_argument)
             last = Segment(kind="call", text=rest, tool=name, arguments=arguments, call_id=f"call{number + 1}")
         elif body is None:
             return (Segment(kind="thought", text=text),)
@@ -109,13 +109,13 @@ def count_tokens(segments: Sequence[Segment], completion: ChatCompletion) -> tup
     return (*segments[:-1], *(replace(each, tokens=tokens) for each in segments[-1:]))
 
 
-def read_tag(body: str, tool: Tool) -> Mapping[str, Any] | None:
-    """The arguments in the text of a tag; None if there are none."""
+def read_tag(body: str, text_argument: str | None) -> Mapping[str, Any] | None:
+    """The arguments in the text of a tag, which is one argument or a JSON object; None if there are none."""
     text = body.strip("\n")
     if not text.strip():
         return None
-    if tool.text_argument is not None:
-        return {tool.text_argument: text if "\n" in text else text.strip()}
+    if text_argument is not None:
+        return {text_argument: text if "\n" in text else text.strip()}
     return read_arguments(text)
 
 

@@ -15,8 +15,7 @@ async def tool_agent(task: Mapping[str, Any], model: Any, environment: Environme
 
     The response is the transcript; the reward is the judge's.
     """
-    if task.get("tools") is not None:
-        environment = environment.select(task["tools"])
+    environment = environment.for_task(task)
     transcript = await environment.run(str(task["question"]), model)
     return WorkflowOutput(response=transcript, metrics=collect_metrics(transcript, environment))
 

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.errors import DataError
 from tunesmith.judges.squad import read_prediction
 from tunesmith.judges.transcript import Reply, ToolCallRecord
+from tunesmith.tasks.load import read_field
 from tunesmith.tools.tool import FailureKind
 
 Protocol = Literal["tags", "native"]
@@ -189,6 +191,15 @@ class Transcript:
         fields = dict(values)
         segments = tuple(Segment(**each) for each in fields.pop("segments"))
         return cls(segments=segments, **fields)
+
+
+def read_transcript(row: Mapping[str, Any], *, where: str) -> Transcript:
+    """The transcript in a row, which errors name; DataError if there is none."""
+    found = read_field(row, "transcript", where=where)
+    try:
+        return Transcript.from_json(found)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{where}: transcript is not one of tunesmith.environments: {error!r}") from error
 
 
 def wrap_result(text: str) -> str:

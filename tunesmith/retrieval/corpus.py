@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.errors import DataError, MissingDataError
-from tunesmith.hub import is_path_like
+from tunesmith.errors import DataError
 from tunesmith.retrieval.settings import IndexSettings
+from tunesmith.tasks.data_path import check_data_path, is_saved
 from tunesmith.tasks.load import iter_jsonl
 
 
@@ -76,15 +76,14 @@ def iter_passages(
         _refuse_parts(path, name=name, split=split)
         return _iter_lines(path, settings)
     if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        if is_saved(path):
             return _iter_data_set(str(path), settings, name=name, split=split)
         paths = sorted(each for each in path.rglob("*") if each.is_file())
         if any(each.suffix.lower() in TABLE_SUFFIXES for each in paths) and not _find_texts(paths, but="README.md"):
             return _iter_data_set(str(path), settings, name=name, split=split)
         _refuse_parts(path, name=name, split=split)
         return _iter_folder(path, paths, settings)
-    if is_path_like(str(source)):
-        raise MissingDataError(f"the corpus {str(source)!r} does not exist; give a file, a folder or a hub id")
+    check_data_path(str(source), knob="corpus")
     return _iter_data_set(str(source), settings, name=name, split=split)
 
 

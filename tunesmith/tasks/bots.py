@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
+from tunesmith.tasks.selector import Choice, Floats, Indices, Selection, Share, build_histogram
 
 MIN_GAP = 1e-3
 """Minimum difference of the mean pass rates of two knots on the given tasks; below it the capability is not estimated.
@@ -161,13 +161,8 @@ class BotsSelector:
 
     def explain(self) -> Selection:
         """The choices of the last `select` with their reasons, and a histogram of expected pass rates of all tasks."""
-        mean_N = self.alpha / (self.alpha + self.beta)
-        bin_N = np.minimum((mean_N * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        return Selection(
-            choices=self._choices,
-            summary=self._compute_metrics(),
-            histogram=tuple(np.bincount(bin_N, minlength=NUM_BINS).tolist()),
-        )
+        histogram = build_histogram(self.alpha / (self.alpha + self.beta))
+        return Selection(choices=self._choices, summary=self._compute_metrics(), histogram=histogram)
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: base64.b64encode(getattr(self, name).astype(kind).tobytes()) for name, kind in ARRAYS.items()}
@@ -193,8 +188,7 @@ class BotsSelector:
         if self.num_drawn % self.num_tasks == 0:
             self.num_selected_in_epoch[:] = 0
         candidate_C = self._find_candidates(size, excluded, rng)
-        selected_C = slice(None) if candidate_C is None else candidate_C
-        alpha_C, beta_C = self.alpha[selected_C], self.beta[selected_C]
+        alpha_C, beta_C = self.alpha[candidate_C], self.beta[candidate_C]
         rate_C = rng.beta(alpha_C, beta_C) if self._do_sample else alpha_C / (alpha_C + beta_C)
         score_C = np.abs(rate_C - self._target)
         np.negative(score_C, out=score_C)
@@ -202,20 +196,17 @@ class BotsSelector:
             score_C /= self._tau
             score_C -= np.log(rng.standard_exponential(len(score_C)))
         position_J = find_largest(score_C, size, rng)
-        index_J = position_J if candidate_C is None else candidate_C[position_J]
+        index_J = candidate_C[position_J]
         self.num_drawn += size
         self.num_selected[index_J] += 1
         self.num_selected_in_epoch[index_J] += 1
         return [self._explain_choice(int(i), float(rate)) for i, rate in zip(index_J, rate_C[position_J], strict=True)]
 
-    def _find_candidates(self, size: int, excluded: Sequence[int], rng: np.random.Generator) -> Indices | None:
-        """Tasks that may be selected, at least `size` of them; None means all tasks.
+    def _find_candidates(self, size: int, excluded: Sequence[int], rng: np.random.Generator) -> Indices:
+        """Tasks that may be selected, at least `size` of them.
 
         Excludes tasks without feedback since their last selection and tasks in `excluded` while enough others are left.
         """
-        is_subsampled = self._do_sample and self.num_tasks > self._max_candidates
-        if not is_subsampled and self._max_repeats is None and not excluded and not self._pending:
-            return None
         is_open_N = np.ones(self.num_tasks, dtype=bool)
         if self._max_repeats is not None:
             is_open_N = self.num_selected_in_epoch < self._max_repeats
@@ -228,7 +219,7 @@ class BotsSelector:
         num_open = np.count_nonzero(is_open_N)
         assert num_open >= size, "an epoch has as many draws as tasks"
         num_wanted = max(self._max_candidates, 4 * size)
-        if is_subsampled and num_open > num_wanted:
+        if self._do_sample and num_open > num_wanted:
             drawn_N = is_open_N & (rng.random(self.num_tasks, dtype=np.float32) < num_wanted / num_open)
             if np.count_nonzero(drawn_N) >= size:
                 is_open_N = drawn_N

@@ -1,4 +1,4 @@
-"""What the path of a data set may be."""
+"""What the path of a data set may be, and what is there."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def check_data_path(path: str, *, knob: str = "path") -> None:
     """Refuse a path that does not exist; a name that may be a hub id passes."""
     if not Path(path).expanduser().exists() and is_path_like(path):
         raise MissingDataError(f"the data set {knob}={path!r} does not exist; give a folder, a file or a hub id")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote the folder, of a `Dataset` or a `DatasetDict`."""
+    return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))

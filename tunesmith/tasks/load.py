@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import encode_json_line, open_atomic, storage_errors
 from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
@@ -101,10 +102,10 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     if files and (rows := load_plain_rows(*files)) is not None:
         return rows[:num_rows]
     # `datasets` takes a second to import, and most runs read one file of plain rows
-    from tunesmith.tasks.load_library import load_library_rows
+    from tunesmith.tasks.load_library import iter_library_rows
 
     try:
-        return load_library_rows(path, name=name, split=split, num_rows=num_rows)
+        return list(islice(iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None), num_rows))
     except DataError:
         if source.suffix == ".jsonl" and source.is_file() and name is None:
             load_jsonl(source)  # raises an error that names the line, if one is not JSON
@@ -170,11 +171,8 @@ def read_rows(path: str) -> list[Row]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write JSON lines in one piece, lone surrogates escaped; returns the number of rows."""
     count = 0
-    with storage_errors(path, "write"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open_atomic(path) as file:
-            for row in rows:
-                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
-                file.write(line.encode(errors="backslashreplace") + b"\n")
-                count += 1
+    with open_atomic(path) as file:
+        for row in rows:
+            file.write(encode_json_line(row, allow_nan=False, default=str))
+            count += 1
     return count

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +16,7 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
-from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT
-
-SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Marker files that `save_to_disk` writes into the folder of a `Dataset` and of a `DatasetDict`."""
-
-
-def load_library_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
-    rows = iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None)
-    return list(itertools.islice(rows, num_rows))
+from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved
 
 
 def iter_library_rows(path: str, *, name: str | None, split: str | None, is_streamed: bool) -> Iterator[dict[str, Any]]:
@@ -64,10 +54,6 @@ def silence() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if are_shown:
             enable_progress_bars()
-
-
-def is_saved(source: Path) -> bool:
-    return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
 
 
 def _open_saved(source: Path, *, name: str | None, split: str | None) -> Any:

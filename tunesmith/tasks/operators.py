@@ -11,9 +11,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, get_args
@@ -195,8 +194,8 @@ def paraphrase(
 
     A model rewrites `field`; the other fields are copied. Requests cost money and are not deterministic, so replies are
     cached in a file, from which a resumed run and the next run with the same file read them. Of runs that share it at
-    once, all use the first reply to a request. Rejected are counted: `refused` is empty, unchanged or has other
-    numbers; `repeated` equals another task or an earlier rewrite; `echoed` contains words of the instruction.
+    once, all use the first reply to a request. Rejected are counted: `refused` is empty, cut off, unchanged or has
+    other numbers; `repeated` equals another task or an earlier rewrite; `echoed` contains words of the instruction.
     """
     api_key = read_api_key(api_key_env, knob="paraphrase: api_key_env") or "EMPTY"
     journal = Journal(Path(cache_path))
@@ -211,8 +210,8 @@ def paraphrase(
 
     if missing:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2)
-        send = partial(_send_request, client, model=model, temperature=temperature, max_tokens=max_tokens)
-        asyncio.run(_send_all(missing, send, journal, client, max_concurrency))
+        sampling = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        asyncio.run(_send_all(missing, client, journal, max_concurrency, sampling))
         cache = _read_replies(Journal(journal.path))  # another run may have saved a reply to the same request before
     kept: list[Task] = []
     counts: Counter[Rejection] = Counter()
@@ -273,17 +272,17 @@ def list_ngrams(text: str) -> set[tuple[str, ...]]:
 
 async def _send_all(
     requests: Mapping[str, tuple[str, int]],
-    send: Callable[..., Awaitable[str]],
-    journal: Journal,
     client: openai.AsyncOpenAI,
+    journal: Journal,
     max_concurrency: int,
+    sampling: Mapping[str, Any],
 ) -> None:
     """Send at most `max_concurrency` requests at once and save each reply on arrival; the first failure cancels all."""
     semaphore = asyncio.Semaphore(max_concurrency)
 
     async def run(key: str, text: str, number: int) -> None:
         async with semaphore:
-            journal.append([key, await send(text, seed=number)])
+            journal.append([key, await _send_request(client, text, **sampling, seed=number)])
 
     try:
         async with client, asyncio.TaskGroup() as running:
@@ -293,17 +292,10 @@ async def _send_all(
         raise failed.exceptions[0] from None
 
 
-async def _send_request(
-    client: openai.AsyncOpenAI, text: str, *, model: str, temperature: float, max_tokens: int, seed: int
-) -> str:
+async def _send_request(client: openai.AsyncOpenAI, text: str, *, model: str, **sampling: Any) -> str:
+    messages: Any = [{"role": "user", "content": PROMPT.format(text=text)}]
     try:
-        completion = await client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": PROMPT.format(text=text)}],
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-        )
+        completion = await client.chat.completions.create(model=model, messages=messages, **sampling)
     except openai.OpenAIError as error:
         raise DataError(f"paraphrase: the model {model!r} did not answer: {error}") from error
     except ValueError as error:
@@ -311,7 +303,8 @@ async def _send_request(
     choices = getattr(completion, "choices", None)
     if not choices:
         raise DataError(f"paraphrase: the reply of {client.base_url} has no choices; is it an OpenAI server?")
-    return choices[0].message.content or ""
+    is_truncated = choices[0].finish_reason == "length"  # such a rewrite may lack the end of the task
+    return "" if is_truncated else choices[0].message.content or ""
 
 
 def _read_replies(journal: Journal) -> dict[str, str]:

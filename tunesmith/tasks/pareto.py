@@ -20,7 +20,7 @@ from pydantic import Field
 
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.tasks.load import read_field
-from tunesmith.tasks.selector import NUM_BINS, Choice, Floats, Indices, Selection, Share
+from tunesmith.tasks.selector import Choice, Floats, Indices, Selection, Share, build_histogram
 from tunesmith.types import Group, Task, Trajectory, compute_outcome, read_metric
 
 CORRECT_AT = 0.75
@@ -112,8 +112,20 @@ def sort_by_front(points_N2: Floats, *, rng: np.random.Generator) -> tuple[Indic
     return order_N, ranks_N[order_N], distances_N[order_N]
 
 
-def read_rollouts(row: Mapping[str, Any], *, key: str, where: str) -> list[float]:
-    """The numbers of a question's rollouts in field `key`; DataError if it is missing or holds anything else."""
+def read_rollouts(
+    row: Mapping[str, Any], *, correctness_key: str, tool_calls_key: str, where: str
+) -> tuple[list[float], list[float]]:
+    """Correctness and tool calls of a question's rollouts; DataError unless both fields have one number for each."""
+    correctness, calls = (_read_numbers(row, key=key, where=where) for key in (correctness_key, tool_calls_key))
+    if len(correctness) != len(calls):
+        raise DataError(
+            f"{where} has {len(correctness)} values in {correctness_key} and {len(calls)} in {tool_calls_key}: both "
+            "need one for each rollout"
+        )
+    return correctness, calls
+
+
+def _read_numbers(row: Mapping[str, Any], *, key: str, where: str) -> list[float]:
     values = read_field(row, key, where=where, advice=". It needs one number for each rollout")
     is_numeric = isinstance(values, list | tuple) and all(
         isinstance(value, int | float) and np.isfinite(value) for value in values
@@ -167,7 +179,10 @@ class ParetoSelector:
         self._num_selected_N: Indices = np.zeros(self.num_tasks, dtype=np.int64)
         self._choices: tuple[Choice, ...] = ()
         if correctness_key is not None and tool_calls_key is not None:
-            self._learn(range(self.num_tasks), *read_rows(tasks, correctness_key, tool_calls_key))
+            keys = {"correctness_key": correctness_key, "tool_calls_key": tool_calls_key}
+            numbers = [read_rollouts(task.row, **keys, where=f"task {task.task_id}") for task in tasks]
+            known = [index for index, (correctness, _) in enumerate(numbers) if correctness]
+            self._learn(known, [numbers[index][0] for index in known], [numbers[index][1] for index in known])
 
     def select(self, batch_size: int) -> list[int]:
         """The next tasks; a task repeats only when the batch exceeds the data set."""
@@ -251,13 +266,8 @@ class ParetoSelector:
 
     def explain(self) -> Selection:
         """The choices of the last `select`; the histogram counts mixed tasks by 2 * std of correctness."""
-        spread_M = 2 * self._spreads_N2[self._states_N == 1, 0]
-        bins = np.clip((spread_M * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
-        return Selection(
-            choices=self._choices,
-            summary=self.feedback((), ()),
-            histogram=tuple(np.bincount(bins, minlength=NUM_BINS).tolist()),
-        )
+        histogram = build_histogram(2 * self._spreads_N2[self._states_N == 1, 0])
+        return Selection(choices=self._choices, summary=self.feedback((), ()), histogram=histogram)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -281,20 +291,3 @@ class ParetoSelector:
 def describe_place(rank: float, distance: float) -> dict[str, float]:
     """The place of a kept task; the ends of a front have no finite distance, and JSON no infinite number."""
     return {"front": rank} | ({"crowding_distance": distance} if math.isfinite(distance) else {"is_end_of_front": 1.0})
-
-
-def read_rows(
-    tasks: Sequence[Task], correctness_key: str, tool_calls_key: str
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Correctness and tool calls of the rollouts in the rows of tasks; DataError if a row lacks them."""
-    correctness, calls = [], []
-    for task in tasks:
-        where = f"task {task.task_id}"
-        correctness.append(read_rollouts(task.row, key=correctness_key, where=where))
-        calls.append(read_rollouts(task.row, key=tool_calls_key, where=where))
-        if not correctness[-1] or len(correctness[-1]) != len(calls[-1]):
-            raise DataError(
-                f"{where} has {len(correctness[-1])} values in {correctness_key} and {len(calls[-1])} in "
-                f"{tool_calls_key}: both need one for each rollout, at least one"
-            )
-    return correctness, calls

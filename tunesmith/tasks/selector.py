@@ -72,6 +72,12 @@ class Selection:
     """Number of tasks per bin of expected pass rate, in equal bins from 0 to 1."""
 
 
+def build_histogram(values: Floats) -> tuple[int, ...]:
+    """How many values are in each of `NUM_BINS` equal bins from 0 to 1."""
+    bins = np.clip((values * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
+    return tuple(np.bincount(bins, minlength=NUM_BINS).tolist())
+
+
 def select_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
     """The next `size` indices as ints; ConfigError if a custom selector violates the interface."""
     selected = selector.select(size)
@@ -130,11 +136,12 @@ class OrderedSelector(FixedSelector):
 
     def select(self, batch_size: int) -> list[int]:
         """The next `batch_size` indices; wraps around at the end of the data set."""
-        indices = [self._find_index(self.num_drawn + offset) for offset in range(batch_size)]
+        indices = [self.find_index(self.num_drawn + offset) for offset in range(batch_size)]
         self.num_drawn += batch_size
         return indices
 
-    def _find_index(self, position: int) -> int:
+    def find_index(self, position: int) -> int:
+        """The index at a position in the sequence of all epochs."""
         epoch, offset = divmod(position, self.num_tasks)
         if epoch != self._epoch:
             self._epoch, self._order_N = epoch, self._build_order(epoch)
@@ -272,11 +279,15 @@ class Mixture:
         if weights is not None:
             given = np.asarray([weights[name] for name in self._names], dtype=np.float64)
             self._shares = given / given.sum()
-        self._seed = seed
         self._num_drawn_of = np.zeros(len(self._names), dtype=np.int64)
         self._last_sets: set[int] = set()
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+
+        def shuffle_sets(epoch: int) -> Indices:
+            order: Indices = np.repeat(np.arange(len(self._sizes)), self._sizes)
+            np.random.default_rng(seed + epoch).shuffle(order)
+            return order
+
+        self._by_size = OrderedSelector(self._first[-1], shuffle_sets)
 
     @property
     def num_drawn(self) -> int:
@@ -294,18 +305,11 @@ class Mixture:
 
     def _draw_set(self) -> int:
         if self._shares is None:
-            number = self._find_by_size(self.num_drawn)
+            number = self._by_size.find_index(self.num_drawn)
         else:
             number = int(np.argmax(self._shares * (self.num_drawn + 1) - self._num_drawn_of))
         self._num_drawn_of[number] += 1
         return number
-
-    def _find_by_size(self, position: int) -> int:
-        epoch, offset = divmod(position, self._first[-1])
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.repeat(np.arange(len(self._sizes)), self._sizes)
-            np.random.default_rng(self._seed + epoch).shuffle(self._order)
-        return int(self._order[offset])
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
         """Pass each selector the feedback on its own tasks; its metrics get the set's name as a suffix."""

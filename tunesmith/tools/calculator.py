@@ -27,22 +27,6 @@ MAX_SHOWN_CHARACTERS = 60
 """Longest expression that an error message quotes."""
 
 SYNTAX = "write numbers with + - * / // % ** and parentheses"
-CALCULATOR_TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Compute an arithmetic expression exactly.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "Numbers with + - * / // % ** and parentheses."}
-            },
-            "required": ["expression"],
-        },
-    },
-}
-"""The tool schema for chat requests; `build_calculator_tool` executes the model's calls."""
-
 SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": " "})
 """Typographic operators -> ASCII; currency signs are blank, so that they join no digits."""
 GROUPED_DIGITS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -69,7 +53,18 @@ def build_calculator_tool() -> Tool:
     async def run(expression: str) -> str:
         return format_number(compute_expression(expression))
 
-    return Tool(**CALCULATOR_TOOL["function"], text_argument="expression", run=run)
+    expression = {"type": "string", "description": "Numbers with + - * / // % ** and parentheses."}
+    return Tool(
+        name="calculator",
+        description="Compute an arithmetic expression exactly.",
+        parameters={"type": "object", "properties": {"expression": expression}, "required": ["expression"]},
+        text_argument="expression",
+        run=run,
+    )
+
+
+CALCULATOR_TOOL: Mapping[str, Any] = build_calculator_tool().schema
+"""The tool schema for chat requests."""
 
 
 def calculate(expression: str) -> str:

@@ -224,8 +224,6 @@ class Tool:
     """Calls of this tool per rollout; None leaves it to the environment."""
     max_result_chars: int | None = None
     """Characters of a result, of which the middle is left out; None leaves it to the environment."""
-    has_own_start: bool = False
-    """`timeout_s` counts from when the function calls what `get_start` returns, not from the call: it waits before."""
     open_session: OpenSession | None = field(default=None, repr=False)
     """Opens the state of one rollout: an async context manager whose value is called in place of `run`. Tools with the
     same `open_session` share it."""
@@ -291,8 +289,8 @@ class Tool:
         if wrong is not None:
             return ToolResult(text=f"Error: {wrong}.", failure="arguments")
         given: str | ToolResult
-        limit = asyncio.timeout(None if self.has_own_start else self.timeout_s)
-        _limit.set((limit, self.timeout_s if self.has_own_start else None))
+        limit = asyncio.timeout(self.timeout_s)
+        _limit.set((limit, self.timeout_s))
         try:
             async with limit:
                 given = await (run or self.run)(**arguments)
@@ -316,19 +314,21 @@ def name_kind(value: Any) -> str:
     return f"a part {kinds[0]!r}" if kinds else type(value).__name__
 
 
-def get_start() -> Callable[[], None]:
-    """Starts the time limit of the current call, for a tool with `has_own_start`; call it on the event loop."""
+def hold_time_limit() -> Callable[[], None]:
+    """Stop the time limit of the current call, for a tool that waits before it works; the function that is returned,
+    called on the event loop, starts the limit from its beginning."""
     limit, timeout_s = _limit.get()
+    limit.reschedule(None)
 
     def start() -> None:
-        if limit is not None and timeout_s is not None:
+        if timeout_s is not None:
             limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
 
     return start
 
 
-_limit: ContextVar[tuple[asyncio.Timeout | None, float | None]] = ContextVar("tool_time_limit", default=(None, None))
-"""The time limit of the current call, and the seconds that it gets once the tool has started."""
+_limit: ContextVar[tuple[asyncio.Timeout, float | None]] = ContextVar("tool_time_limit")
+"""The time limit of the current call, and its seconds."""
 
 
 @overload

@@ -196,6 +196,13 @@ async def test_sampling_parameters_are_no_shared_state():
     assert first["stop"] == second["stop"] and first["stop"] is not second["stop"] and policy.options == {}
 
 
+async def test_an_answer_that_is_boxed_already_gets_no_second_box():
+    draft = StepDraft(thought="So it is.", text=r"The answer is \boxed{1748}.")
+    attempt = make_attempt(WRONG, analyst=lambda request: Finding(step=2, reason="r"), author=lambda request: draft)
+    done = await OPERATORS["repair_flaw"](attempt)
+    assert done.transcript.segments[-1].text == r"<answer>\boxed{1748}</answer>"
+
+
 async def test_a_draft_with_an_unknown_tool_or_nothing_in_it_is_no_trajectory():
     for draft in (StepDraft(thought="x", tool="browse", text="x"), StepDraft(thought="x", text=" ")):
         attempt = make_attempt(
@@ -203,6 +210,19 @@ async def test_a_draft_with_an_unknown_tool_or_nothing_in_it_is_no_trajectory():
         )
         proposal = await OPERATORS["repair_flaw"](attempt)
         assert proposal.transcript is None and "proposed step" in proposal.reason
+
+
+@pytest.mark.parametrize(
+    ("operator", "roles", "message"),
+    [
+        ("repair_flaw", {"analyst": lambda request: 2}, "Finding or None for find_flaw, got int"),
+        ("refine_thoughts", {"author": lambda request: "a"}, "list or tuple or None for refine_thoughts, got str"),
+        ("reflect", {"author": lambda request: ["a"]}, "str or None for reflect, got list"),
+    ],
+)
+async def test_a_reply_of_another_kind_is_an_error(operator, roles, message):
+    with pytest.raises(TypeError, match=message):
+        await OPERATORS[operator](make_attempt(WRONG, **roles))
 
 
 async def test_a_finding_beyond_the_trajectory_is_an_error():

@@ -232,6 +232,19 @@ def test_failures_are_counted_and_too_many_end_the_run_without_a_wrong_answer(va
     assert done.figures["trajectories"] == 0 and operators["first rollout"]["failed"] == 4
 
 
+def test_a_question_has_the_tools_that_its_row_names(values, tmp_path):
+    (tmp_path / "functions.py").write_text(FUNCTIONS.replace("float(len(response.text) % 2)", "0.0"))
+    rows = [{"question": f"What is {n} + {n}?", "answer": "7", "tools": ["search"] * n} for n in range(2)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(values | {"num_iterations": 1, "operators": ["repair_flaw"]}, tmp_path / "out")
+    repairs = [row for row in read_attempts(tmp_path / "out") if row.get("operator") == "repair_flaw"]
+    assert [row["reason"] for row in repairs] == ["the proposed step calls 'search'; the tools are ", "It is odd."]
+    rows[0]["tools"] = ["python"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="row 0 of 'train.jsonl': tools of a task must be a list of names"):
+        run(values, tmp_path / "other")
+
+
 def test_a_role_may_be_the_model_itself(values, tmp_path):
     _, operators = run(values | {"roles": {"judge": "model"}, "num_iterations": 1}, tmp_path / "out")
     assert operators["first rollout"]["attempts"] == 4

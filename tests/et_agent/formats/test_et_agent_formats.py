@@ -186,6 +186,15 @@ def test_source_pools_and_test_sets_become_tasks(tmp_path):
     assert read_rows(convert(tmp_path, "et_test", "tasks", out="t").path)[0]["answer"] == 4
 
 
+@pytest.mark.parametrize("name", ["et_rft", "et_test"])
+def test_half_of_a_surrogate_pair_in_a_text_is_written(tmp_path, name):
+    (row, *_) = read_rows(convert(tmp_path, "et_evolve", "transcripts").path)
+    (tmp_path / "rows").write_text(json.dumps(row | {"question": "q \ud800"}))
+    result = convert_file(tmp_path / "rows", source="transcripts", target=name, out=tmp_path / "back")
+    (written,) = load_records(result.path, name)
+    assert written.get("input", written.get("question")) == "q \ud800"
+
+
 def test_the_command_converts_and_reports_format_errors(tmp_path):
     broken = [{"instruction": "", "input": "q", "output": "<answer>1</answer>"}]
     (tmp_path / "sft.json").write_text(json.dumps(broken))
@@ -196,6 +205,32 @@ def test_the_command_converts_and_reports_format_errors(tmp_path):
     assert "1 transcripts with a format error: the answer has no \\boxed{}" in result.output
     again = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "rows.jsonl")])
     assert again.exit_code != 0 and "already exists" in again.output
+
+
+def test_format_errors_are_counted_by_kind_whatever_their_step(tmp_path):
+    good = "<think>a</think><search>b</search> <result>\nc\n</result>"
+    outputs = [f"{good * number}so<answer>\\boxed{{1}}</answer>" for number in (0, 1, 2)]
+    (tmp_path / "sft.json").write_text(json.dumps([{"instruction": "", "input": "q", "output": o} for o in outputs]))
+    result = convert_file(tmp_path / "sft.json", source="et_rft", target="transcripts", out=tmp_path / "rows.jsonl")
+    assert result.format_errors == {"a step is not <think>...</think> followed by <answer>": 3}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["3"], "line 1 of .*rows' must be a JSON object, got int"),
+        (["{"], "line 1 of .*rows' is not JSON"),
+        ([{"correctness": 1.0}, {"correctness": 1.0}, {}], "row 2 has no 'correctness'"),
+        ([{"transcript": {"steps": []}}], "row 0: transcript is not one of tunesmith.environments: KeyError"),
+    ],
+)
+def test_rows_that_cannot_be_exported_are_errors_that_name_them(tmp_path, lines, message):
+    (row, _) = read_rows(convert(tmp_path, "et_evolve", "transcripts").path)
+    del row["correctness"]
+    texts = [line if isinstance(line, str) else json.dumps(row | line) for line in lines]
+    (tmp_path / "rows").write_text("\n".join(texts))
+    with pytest.raises(DataError, match=message):
+        convert_file(tmp_path / "rows", source="transcripts", target="et_evolve", out=tmp_path / "back.json")
 
 
 @pytest.mark.parametrize(

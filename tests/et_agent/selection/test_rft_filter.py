@@ -191,6 +191,15 @@ def test_the_lexical_spread_is_the_mean_cosine_distance_of_word_pairs():
     assert measure_diversity(rows[:1])["lexical_spread"] is None
 
 
+def test_conversations_have_the_tools_that_the_row_names(filter_rows):
+    environment = {"tools": ["calculator", "python"]}
+    rows = [make_row(name, make_transcript(), tools=tools) for name, tools in (("a", ["python"]), ("b", None))]
+    _, kept = filter_rows(rows, environment=environment)
+    prompts = [row["messages"][0]["content"] for row in kept]
+    assert ["<calculator>" in prompt for prompt in prompts] == [False, True]
+    assert all("<python>" in prompt for prompt in prompts)
+
+
 def test_an_embedding_model_without_its_package_is_an_error_and_never_another_measure(filter_rows):
     if importlib.util.find_spec("sentence_transformers") is not None:
         pytest.skip("sentence-transformers is installed")

@@ -26,7 +26,6 @@ from tunesmith.et_agent.flywheel.roles import (
     Goal,
     Role,
     RoleRequest,
-    StepDraft,
     begin_thought,
     call_role,
     find_step,
@@ -138,8 +137,6 @@ async def replace_step(attempt: FlywheelAttempt, *, goal: Goal, nothing: str) ->
     draft = await call_role(attempt.author, request)
     if draft is None:
         return Proposal(step=found.step, reason="no replacement")
-    if not isinstance(draft, StepDraft):
-        raise TypeError(f"the author must return a StepDraft or None for replace_step, got {type(draft).__name__}")
     prefix = request.transcript.cut(request.steps[found.step - 1].start)
     try:
         prefix = write_step(draft, prefix, attempt.environment)
@@ -157,8 +154,6 @@ async def refine_thoughts(attempt: FlywheelAttempt) -> Proposal:
     texts = await call_role(attempt.author, attempt.ask("refine_thoughts", thoughts=tuple(thoughts)))
     if texts is None:
         return Proposal(reason="no refinement")
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise TypeError(f"the author must return a list of thoughts or None, got {type(texts).__name__}")
     if len(texts) != len(thoughts):
         return Proposal(reason=f"{len(texts)} thoughts for {len(thoughts)}")
     if list(texts) == thoughts:
@@ -192,8 +187,6 @@ async def reflect(attempt: FlywheelAttempt) -> Proposal:
     text = await call_role(attempt.author, request)
     if not text:
         return Proposal(reason="no reflection")
-    if not isinstance(text, str):
-        raise TypeError(f"the author must return a text or None for reflect, got {type(text).__name__}")
     prefix = reopen_end(request.transcript, text, kind="thought")
     return Proposal(transcript=await attempt.resume(prefix), step=len(request.steps))
 

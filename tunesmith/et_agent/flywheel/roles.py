@@ -22,6 +22,7 @@ from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript
 from tunesmith.judges import llm
 from tunesmith.judges.llm import quote
+from tunesmith.judges.numeric import extract_marked
 
 WRITTEN = ("thought", "forced")
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)", re.DOTALL)
@@ -84,21 +85,14 @@ def list_thoughts(transcript: Transcript) -> list[str] | None:
 
 
 def replace_thoughts(transcript: Transcript, texts: Sequence[str]) -> Transcript:
-    """The transcript with other thoughts; every other segment is the same object. ValueError for another number."""
-    thoughts = iter(texts)
+    """The transcript with one of the texts in place of each of `list_thoughts`; what stays is the same object."""
+    remaining = iter(texts)
     segments = []
     for segment in transcript.segments:
         parts = split_thought(segment, transcript) if segment.kind == "thought" else None
-        if parts is None:
-            segments.append(segment)
-            continue
-        text = next(thoughts, None)
-        if text is None:
-            raise ValueError("there are fewer new thoughts than thoughts")
-        is_same = text == parts[1]
-        segments.append(segment if is_same else replace(segment, text=parts[0] + text + parts[2], tokens=0))
-    if next(thoughts, None) is not None:
-        raise ValueError("there are more new thoughts than thoughts")
+        if parts is not None and (text := next(remaining)) != parts[1]:
+            segment = replace(segment, text=parts[0] + text + parts[2], tokens=0)
+        segments.append(segment)
     return replace(transcript, segments=tuple(segments))
 
 
@@ -194,21 +188,32 @@ class RoleRequest:
 
 
 Role = Callable[[RoleRequest], Any]
+REPLIES: Mapping[Goal, tuple[type, ...]] = {
+    "find_redundant": (Finding,),
+    "find_flaw": (Finding,),
+    "replace_step": (StepDraft,),
+    "refine_thoughts": (list, tuple),
+    "reflect": (str,),
+}
+"""What a role returns for each goal, besides None."""
 
 
 async def call_role(role: Role, request: RoleRequest) -> Any:
+    """What a role returns; TypeError if it is none of the goal's replies."""
     reply = role(request)
-    return await reply if inspect.isawaitable(reply) else reply
+    if inspect.isawaitable(reply):
+        reply = await reply
+    kinds = REPLIES[request.goal]
+    if reply is not None and not isinstance(reply, kinds):
+        names = " or ".join(each.__name__ for each in kinds)
+        raise TypeError(f"a role must return {names} or None for {request.goal}, got {type(reply).__name__}")
+    return reply
 
 
 async def find_step(role: Role, request: RoleRequest) -> Finding | None:
     """The analyst's finding; ValueError if it names a step that does not exist."""
-    found = await call_role(role, request)
-    if found is None:
-        return None
-    if not isinstance(found, Finding):
-        raise TypeError(f"the analyst must return a Finding or None, got {type(found).__name__}")
-    if not 1 <= found.step <= len(request.steps):
+    found: Finding | None = await call_role(role, request)
+    if found is not None and not 1 <= found.step <= len(request.steps):
         raise ValueError(f"the analyst names step {found.step} of a trajectory with {len(request.steps)} steps")
     return found
 
@@ -218,7 +223,9 @@ def write_step(draft: StepDraft, prefix: Transcript, environment: Environment) -
     if not draft.text.strip():
         raise ValueError("the proposed step has an empty call or answer")
     if not draft.tool:
-        return environment.write_answer(prefix, thought=draft.thought, text=draft.text)
+        # `write_answer` boxes the answer, and models box it too, as in the trajectory that they read
+        answer = extract_marked(draft.text) or draft.text
+        return environment.write_answer(prefix, thought=draft.thought, text=answer)
     if draft.tool not in environment.tools:
         raise ValueError(f"the proposed step calls {draft.tool!r}; the tools are {', '.join(environment.tools)}")
     return environment.write_call(prefix, tool=draft.tool, thought=draft.thought, text=draft.text)

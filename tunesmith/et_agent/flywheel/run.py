@@ -39,6 +39,7 @@ from tunesmith.et_agent.flywheel.state import (
     OUTCOMES,
     AttemptPlan,
     Attempts,
+    Outcome,
     QuestionState,
     Record,
     find_fresh_records,
@@ -52,16 +53,17 @@ from tunesmith.judges.tir import build_prompt
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import build_evaluator
-from tunesmith.rollout.group import GroupRequest, build_requests
+from tunesmith.rollout.group import build_requests
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.runs.load_function import load_environment, load_function
 from tunesmith.runs.policy import build_sampling, check_auxiliary, load_actors
+from tunesmith.runs.tasks import check_row_tools
 from tunesmith.runs.workspace import Workspace, compute_digest
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import check_finite, load_tasks, write_rows
-from tunesmith.types import Group, JudgeOutput, JudgeType, Sampling, Task, Turn, WorkflowOutput
+from tunesmith.types import JudgeOutput, JudgeType, Sampling, Task, Turn, WorkflowOutput
 
 logger = logging.getLogger(__name__)
 TRAJECTORIES_FILE, REPORT_FILE = "trajectories.jsonl", "report.json"
@@ -73,7 +75,7 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
 
     Raises:
         ConfigError: the folder has attempts of other settings or questions.
-        DataError: a row has no question, or a number that is not finite.
+        DataError: a row has no question, a tool that the environment has not, or a number that is not finite.
         RolloutError: more than `rollout.max_failure_rate` of a batch failed; the batch is not saved.
     """
     states = load_questions(config)
@@ -89,12 +91,14 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         workflow = partial(tool_agent, environment=environment)
         build_model = choose_model(run_config)
         policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
-        crew = Crew(
+        begin_batch = partial(
+            AttemptBatch,
             config=config,
             environment=environment,
             providers={OWN_MODEL: actors.model, **actors.auxiliary_models},
             functions=functions,
             judge=judge,
+            states=states,
         )
         records: list[Record] = []
         progress = FlywheelProgress(config)
@@ -102,14 +106,13 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
         async def run() -> None:
             for iteration in range(config.num_iterations + 1):
                 plans = [plan for state in states.values() for plan in plan_iteration(state, iteration, config)]
-                progress.begin(iteration, len(plans))
                 for start in range(0, len(plans), config.batch_size):
                     batch = plans[start : start + config.batch_size]
-                    saved = attempts.take(batch)
-                    made = await sample_batch(batch, states, crew, actors) if saved is None else saved
-                    if saved is None:
+                    made = attempts.take(batch)
+                    if made is None:
+                        made = await begin_batch(plans=batch).sample(actors)
                         attempts.add(made)
-                    progress.count(len(batch), is_made=saved is None)
+                        progress.show(iteration, start + len(batch), len(plans), num_made=len(batch))
                     records.extend(find_fresh_records(made, states))
 
         with closing(policy):
@@ -129,21 +132,12 @@ def run_stage(config: FlywheelConfig, *, out_dir: Path, choose_model: ChooseMode
     return StageResult(tokens=tokens, device=device, figures=figures)
 
 
-async def sample_batch(
-    plans: Sequence[AttemptPlan], states: Mapping[str, QuestionState], crew: Crew, actors: Actors
-) -> list[Record]:
-    batch = AttemptBatch(crew=crew, plans=plans, states=states)
-    agent = replace(actors.agent, workflow=batch.make, judge=None)
-    async with build_evaluator(replace(actors, agent=agent, model=batch, auxiliary_models={})) as dispatcher:
-        groups = await dispatcher.evaluate(batch.list_requests(), max_failure_rate=crew.config.rollout.max_failure_rate)
-    return batch.list_records(groups)
-
-
 def load_questions(config: FlywheelConfig) -> dict[str, QuestionState]:
     tasks = load_tasks(config.train_dataset, name="train")
     for task in tasks:
         if not task.row.get("question"):
             raise DataError(f"row {task.index} of {config.train_dataset.path!r} has no 'question'")
+    check_row_tools(tasks, config.environment, path=config.train_dataset.path)
     check_finite((task.row for task in tasks), path=config.train_dataset.path)
     return {task.task_id: QuestionState(question_id=task.task_id, row=task.row) for task in tasks}
 
@@ -198,24 +192,20 @@ class FlywheelProgress:
     def __init__(self, config: FlywheelConfig) -> None:
         self._config = config
         self._console = ConsoleProgress()
-        self._iteration = self._total = self._done = self._num_made = 0
+        self._num_made = 0
         self._started = time.monotonic()
 
-    def begin(self, iteration: int, total: int) -> None:
-        self._iteration, self._total, self._done = iteration, total, 0
-
-    def count(self, count: int, *, is_made: bool) -> None:
-        """Attempts that are done; those of an earlier run took no time in this one."""
-        self._done += count
-        self._num_made += count * is_made
-        if not self._config.has_progress or not is_made:
+    def show(self, iteration: int, done: int, total: int, *, num_made: int) -> None:
+        """`done` of the `total` attempts of an iteration, of which the last `num_made` were made by this process."""
+        self._num_made += num_made
+        if not self._config.has_progress:
             return
         s_per_attempt = (time.monotonic() - self._started) / self._num_made
-        left = self._total - self._done
+        left = total - done
         # how many attempts a later iteration makes is unknown before it: it is taken to be as long as this one
-        later = (self._config.num_iterations - self._iteration) * self._total
+        later = (self._config.num_iterations - iteration) * total
         self._console.show_line(
-            f"flywheel iteration {self._iteration}/{self._config.num_iterations}  {self._done}/{self._total} attempts  "
+            f"flywheel iteration {iteration}/{self._config.num_iterations}  {done}/{total} attempts  "
             f"eta of the iteration {format_duration(s_per_attempt * left)}, of all about "
             f"{format_duration(s_per_attempt * (left + later))}"
         )
@@ -234,8 +224,17 @@ AUXILIARY = "auxiliary_models."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
-    """Everything that attempts share; none of it changes."""
+class OpenAttempt:
+    """What the workflow of an attempt receives as its model."""
+
+    plan: AttemptPlan
+    models: Mapping[str, BoundModel]
+    """By role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptBatch:
+    """Attempts that are made together: the provider of their models, and their workflow."""
 
     config: FlywheelConfig
     environment: Environment
@@ -244,31 +243,96 @@ class Crew:
     functions: Mapping[str, Role]
     """Roles that are functions, by role."""
     judge: JudgeType
+    states: Mapping[str, QuestionState]
+    plans: Sequence[AttemptPlan]
+    made: dict[AttemptPlan, Record] = field(default_factory=dict)
+    """Attempts that ended without an error."""
 
-    async def run(self, plan: AttemptPlan, state: QuestionState, models: Mapping[str, BoundModel]) -> Record:
+    async def sample(self, actors: Actors) -> list[Record]:
+        """Make the attempts. An error in one is recorded as a failure; it never counts as a wrong answer."""
+        tasks = [
+            Task(task_id=plan.trajectory_id, index=index, row=self.states[plan.question_id].row)
+            for index, plan in enumerate(self.plans)
+        ]
+        requests = build_requests(tasks, size=1, seed=self.config.seed)  # only their places follow from this seed
+        agent = replace(actors.agent, workflow=self.make, judge=None)
+        async with build_evaluator(replace(actors, agent=agent, model=self, auxiliary_models={})) as dispatcher:
+            groups = await dispatcher.evaluate(requests, max_failure_rate=self.config.rollout.max_failure_rate)
+        records = []
+        for plan, group in zip(self.plans, groups, strict=True):
+            (run,) = group.trajectories
+            if run.failure is None:
+                record = self.made[plan]
+            else:
+                record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
+            records.append(replace(record, tokens=run.num_sampled_tokens))
+        return records
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The provider of each role that is a model, and each auxiliary model under its own name, for the judge."""
+        roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
+        return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
+        from its place in the batch."""
+        plan, limit = self.plans[order[0]], self.config.role_max_tokens
+        longer = None if limit is None else replace(build_sampling(self.config.model), max_tokens=limit)
+        models = {
+            name: self.providers[source].open(
+                seed=derive_seed(self.config.seed, plan.question_id, plan.number, name),
+                order=(order[0], place),
+                sampling=longer if source == OWN_MODEL and name != "policy" else None,
+            )
+            for place, (name, source) in enumerate(self.sources.items())
+        }
+        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None)
+
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        models: Mapping[str, BoundModel] = bound.model.models
+        sources = self.sources
+        return tuple(turn for name, each in models.items() for turn in self.providers[sources[name]].close(each))
+
+    async def make(self, task: Mapping[str, Any], model: OpenAttempt) -> WorkflowOutput:
+        """The workflow. Its reward says that the attempt ended; the correctness is in the record."""
+        try:
+            record = await self._make_record(model.plan, model.models)
+        finally:  # an engine error is one also where a role has caught it
+            errors = [each.session.engine_error for each in model.models.values() if each.session is not None]
+            if (failed := next(filter(None, errors), None)) is not None:
+                raise EngineError(failed)
+        self.made[model.plan] = record
+        return WorkflowOutput(reward=1.0)
+
+    async def _make_record(self, plan: AttemptPlan, models: Mapping[str, BoundModel]) -> Record:
+        state = self.states[plan.question_id]
         parent = None if plan.parent is None else state.kept[plan.parent]
+        environment = self.environment.for_task(state.row)
         attempt = FlywheelAttempt(
             row=state.row,
-            environment=self.environment,
+            environment=environment,
             config=self.config,
             parent=None if parent is None else parent.transcript,
             is_correct=parent is not None and is_correct(parent, self.config),
             policy=models["policy"].model,
             analyst=self._find_role("analyst", models, build_model_analyst),
             author=self._find_role("author", models, build_model_author),
-            hints=list_hints(self.environment.tools, self.config.hints),
+            hints=list_hints(environment.tools, self.config.hints),
             rng=random.Random(derive_seed(self.config.seed, "hint", plan.question_id, plan.number)),
         )
         try:
             proposal = await OPERATORS[plan.operator](attempt)
         except TruncatedReplyError as error:
             proposal = Proposal(reason=str(error))
-        if proposal.transcript is None:
-            return Record(plan=plan, outcome="nothing", step=proposal.step, reason=proposal.reason)
-        correctness = await self._judge(state.row, proposal.transcript, models)
+        outcome: Outcome = "nothing"
+        correctness = None
+        if proposal.transcript is not None:
+            correctness = await self._judge(state.row, proposal.transcript, models)
+            outcome = "unscored" if correctness is None else "kept"
         return Record(
             plan=plan,
-            outcome="unscored" if correctness is None else "kept",
+            outcome=outcome,
             step=proposal.step,
             reason=proposal.reason,
             correctness=correctness,
@@ -285,87 +349,6 @@ class Crew:
 
     def _find_role(self, name: str, models: Mapping[str, BoundModel], build: Callable[[Any], Role]) -> Role:
         return self.functions[name] if name in self.functions else build(models[name].model)
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """The provider of each role that is a model, and each auxiliary model under its own name, for the judge."""
-        roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
-        return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAttempt:
-    """What the workflow of an attempt receives as its model."""
-
-    plan: AttemptPlan
-    models: Mapping[str, BoundModel]
-    """By role."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptBatch:
-    """Attempts that are made together: the provider of their models, and their workflow."""
-
-    crew: Crew
-    plans: Sequence[AttemptPlan]
-    states: Mapping[str, QuestionState]
-    made: dict[AttemptPlan, Record] = field(default_factory=dict)
-    """Attempts that ended without an error."""
-
-    def list_requests(self) -> list[GroupRequest]:
-        """A group of one rollout for each attempt; only its place follows from the request's seed."""
-        return build_requests(
-            [
-                Task(task_id=plan.trajectory_id, index=index, row=self.states[plan.question_id].row)
-                for index, plan in enumerate(self.plans)
-            ],
-            size=1,
-            seed=self.crew.config.seed,
-        )
-
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
-        """The models of the attempt at `order[0]`. Their seeds follow from the question and the attempt's number, not
-        from its place in the batch."""
-        plan, crew = self.plans[order[0]], self.crew
-        limit = crew.config.role_max_tokens
-        longer = None if limit is None else replace(build_sampling(crew.config.model), max_tokens=limit)
-        models = {
-            name: crew.providers[source].open(
-                seed=derive_seed(crew.config.seed, plan.question_id, plan.number, name),
-                order=(order[0], place),
-                sampling=longer if source == OWN_MODEL and name != "policy" else None,
-            )
-            for place, (name, source) in enumerate(crew.sources.items())
-        }
-        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None)
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        models: Mapping[str, BoundModel] = bound.model.models
-        sources = self.crew.sources
-        return tuple(turn for name, each in models.items() for turn in self.crew.providers[sources[name]].close(each))
-
-    async def make(self, task: Mapping[str, Any], model: OpenAttempt) -> WorkflowOutput:
-        """The workflow. Its reward says that the attempt ended; the correctness is in the record."""
-        try:
-            record = await self.crew.run(model.plan, self.states[model.plan.question_id], model.models)
-        finally:  # an engine error is one also where a role has caught it
-            errors = [each.session.engine_error for each in model.models.values() if each.session is not None]
-            if (failed := next(filter(None, errors), None)) is not None:
-                raise EngineError(failed)
-        self.made[model.plan] = record
-        return WorkflowOutput(reward=1.0)
-
-    def list_records(self, groups: Sequence[Group]) -> list[Record]:
-        """The attempts, in order. An error in one is recorded as a failure; it never counts as a wrong answer."""
-        records = []
-        for plan, group in zip(self.plans, groups, strict=True):
-            (run,) = group.trajectories
-            if run.failure is None:
-                record = self.made[plan]
-            else:
-                record = Record(plan=plan, outcome="failed", reason=shorten(run.failure.message, MAX_REASON_CHARS))
-            records.append(replace(record, tokens=run.num_sampled_tokens))
-        return records
 
 
 def load_role_functions(config: FlywheelConfig) -> dict[str, Role]:

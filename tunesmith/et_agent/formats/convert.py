@@ -13,15 +13,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tunesmith.environments.protocols import build_conversation
-from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, find_format_error
+from tunesmith.environments.protocols import build_conversation, read_tag
+from tunesmith.environments.transcript import (
+    ANSWER_CLOSE,
+    ANSWER_OPEN,
+    Finish,
+    Segment,
+    Transcript,
+    find_format_error,
+    read_transcript,
+)
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.et_agent.formats.files import EVOLVE_LISTS, FORMATS, Row, find_question_key, load_records, save_records
 from tunesmith.judges.tir import find_known_ability
-from tunesmith.storage import load_json_lines, storage_errors
-from tunesmith.tasks.load import check_finite, read_field, write_rows
+from tunesmith.tasks.load import check_finite, load_jsonl, read_field, write_rows
 from tunesmith.tools.tool import FailureKind
 
 TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
@@ -64,9 +71,8 @@ def parse_trajectory(question: str, text: str) -> Transcript:
 
 
 def _read_call(found: re.Match[str], call_id: str) -> Segment:
-    body = found[2].strip("\n")
-    given = {TOOL_ARGUMENTS[found[1]]: body if "\n" in body else body.strip()} if body.strip() else None
-    return Segment(kind="call", text=found[0], tool=found[1], arguments=given, call_id=call_id)
+    arguments = read_tag(found[2], TOOL_ARGUMENTS[found[1]])
+    return Segment(kind="call", text=found[0], tool=found[1], arguments=arguments, call_id=call_id)
 
 
 def _read_result(tool: str, found: re.Match[str], call_id: str) -> Segment:
@@ -163,18 +169,27 @@ def build_transcript_rows(rows: Sequence[Row], source: str) -> Iterator[Row]:
         match source:
             case "et_evolve":
                 texts, predictions, verdicts = (row[key] for key in EVOLVE_LISTS)
-                yield from _describe_trajectories(row, number, texts, predictions, [float(bool(v)) for v in verdicts])
+                scores = [float(bool(each)) for each in verdicts]
             case "et_rollouts" | "et_pareto":
                 texts, predictions = row["rollout_outputs"], row["predictions"]
                 scores = row.get("correctness") or [None] * len(texts)
-                yield from _describe_trajectories(row, number, texts, predictions, scores)
             case "et_rft":
                 transcript = parse_trajectory(row["input"], row["output"])
                 system = {"system": row["instruction"]} if row["instruction"] else {}
                 more = {name: value for name, value in row.items() if name not in FORMATS[source].fields}
                 yield {"question": row["input"], **system, "transcript": transcript.to_json(), **more}
+                continue
             case _:
                 raise ConfigError(f"{source} holds no trajectories: convert it to tasks")
+        for index, (text, prediction, score) in enumerate(zip(texts, predictions, scores, strict=True)):
+            yield {
+                **describe_task(row),
+                "question_id": number,
+                "trajectory_index": index,
+                **({} if score is None else {"correctness": float(score)}),
+                "prediction": prediction,
+                "transcript": parse_trajectory(row["input"], text).to_json(),
+            }
 
 
 def build_conversations(rows: Sequence[Row], source: str) -> Iterator[Row]:
@@ -184,18 +199,12 @@ def build_conversations(rows: Sequence[Row], source: str) -> Iterator[Row]:
         yield build_conversation(transcript, system=row.get("system", ""), tools=())
 
 
-def _describe_trajectories(
-    row: Row, number: int, texts: Sequence[str], predictions: Sequence[str | None], scores: Sequence[float | None]
-) -> Iterator[Row]:
-    for index, (text, prediction, score) in enumerate(zip(texts, predictions, scores, strict=True)):
-        yield {
-            **describe_task(row),
-            "question_id": number,
-            "trajectory_index": index,
-            **({} if score is None else {"correctness": float(score)}),
-            "prediction": prediction,
-            "transcript": parse_trajectory(row["input"], text).to_json(),
-        }
+class ExportedRow(NamedTuple):
+    """A row with a transcript, and its place in the file."""
+
+    number: int
+    row: Mapping[str, Any]
+    transcript: Transcript
 
 
 def read_questions(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -227,7 +236,7 @@ def read_alpaca_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
         {
             "instruction": row.get("system") or "",
             "input": need(row, "question", i),
-            "output": read_transcript(row, i).text,
+            "output": read_tagged(row, i).text,
         }
         for i, row in enumerate(rows)
     ]
@@ -237,37 +246,38 @@ def read_evolve_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Evolve buffers of transcript rows: those of one question together, in order of its first row."""
     return [
         {
-            **_describe_question(group[0][0], index),
+            **_describe_question(group),
             "initial_output": "",
             "prediction": "",
             "initial_logs": [],
-            "evolve_trajectories_buffer": [transcript.text for _, transcript in group],
-            "evolve_predictions": [transcript.answer for _, transcript in group],
+            "evolve_trajectories_buffer": [each.transcript.text for each in group],
+            "evolve_predictions": [each.transcript.answer for each in group],
             "evolve_trajectories_llm_judge_results": [
-                need(row, "correctness", index) > RIGHT_ABOVE for row, _ in group
+                need(each.row, "correctness", each.number) > RIGHT_ABOVE for each in group
             ],
             "evolve_judgements": [],
         }
-        for index, group in group_rows(rows)
+        for group in group_rows(rows)
     ]
 
 
 def read_rollout_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Rollouts of transcript rows: those of one question together, in order of its first row."""
     found = []
-    for index, group in group_rows(rows):
-        scores = [row.get("correctness") for row, _ in group]
+    for group in group_rows(rows):
+        scores = [each.row.get("correctness") for each in group]
         question = {
-            **_describe_question(group[0][0], index),
-            "rollout_outputs": [transcript.text for _, transcript in group],
-            "predictions": [transcript.answer for _, transcript in group],
-            "tool_counts": [count_tools(transcript) for _, transcript in group],
+            **_describe_question(group),
+            "rollout_outputs": [each.transcript.text for each in group],
+            "predictions": [each.transcript.answer for each in group],
+            "tool_counts": [count_tools(each.transcript) for each in group],
         }
         found.append(question if None in scores else question | {"correctness": scores})
     return found
 
 
-def _describe_question(row: Mapping[str, Any], index: int) -> Row:
+def _describe_question(group: Sequence[ExportedRow]) -> Row:
+    index, row = group[0].number, group[0].row
     return {
         "instruction": row.get("system") or "",
         "input": need(row, "question", index),
@@ -283,17 +293,17 @@ def count_tools(transcript: Transcript) -> dict[str, int]:
     return {**named, "total_times": sum(counts.values())}
 
 
-def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[tuple[Mapping[str, Any], Transcript]]]]:
-    """The rows of each question with their transcripts; equal ids of different questions are those of other files."""
-    groups: dict[Any, tuple[int, list[tuple[Mapping[str, Any], Transcript]]]] = {}
+def group_rows(rows: Iterable[Mapping[str, Any]]) -> list[list[ExportedRow]]:
+    """The rows of each question; equal ids of different questions are those of other files."""
+    groups: dict[Any, list[ExportedRow]] = {}
     for index, row in enumerate(rows):
         key = row.get("question_id"), need(row, "question", index)
-        groups.setdefault(key, (index, []))[1].append((row, read_transcript(row, index)))
+        groups.setdefault(key, []).append(ExportedRow(index, row, read_tagged(row, index)))
     return list(groups.values())
 
 
-def read_transcript(row: Mapping[str, Any], index: int) -> Transcript:
-    transcript = Transcript.from_json(need(row, "transcript", index))
+def read_tagged(row: Mapping[str, Any], index: int) -> Transcript:
+    transcript = read_transcript(row, where=f"row {index}")
     if transcript.protocol != "tags":
         raise DataError(
             f"row {index} has a transcript of the protocol {transcript.protocol!r}; the original's formats hold text "
@@ -356,8 +366,7 @@ def convert_file(path: Path | str, *, source: str, target: str, out: Path | str)
         write_rows(out, rows)
         return Conversion(path=out, target=target, num_rows=len(rows), format_errors=count_format_errors(rows))
     if source in EXPORTED and target in EXPORTS:
-        with storage_errors(Path(path), "read"):
-            records = EXPORTS[target](load_json_lines(Path(path)))
+        records = EXPORTS[target](load_jsonl(Path(path)))
         check_not_empty(records, path)
         save_records(out, records, target)
         return Conversion(path=out, target=target, num_rows=len(records), format_errors={})
@@ -376,4 +385,4 @@ def count_format_errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The format errors of transcripts by kind: numbers of steps are left out."""
     transcripts = [Transcript.from_json(row["transcript"]) for row in rows if "transcript" in row]
     errors = [error for each in transcripts if (error := find_format_error(each)) is not None]
-    return dict(Counter(errors).most_common())
+    return dict(Counter(re.sub(r"\bstep \d+", "a step", each) for each in errors).most_common())

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunesmith.errors import DataError
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import open_atomic, save_text, storage_errors
+from tunesmith.tasks.load import load_jsonl, write_rows
 
 Row = dict[str, Any]
 HEAD = ("instruction", "input", "answer", "source")
@@ -80,9 +81,7 @@ RL_SCHEMA = pa.schema(
 def load_records(path: Path | str, name: str) -> list[Row]:
     """The rows of a file in the format of that name; DataError names the first malformed row."""
     form, file = FORMATS[name], Path(path).expanduser()
-    with storage_errors(file, "read"):
-        data = file.read_bytes()
-    rows = _read_rows(data, form.container, file)
+    rows: list[Any] = load_jsonl(file) if form.container == "lines" else _read_rows(file, form.container)
     check_rows(rows, form, file)
     return rows
 
@@ -116,12 +115,12 @@ def find_question_key(row: Mapping[str, Any]) -> str:
     return next((key for key in QUESTION_KEYS if key in row), QUESTION_KEYS[0])
 
 
-def _read_rows(data: bytes, container: str, file: Path) -> list[Any]:
+def _read_rows(file: Path, container: str) -> list[Any]:
+    with storage_errors(file, "read"):
+        data = file.read_bytes()
     try:
         if container == "parquet":
             return list(pq.read_table(io.BytesIO(data)).to_pylist())
-        if container == "lines":
-            return [json.loads(line) for line in data.splitlines() if line.strip()]
         rows = json.loads(data)
     except (ValueError, pa.ArrowException) as error:
         what = "Parquet file" if container == "parquet" else "JSON file"
@@ -134,15 +133,14 @@ def _read_rows(data: bytes, container: str, file: Path) -> list[Any]:
 def save_records(path: Path | str, rows: Sequence[Row], name: str) -> None:
     form, file = FORMATS[name], Path(path).expanduser()
     check_rows(rows, form, file)
-    with storage_errors(file, "write"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open_atomic(file) as opened:
-            if form.container == "parquet":
+    match form.container:
+        case "parquet":
+            with open_atomic(file) as opened:
                 pq.write_table(build_table(rows), opened)
-            elif form.container == "lines":
-                opened.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-            else:
-                opened.write(json.dumps(rows, ensure_ascii=False, indent=2).encode())
+        case "lines":
+            write_rows(file, rows)
+        case "array":
+            save_text(file, json.dumps(rows, ensure_ascii=False, indent=2))
 
 
 def build_table(rows: Sequence[Row]) -> pa.Table:

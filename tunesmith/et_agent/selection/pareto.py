@@ -49,10 +49,9 @@ def run_stage(config: ParetoSection, *, out_dir: Path, choose_model: ChooseModel
     """Write the selected rows to `train.jsonl`, each with its front and crowding distance, null for the ends of a
     front. DataError if no question has mixed outcomes."""
     rows = read_rows(config.data)
-    correctness, calls = (
-        [read_rollouts(row, key=key, where=f"row {index} of {config.data!r}") for index, row in enumerate(rows)]
-        for key in (config.correctness_key, config.tool_calls_key)
-    )
+    keys = {"correctness_key": config.correctness_key, "tool_calls_key": config.tool_calls_key}
+    numbers = [read_rollouts(row, **keys, where=f"row {i} of {config.data!r}") for i, row in enumerate(rows)]
+    correctness, calls = ([each[place] for each in numbers] for place in (0, 1))
     check_finite(rows, path=config.data)
     selection = select_pareto(
         correctness,
@@ -116,7 +115,6 @@ def select_pareto(
     of each question, fronts are found within each source; the sources share the selection in proportion to `shares`,
     by default to their questions with mixed outcomes. What a source cannot fill goes to the others.
     """
-    check_lengths(correctness, tool_calls)
     mixed_M = np.flatnonzero(find_mixed(correctness, correct_at=correct_at))
     kept_calls = [tool_calls[index] for index in mixed_M.tolist()]
     kept_correctness = [correctness[index] for index in mixed_M.tolist()]
@@ -139,16 +137,6 @@ def select_pareto(
         distances=distances[order],
         num_mixed=len(mixed_M),
     )
-
-
-def check_lengths(correctness: Sequence[Sequence[float]], tool_calls: Sequence[Sequence[float]]) -> None:
-    """Raise DataError unless every question has one number of tool calls for each correctness."""
-    for index, (scores, calls) in enumerate(zip(correctness, tool_calls, strict=True)):
-        if len(scores) != len(calls):
-            raise DataError(
-                f"question {index} has {len(scores)} values of correctness and {len(calls)} of tool calls: both need "
-                "one for each rollout"
-            )
 
 
 def divide_quota(total: int, counts: Mapping[str, int], *, shares: Mapping[str, float] | None) -> dict[str, int]:

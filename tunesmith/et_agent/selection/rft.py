@@ -27,7 +27,7 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_row
 from tunesmith.config import RftFilterSection
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.protocols import build_conversation
-from tunesmith.environments.transcript import Transcript, find_format_error
+from tunesmith.environments.transcript import Transcript, find_format_error, read_transcript
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.runs.load_function import load_environment
 from tunesmith.storage import save_json
@@ -98,8 +98,6 @@ def measure_text_spreads(
         spreads.append(compute_spread(*sums[-1]))
         start = end
     known = [spread for spread in spreads if spread is not None]
-    if not sums:
-        return None, None
     total_D = np.sum([each for each, _, _ in sums], axis=0)
     return average(known), compute_spread(total_D, sum(each for _, each, _ in sums), sum(each for _, _, each in sums))
 
@@ -142,7 +140,6 @@ def check_embedding_model(name: str | None) -> None:
 
 
 def embed_texts(texts: Sequence[str], name: str) -> Floats:
-    check_embedding_model(name)
     from sentence_transformers import SentenceTransformer  # optional, and slow to import
 
     model = SentenceTransformer(name)
@@ -201,11 +198,7 @@ def read_trajectories(path: str) -> list[TrajectoryRow]:
 
 
 def read_trajectory(row: Row, *, where: str) -> TrajectoryRow:
-    found, correctness = (read_field(row, key, where=where) for key in ("transcript", "correctness"))
-    try:
-        transcript = Transcript.from_json(found)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{where}: transcript is not one of tunesmith.environments: {error!r}") from error
+    transcript, correctness = read_transcript(row, where=where), read_field(row, "correctness", where=where)
     if not isinstance(correctness, int | float) or not math.isfinite(correctness):
         raise DataError(f"{where}: correctness must be a finite number, got {correctness!r}")
     return TrajectoryRow(
@@ -276,12 +269,15 @@ def build_rows(
     """A conversation for each trajectory, with the other fields of its row."""
     for each in rows:
         more = {key: value for key, value in each.row.items() if key not in (*CONVERSATION_KEYS, "transcript")}
-        if environment is None:
-            system, tools = str(each.row.get("system") or ""), each.row.get("tools") or ()
-        else:
-            system, tools = environment.system_prompt, [tool.schema for tool in environment.tools.values()]
         try:
-            conversation = build_conversation(each.transcript, system=system, tools=tools, trains_forced=trains_forced)
+            if environment is None:
+                system, tools = str(each.row.get("system") or ""), each.row.get("tools") or ()
+                conversation = build_conversation(
+                    each.transcript, system=system, tools=tools, trains_forced=trains_forced
+                )
+            else:
+                own = environment.for_task(each.row)
+                conversation = own.build_conversation(each.transcript, trains_forced=trains_forced)
         except ValueError as error:
             raise DataError(
                 f"a trajectory of the question {each.transcript.question!r} cannot be trained: {error}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tunesmith.errors import StorageError
-from tunesmith.retrieval.corpus import iter_passages
+from tunesmith.retrieval.corpus import Passage, iter_passages
 from tunesmith.retrieval.index.bm25 import Bm25Index, write_bm25
 from tunesmith.retrieval.index.dense import DenseIndex, write_dense
 from tunesmith.retrieval.index.folder import (
@@ -71,13 +71,12 @@ FUSION_DEPTH = 100
 """Passages of each ranking that a hybrid search fuses, at least."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hit:
-    """A passage that a search found: its id, its text and its score (the higher, the better)."""
+@dataclass(frozen=True, slots=True)
+class Hit(Passage):
+    """A passage that a search found."""
 
-    passage_id: str
-    contents: str
     score: float
+    """The higher, the better."""
 
 
 class SearchIndex:
@@ -132,7 +131,7 @@ class SearchIndex:
     def read_hits(self, ranking: Ranking) -> list[Hit]:
         pairs = zip(ranking.positions.tolist(), ranking.scores.tolist(), strict=True)
         found = [(self.passages.read_passage(position), score) for position, score in pairs]
-        return [Hit(passage_id=each.passage_id, contents=each.contents, score=score) for each, score in found]
+        return [Hit(each.passage_id, each.contents, score) for each, score in found]
 
     def _combine(self, query: str, top_n: int, nearest: Ranking, depth: int) -> Ranking:
         """The dense ranking, cut, or fused with that of BM25."""

@@ -1,7 +1,7 @@
 """One call of a sandbox, as the pool sees it: sends code to a child, collects its output, and decides on the outcome.
 
 Nothing that code writes is parsed: output is text, and an answer counts only if it is the random number of the call and
-one known byte. The result has the text that the model reads.
+one known byte. The result has the text that the model reads, whole; `shorten_result` makes it as long as it may be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tunesmith.config.tools import PythonToolSection
@@ -36,7 +36,7 @@ class PythonResult:
     """ok; error: an exception, a non-zero exit status or a signal; timeout: wall or CPU time; memory: an uncaught
     MemoryError; output_limit."""
     text: str
-    """What the model reads, at most `max_result_chars` characters."""
+    """What the model reads, at most `max_result_chars` characters of it."""
     stdout: str
     stderr: str
     is_state_lost: bool = False
@@ -46,46 +46,17 @@ class PythonResult:
         return self.text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The end of a call, and the output of its code."""
-
-    outcome: Outcome
-    reason: str
-    """Why the call ended, where the output does not say it."""
-    stdout: str
-    stderr: str
-    is_state_lost: bool
-    """Whether a session's process has ended."""
-    is_worker_kept: bool
-    """Whether the worker can run another call."""
+def shorten_result(result: PythonResult, limit: int, *, is_restarted: bool = False) -> PythonResult:
+    """The result as the model reads it; `is_restarted`: the call before it was cancelled, and its session lost the
+    variables."""
+    text = f"{RESTARTED}\n{result.text}" if is_restarted else result.text
+    return replace(result, text=shorten_text(text, limit))
 
 
-def build_result(answer: Answer, settings: PythonToolSection, *, is_restarted: bool = False) -> PythonResult:
-    """The result of a call; `is_restarted`: the call before it was cancelled, and its session lost the variables."""
-    notes = []
-    if answer.outcome != "ok":
-        notes += [answer.stderr.strip("\n"), describe_outcome(answer, settings)]
-    if answer.is_state_lost:
-        notes.append(STATE_LOST)
-    notes_text = "\n".join(filter(None, notes))
-    output = answer.stdout.strip("\n").rstrip()
-    text = "\n".join(filter(None, [output, notes_text])) or NO_OUTPUT
-    if is_restarted:
-        text = f"{RESTARTED}\n{text}"
-    return PythonResult(
-        outcome=answer.outcome,
-        text=shorten_text(text, settings.max_result_chars),
-        stdout=answer.stdout,
-        stderr=answer.stderr,
-        is_state_lost=answer.is_state_lost,
-    )
-
-
-def describe_outcome(answer: Answer, settings: PythonToolSection) -> str:
+def describe_outcome(outcome: Outcome, reason: str, settings: PythonToolSection) -> str:
     """One sentence on a broken limit or an abnormal end; empty if the traceback says all."""
-    match answer.outcome:
-        case "timeout" if answer.reason == "cpu":
+    match outcome:
+        case "timeout" if reason == "cpu":
             return f"Timeout: the code used more than {settings.cpu_s} s of CPU time and was stopped."
         case "timeout":
             return f"Timeout: the code ran longer than {settings.wall_s:g} s and was stopped."
@@ -93,7 +64,7 @@ def describe_outcome(answer: Answer, settings: PythonToolSection) -> str:
             return f"The code needs more than the {settings.memory_mb} MiB of memory that it may use."
         case "output_limit":
             return f"The code printed more than {settings.max_output_bytes} bytes and was stopped."
-    return f"Error: {answer.reason}." if answer.reason else ""
+    return f"Error: {reason}." if reason else ""
 
 
 def shorten_text(text: str, limit: int) -> str:
@@ -226,8 +197,8 @@ class Call:
         self._next_check = clock() + FOLDER_CHECK_S
         self._poller = select.poll()
 
-    def run(self, *, start_timeout_s: float) -> Answer:
-        """The answer; at its end the child waits for the next call of its session, or has ended."""
+    def run(self, *, start_timeout_s: float) -> PythonResult:
+        """The result; at its end the child waits for the next call of its session, or has ended."""
         self._child.wait_ready(start_timeout_s)
         self._send_code()
         if self._is_session:
@@ -346,15 +317,19 @@ class Call:
         if self._folder.is_full():
             self._outcome, self._reason = "error", "the temporary folder is full"
 
-    def _describe(self, *, is_child_kept: bool) -> Answer:
+    def _describe(self, *, is_child_kept: bool) -> PythonResult:
         assert self._outcome is not None
-        limit = self._settings.max_output_bytes
+        limit, is_state_lost = self._settings.max_output_bytes, self._is_session and not is_child_kept
         stdout, stderr = (bytes(part[:limit]).decode("utf-8", "replace") for part in self._output.values())
-        return Answer(
+        parts = [stdout.strip("\n").rstrip()]
+        if self._outcome != "ok":
+            parts += [stderr.strip("\n"), describe_outcome(self._outcome, self._reason, self._settings)]
+        if is_state_lost:
+            parts.append(STATE_LOST)
+        return PythonResult(
             outcome=self._outcome,
-            reason=self._reason,
+            text="\n".join(filter(None, parts)) or NO_OUTPUT,
             stdout=stdout,
             stderr=stderr,
-            is_state_lost=self._is_session and not is_child_kept,
-            is_worker_kept=True,
+            is_state_lost=is_state_lost,
         )

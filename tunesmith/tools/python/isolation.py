@@ -8,6 +8,7 @@ root, a worker runs under an unused user id, for which the kernel enforces the n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import itertools
@@ -95,18 +96,12 @@ def _add_requirements(names: Iterable[str]) -> list[importlib.metadata.Distribut
         found[key] = _find_distribution(name, names)
         for requirement in found[key].requires or ():
             text, _, marker = requirement.partition(";")
-            if "extra" not in marker and (match := REQUIREMENT.match(text)) and _is_installed(match.group()):
-                left.append(match.group())
+            if "extra" not in marker and (match := REQUIREMENT.match(text)):
+                # one of another platform, whose marker is not evaluated, is not installed
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    importlib.metadata.distribution(match.group())
+                    left.append(match.group())
     return list(found.values())
-
-
-def _is_installed(name: str) -> bool:
-    """False for a requirement of another platform, whose marker is not evaluated."""
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _list_entries(distribution: importlib.metadata.Distribution) -> dict[str, str]:
@@ -157,13 +152,11 @@ _worker_numbers = itertools.count()
 class LaunchPlan:
     """The command line of a worker, its environment, and the frame that configures it."""
 
-    isolation: str
     command: tuple[str, ...]
     environment: dict[str, str]
     configuration: dict[str, Any]
-    folder: str | None
-    """A folder of the worker on the file system of the machine, removed with the worker. Nothing else limits its size;
-    without it, the worker has a file system of its own that does."""
+    """Its `folder` is one on the file system of the machine, which is removed with the worker, and whose size nothing
+    else limits; None if the worker has a file system of its own, which is limited."""
 
 
 def list_isolations(settings: PythonToolSection) -> list[str]:
@@ -231,11 +224,9 @@ def _plan_bubblewrap(settings: PythonToolSection, files: InstalledFiles, *, has_
         "max_tasks": 1 + settings.max_processes + settings.max_threads,
     }
     return LaunchPlan(
-        isolation="bubblewrap",
         command=(*START, program, *arguments, files.interpreter, *WORKER),
         environment=ENVIRONMENT | {"PYTHONPATH": IMPORT_FOLDER},
         configuration=configuration,
-        folder=None,
     )
 
 
@@ -273,11 +264,9 @@ def _plan_plain(settings: PythonToolSection, files: InstalledFiles, *, is_isolat
         "max_tasks": 2 + settings.max_threads if uid is not None else None,
     }
     return LaunchPlan(
-        isolation="seccomp" if is_isolated else "none",
         command=(*START, files.interpreter, *WORKER),
         environment=ENVIRONMENT | {"PYTHONPATH": str(imports), "HOME": str(temporary), "TMPDIR": str(temporary)},
         configuration=configuration,
-        folder=str(folder),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import Answer, SandboxLostError
+from tunesmith.tools.python.call import PythonResult, SandboxLostError
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
 
 NUM_TRIES = 2
@@ -44,16 +44,14 @@ class CancelledCallError(Exception):
 class PendingCall:
     """A call in a thread that another thread may cancel; made on the event loop."""
 
-    def __init__(self, limit: asyncio.Timeout, on_start: OnStart) -> None:
-        """`limit`: on the time until the call starts; the block within it waits for the call."""
+    def __init__(self, on_start: OnStart) -> None:
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._limit = limit
         self._on_start = on_start
 
-    def run(self, worker: WorkerProcess, code: str) -> Answer:
+    def run(self, worker: WorkerProcess, code: str) -> PythonResult:
         """Run the code in a worker, from the thread of the call; a worker that is lost is closed."""
         self._attach(worker)
         try:
@@ -75,8 +73,7 @@ class PendingCall:
 
     def _start(self) -> None:
         if not self.is_cancelled:
-            with contextlib.suppress(RuntimeError):  # the block has ended: nobody waits
-                self._limit.reschedule(None)
+            with contextlib.suppress(RuntimeError):  # the block of a time limit has ended: nobody waits
                 self._on_start()
 
     def cancel(self) -> None:
@@ -101,10 +98,15 @@ class WorkerPool:
         self._is_closed = False
         weakref.finalize(self, _close_workers, self._idle)
 
-    async def run(self, code: str, on_start: OnStart = ignore_start) -> Answer:
-        """The answer of a worker to the code; `on_start` is called when a worker takes it."""
+    async def run(self, code: str, on_start: OnStart = ignore_start) -> PythonResult:
+        """The result of the code in a worker; `on_start` is called when a worker takes it."""
         limit = asyncio.timeout(self._max_wait_s)
-        call = PendingCall(limit, on_start)
+
+        def start() -> None:
+            limit.reschedule(None)  # it is on the time until the call starts
+            on_start()
+
+        call = PendingCall(start)
         try:
             async with limit:
                 return await run_in_threads(self._threads, call, self._run, code, call)
@@ -131,21 +133,21 @@ class WorkerPool:
     def _start_idle(self) -> None:
         self._idle.append(self.launcher.start())
 
-    def _run(self, code: str, call: PendingCall) -> Answer:
+    def _run(self, code: str, call: PendingCall) -> PythonResult:
         for number in range(1, NUM_TRIES + 1):
             # Idle workers may have been lost together, so the last try is in a new one.
             worker = self._take() if number < NUM_TRIES else self.launcher.start()
             try:
-                answer = call.run(worker, code)
+                result = call.run(worker, code)
             except SandboxLostError as error:
                 logger.warning("a Python sandbox was lost in a call (try %d of %d): %s", number, NUM_TRIES, error)
                 reason = error
                 continue
-            if answer.is_worker_kept and not call.is_cancelled and not self._is_closed:
+            if worker.is_usable and not call.is_cancelled and not self._is_closed:
                 self._idle.append(worker)
             else:
                 worker.close()
-            return answer
+            return result
         raise SandboxError(f"a Python sandbox was lost in {NUM_TRIES} tries of one call: {reason}")
 
     def _take(self) -> WorkerProcess:

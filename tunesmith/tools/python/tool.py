@@ -16,7 +16,7 @@ from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.call import Answer, PythonResult, SandboxLostError, build_result
+from tunesmith.tools.python.call import PythonResult, SandboxLostError, shorten_result
 from tunesmith.tools.python.pool import (
     CancelledCallError,
     OnStart,
@@ -26,7 +26,7 @@ from tunesmith.tools.python.pool import (
     run_in_threads,
 )
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
-from tunesmith.tools.tool import Run, Tool, ToolResult, get_start
+from tunesmith.tools.tool import Run, Tool, ToolResult, hold_time_limit
 
 
 class PythonSession:
@@ -34,8 +34,8 @@ class PythonSession:
 
     At the time limit the code is interrupted, and the variables stay; code that does not react, or breaks another
     limit, loses them, and the result says so. A call that is cancelled loses them too, which the result of the next one
-    says. `fork` makes a second session in the same state by running the code of
-    the first again, and refuses if the results differ.
+    says. `fork` makes a second session in the same state by running the code of the first again, and refuses if the
+    results differ.
     """
 
     def __init__(self, settings: PythonToolSection, launcher: Launcher) -> None:
@@ -55,9 +55,8 @@ class PythonSession:
             raise SandboxError("this Python session is closed")
         is_restarted = self._is_cancelled
         try:
-            async with asyncio.timeout(None) as limit:
-                call = PendingCall(limit, on_start)
-                answer = await run_in_threads(self._threads, call, self._run, code, call, is_restarted)
+            call = PendingCall(on_start)
+            result = await run_in_threads(self._threads, call, self._run, code, call, is_restarted)
         except asyncio.CancelledError:
             self._is_cancelled = True
             self.history.clear()
@@ -66,12 +65,11 @@ class PythonSession:
             self.close()
             raise
         self._is_cancelled = False
-        result = build_result(answer, self._settings)
         if result.is_state_lost:
             self.history.clear()
         else:
             self.history.append((code, result))
-        return build_result(answer, self._settings, is_restarted=True) if is_restarted else result
+        return shorten_result(result, self._settings.max_result_chars, is_restarted=is_restarted)
 
     async def fork(self) -> PythonSession:
         """A new session in the same state; `SandboxError` if the calls do not give the same results again."""
@@ -81,7 +79,8 @@ class PythonSession:
         forked._is_cancelled = self._is_cancelled
         try:
             for number, (code, result) in enumerate(self.history, 1):
-                if await forked(code) != result:
+                await forked(code)
+                if forked.history[-1:] != [(code, result)]:
                     raise SandboxError(
                         f"this Python session cannot be forked: call {number} gave another result when it was run again"
                     )
@@ -106,7 +105,7 @@ class PythonSession:
     async def __aexit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, code: str, call: PendingCall, is_restarted: bool) -> Answer:
+    def _run(self, code: str, call: PendingCall, is_restarted: bool) -> PythonResult:
         if is_restarted and self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -115,16 +114,15 @@ class PythonSession:
             worker.close()
             raise CancelledCallError
         try:
-            answer = call.run(worker, code)
+            result = call.run(worker, code)
         except SandboxLostError as error:
             raise SandboxError(f"the sandbox of a Python session was lost: {error}") from error
-        if not answer.is_worker_kept:
+        if not worker.is_usable:
             worker.close()
             self._worker = None
-        return answer
+        return result
 
 
-NAME = "python"
 MAX_CODE_CHARS = 1_000_000
 
 
@@ -148,24 +146,11 @@ class PythonTool:
         if len(code) > MAX_CODE_CHARS:
             text = f"Error: the code is longer than {MAX_CODE_CHARS} characters"
             return PythonResult(outcome="error", text=text, stdout="", stderr="")
-        return build_result(await self._pool.run(code, on_start), self.settings)
+        return shorten_result(await self._pool.run(code, on_start), self.settings.max_result_chars)
 
     def build_schema(self, *, is_session: bool = False) -> dict[str, Any]:
         """The tool schema for chat requests."""
-        packages = " and ".join(["the standard library", *self.settings.packages])
-        state = "Variables are kept between calls." if is_session else "Each call starts without variables."
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        description = (
-            f"Run Python {version} code and return what it prints; the value of a last expression is printed too. "
-            f"{state} There are {packages}, no network, and at most "
-            f"{self.settings.wall_s:g} s and {self.settings.memory_mb} MiB."
-        )
-        parameters = {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "Python code."}},
-            "required": ["code"],
-        }
-        return {"type": "function", "function": {"name": NAME, "description": description, "parameters": parameters}}
+        return self.build_tool(is_session=is_session).schema
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -181,7 +166,7 @@ class PythonTool:
 
         def bind(python: PythonTool | PythonSession) -> Run:
             async def run(code: str) -> ToolResult:
-                result = await python(code, on_start=get_start())
+                result = await python(code, on_start=hold_time_limit())
                 return ToolResult(text=result.text, failure="" if result.outcome == "ok" else result.outcome)
 
             return run
@@ -191,12 +176,23 @@ class PythonTool:
             async with self.session() as session:
                 yield bind(session)
 
+        packages = " and ".join(["the standard library", *self.settings.packages])
+        state = "Variables are kept between calls." if is_session else "Each call starts without variables."
         return Tool(
-            **self.build_schema(is_session=is_session)["function"],
+            name="python",
+            description=(
+                f"Run Python {sys.version_info.major}.{sys.version_info.minor} code and return what it prints; the "
+                f"value of a last expression is printed too. {state} There are {packages}, no network, and at most "
+                f"{self.settings.wall_s:g} s and {self.settings.memory_mb} MiB."
+            ),
+            parameters={
+                "type": "object",
+                "properties": {"code": {"type": "string", "description": "Python code."}},
+                "required": ["code"],
+            },
             text_argument="code",
             run=bind(self),
             timeout_s=None,
-            has_own_start=True,
             max_result_chars=self.settings.max_result_chars,
             open_session=open_session if is_session else None,
         )

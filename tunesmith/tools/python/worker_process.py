@@ -17,11 +17,10 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
-from tunesmith.tools.python.call import Answer, Call, Child, Control, SandboxLostError
+from tunesmith.tools.python.call import Call, Child, Control, PythonResult, SandboxLostError
 from tunesmith.tools.python.folder import SandboxFolder, remove_folder
 from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, find_installed_files, list_isolations
 
@@ -36,13 +35,14 @@ class WorkerProcess:
     """A running worker; at most one thread runs calls, any thread may kill it."""
 
     def __init__(self, plan: LaunchPlan, settings: PythonToolSection, *, is_session: bool) -> None:
-        self.isolation = plan.isolation
         self._settings = settings
         self._is_session = is_session
-        self._folder = plan.folder
+        self._folder: str | None = plan.configuration["folder"]
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._is_killed = False
+        self.is_usable = True
+        """Whether the worker can run another call."""
         self._child: Child | None = None
         self._tmp_fd: int | None = None
         near, far = socket.socketpair()
@@ -73,20 +73,20 @@ class WorkerProcess:
         # A worker that is ready writes nothing; each file counts where there are many workers.
         self._close_stderr()
 
-    def run(self, code: str) -> Answer:
+    def run(self, code: str) -> PythonResult:
         """Run code, in a process of its own or in that of the session."""
         with self._naming_its_end():
             assert self._child is not None
             call = Call(self._child, self._control, code, self._settings, folder=self._tmp, is_session=self._is_session)
-            answer = call.run(start_timeout_s=TIMEOUT_S)
-        if self._is_session and not answer.is_state_lost:
-            return answer
+            result = call.run(start_timeout_s=TIMEOUT_S)
+        if self._is_session and not result.is_state_lost:
+            return result
         self._child.close()
         try:
-            is_kept = self._fork() is not None
+            self.is_usable = self._fork() is not None
         except OSError:
-            is_kept = False
-        return replace(answer, is_worker_kept=is_kept)
+            self.is_usable = False
+        return result
 
     def kill(self) -> None:
         """Signal the worker and all its processes to end, without waiting; harmless if it ended before."""
@@ -120,7 +120,7 @@ class WorkerProcess:
         self._control.send(len(data).to_bytes(4, "big") + data)
         _, (self._tmp_fd,) = self._control.read_report()
         # In a mount namespace the folder has no path outside; macOS has no paths of files, and no such namespace.
-        if plan.folder is None:
+        if self._folder is None:
             return SandboxFolder(f"/proc/self/fd/{self._tmp_fd}", max_mb=None)
         return SandboxFolder(plan.configuration["tmp"], max_mb=self._settings.tmp_mb)
 
@@ -189,7 +189,7 @@ class Launcher:
                 reasons.append(f"{kind}: {_describe_error(error)}")
                 continue
             self._kind = kind
-            if worker.isolation == "none":
+            if kind == "none":
                 logger.warning("model-written Python code runs WITHOUT isolation (unsafe=True): %s", "; ".join(reasons))
             elif reasons:
                 logger.info("Python sandbox: %s; not available: %s", kind, "; ".join(reasons))
@@ -202,8 +202,8 @@ class Launcher:
         try:
             return WorkerProcess(plan, self._settings, is_session=is_session)
         except BaseException:
-            if plan.folder is not None:
-                remove_folder(plan.folder)
+            if plan.configuration["folder"] is not None:
+                remove_folder(plan.configuration["folder"])
             raise
 
 

@@ -44,9 +44,6 @@ WEB_KEY_HEADERS = {"serper": "X-API-KEY", "bing": "Ocp-Apim-Subscription-Key"}
 class SearchSource(Protocol):
     """A source of passages."""
 
-    async def find_version(self, client: httpx.AsyncClient) -> str:
-        """A name of everything that results depend on besides the query and top_n."""
-
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         """Passages, best first."""
 
@@ -77,12 +74,8 @@ class IndexSource:
     def __init__(self, index: SearchIndex) -> None:
         self._index = index
 
-    async def find_version(self, client: httpx.AsyncClient) -> str:
-        return self._index.info.index_hash
-
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
-        hits = await asyncio.to_thread(self._index.search, query, top_n)
-        return [Passage(hit.passage_id, hit.contents) for hit in hits]
+        return list(await asyncio.to_thread(self._index.search, query, top_n))
 
 
 class HttpSource:
@@ -92,6 +85,10 @@ class HttpSource:
         self._settings = settings
         self._headers = headers
         self._url = settings.found_url
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        """A name of everything that results depend on besides the query and top_n."""
+        return self._url
 
     async def _fetch(
         self, client: httpx.AsyncClient, method: str, url: str, **content: Any
@@ -151,9 +148,6 @@ class ServerSource(HttpSource):
 
 class WebSource(HttpSource):
     """Google results in the JSON of serper.dev, or results in the JSON of Bing's web search."""
-
-    async def find_version(self, client: httpx.AsyncClient) -> str:
-        return self._url
 
     async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[Passage]:
         if self._settings.source == "serper":
@@ -272,8 +266,6 @@ class ResultCache:
             raise StorageError(f"cannot use {self._path} as a cache of searches: {error}") from error
 
 
-NAME = "search"
-DESCRIPTION = "Search for passages that answer a query, and return the best ones."
 NO_RESULTS = "No results found."
 DAY_S = 86400.0
 MAX_CONNECTIONS = 64
@@ -305,8 +297,6 @@ class SearchTool:
     def __init__(self, settings: SearchToolSection | None = None, *, total_timeout_s: float | None = None) -> None:
         self.settings = settings or SearchToolSection()
         self.total_timeout_s = total_timeout_s
-        self.num_requests = 0
-        self.num_cached = 0
         self._source = open_source(self.settings)
         days = self.settings.cache_days
         max_age_s = None if days is None else days * DAY_S
@@ -340,12 +330,12 @@ class SearchTool:
             task.add_done_callback(lambda _: state.running.pop(text, None))
         return await asyncio.shield(task)  # a caller that is cancelled leaves the search to the others
 
-    def build_tool(self, *, name: str = NAME, description: str = DESCRIPTION) -> Tool:
+    def build_tool(self) -> Tool:
         """The `Tool` of an environment."""
         settings = self.settings
         return Tool(
-            name=name,
-            description=description,
+            name="search",
+            description="Search for passages that answer a query, and return the best ones.",
             parameters={
                 "type": "object",
                 "properties": {"query": {"type": "string", "description": "What to search for."}},
@@ -382,20 +372,18 @@ class SearchTool:
     async def _search(self, client: httpx.AsyncClient, query: str) -> list[Passage]:
         top_n = self.settings.top_n
         if self._cache is None:
-            self.num_requests += 1
             return await self._source.search(client, query, top_n)
         key = await self._build_key(client, query)
         cached = await asyncio.to_thread(self._cache.get, key)
         if cached is not None:
-            self.num_cached += 1
             return cached
-        self.num_requests += 1
         passages = await self._source.search(client, query, top_n)
         # the server may have answered from another index than the one known before
         await asyncio.to_thread(self._cache.put, await self._build_key(client, query), passages)
         return passages
 
     async def _build_key(self, client: httpx.AsyncClient, query: str) -> str:
+        assert isinstance(self._source, HttpSource), "an index takes no cache"
         version = await self._source.find_version(client)
         return json.dumps([self.settings.source, version, query, self.settings.top_n])
 
