@@ -38,7 +38,7 @@ from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.replay import compute_staleness
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.branching.tree import Branching
+from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
@@ -62,12 +62,16 @@ class DispatchPlan:
     max_staleness: int = 0
     baseline_sampling: Sampling | None = None
     """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
-    branching: Branching | None = None
-    """How rollouts of a group branch; None: all of them start from the task."""
+    has_branches: bool = False
+    """Whether rollouts of a group branch; otherwise all of them start from the task."""
     is_balanced: bool = False
     """As `rollout.assignment: balanced`."""
     max_concurrency: int = 1
     """Rollouts of a worker at a time, which bound the groups that it gets if groups are balanced."""
+
+
+NO_TRAINING = DispatchPlan(seed=0, group_size=0, batch_size=0, total_steps=0)
+"""Groups are evaluated only."""
 
 
 class Dispatcher:
@@ -77,7 +81,7 @@ class Dispatcher:
         self,
         workers: Sequence[Worker],
         feed: TaskFeed | None = None,
-        plan: DispatchPlan | None = None,
+        plan: DispatchPlan = NO_TRAINING,
         *,
         send_weights: Callable[[], None] | None = None,
         thread: WorkThread | NoThread | None = None,
@@ -86,7 +90,7 @@ class Dispatcher:
         current weights to workers that sample on ranks of their own; it is called in `thread`."""
         self._workers = workers
         self._given_feed = feed
-        self._given_plan = plan
+        self._plan = plan
         self._send_weights = send_weights
         self._thread = thread or NoThread()
         self._waiting: list[GroupRequest] = []
@@ -112,11 +116,6 @@ class Dispatcher:
     def _feed(self) -> TaskFeed:
         assert self._given_feed is not None, "a dispatcher without tasks evaluates only"
         return self._given_feed
-
-    @property
-    def _plan(self) -> DispatchPlan:
-        assert self._given_plan is not None, "a dispatcher without a plan evaluates only"
-        return self._given_plan
 
     @property
     def max_staleness(self) -> int:
@@ -222,8 +221,8 @@ class Dispatcher:
             metrics[name] = total / len(counted) if name.startswith("perf/") else total  # times as means
         if self._plan.baseline_sampling is not None:
             metrics |= compute_baseline_metrics(groups)
-        if self._plan.branching is not None:
-            stats = self._plan.branching.stats
+        if self._plan.has_branches:
+            stats = BranchingStats()
             for each in counted:
                 if each.branching is not None:
                     stats.add(each.branching)
@@ -266,13 +265,13 @@ class Dispatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks in flight, which run again when the run is resumed; their rollouts are not saved."""
-        if not self._plan.max_staleness:
+        if not self.max_staleness:
             return {}
         indices = [self._index_of[number] for number in sorted(self._index_of)]
         return {"in_flight": {"num_started": self._num_started, "tasks": indices + self._feed.requeued}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._plan.max_staleness:
+        if self.max_staleness:
             self._num_started = state["in_flight"]["num_started"]
             self._counts["requeued_tasks"] = len(state["in_flight"]["tasks"])
             self._feed.requeue(state["in_flight"]["tasks"])
@@ -285,8 +284,7 @@ class Dispatcher:
 
     async def close(self) -> int:
         """Cancel what runs; returns the number of groups in flight that a resumed run starts again."""
-        plan = self._given_plan
-        num_cancelled = self.num_in_flight if plan is not None and plan.max_staleness else 0
+        num_cancelled = self.num_in_flight if self.max_staleness else 0
         self._index_of.clear()
         self._waiting.clear()
         for worker in self._workers:
@@ -296,9 +294,7 @@ class Dispatcher:
     async def _open(self, progress: RolloutProgress | None) -> None:
         self._progress = progress or RolloutProgress()
         for worker in self._workers:
-            await worker.open()
-            worker.progress = self._progress
-            worker.on_change = self._note_change
+            await worker.open(self._progress, self._note_change)
 
     async def _set_version(self, policy_version: int) -> list[int]:
         """Let workers sample with this version; returns the numbers of the groups that were dropped."""
@@ -335,7 +331,7 @@ class Dispatcher:
                     seed=(plan.seed, "in flight", number)
                     if plan.max_staleness
                     else (derive_seed(plan.seed, "refill", round_index) if round_index else plan.seed, step, position),
-                    has_branches=plan.branching is not None,
+                    has_branches=plan.has_branches,
                 )
             )
             self._index_of[number] = index

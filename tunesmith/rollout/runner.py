@@ -156,13 +156,12 @@ async def run_trajectory(
             if isinstance(each.session, Session):
                 each.session.gate = gate
         run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
-        turns: tuple[Turn, ...] = ()
         try:
             outcome = await _run_until_deadline(run)
         finally:
-            turns = model.close(bound)
-            for name, bound_auxiliary in auxiliary.items():
-                auxiliary_models[name].close(bound_auxiliary)
+            turns = bound.close()
+            for each in auxiliary.values():
+                each.close()
         if not outcome.is_lost or attempt == agent.max_attempts or record is not None:
             break
         agent.logger.warning(

@@ -99,13 +99,12 @@ async def test_sampling_can_be_overridden():
 
 @pytest.mark.anyio
 async def test_an_internal_error_cancels_all_runs():
-    class Broken:
-        def show_status(self, text):
-            raise AssertionError("ours")
+    def show(text):
+        raise AssertionError("ours")
 
     service = build_service()
     with pytest.raises(AssertionError, match="ours"):
-        await collect(service, progress=RolloutProgress(status=Broken()))
+        await collect(service, progress=RolloutProgress(show=show))
     assert service.recorder._sessions == {}
 
 

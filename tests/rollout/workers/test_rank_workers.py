@@ -320,7 +320,7 @@ class Windows:
 
     def __init__(self, *finished: int) -> None:
         self.finished, self.window, self.num_windows, self.is_ended = list(finished), "idle", 0, False
-        self.progress, self.num_running, self.rank = RolloutProgress(), 1, 0
+        self.num_running, self.rank = 1, 0
 
     def begin_window(self) -> None:
         self.window, self.num_windows = "sampling", self.num_windows + 1
@@ -334,7 +334,9 @@ class Windows:
         self.on_change()
 
     def raise_error(self) -> None: ...
-    async def open(self) -> None: ...
+    async def open(self, progress, on_change) -> None:
+        self.on_change = on_change
+
     async def close(self) -> None: ...
     def start(self, requests) -> None: ...
     def pause(self) -> None: ...

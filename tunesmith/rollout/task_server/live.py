@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
@@ -77,6 +78,10 @@ class Slot:
 
     def end(self) -> None:
         """The session ended with its feedback."""
+
+    def close(self) -> tuple[Turn, ...]:
+        """The turns of the session; none if the rollout has taken none."""
+        return () if self.live is None else self.live.bound.close()
 
 
 class LiveSessions:
@@ -166,7 +171,7 @@ class LiveSessions:
             live.session.end()
 
     def _drop(self, live: LiveSession) -> None:
-        self._service.close(live.bound)
+        live.bound.close()
         self._service.recorder.count("num_dropped_sessions", 1)
 
     @contextlib.asynccontextmanager
@@ -182,8 +187,7 @@ class LiveSessions:
         try:
             yield
         finally:
-            checks.cancel()
-            await asyncio.wait({checks})
+            await cancel_all([checks])
 
     async def run_session(self, task: Mapping[str, Any], model: Any) -> WorkflowOutput:
         """The workflow: take the next session with feedback; waiting for it does not count toward the time limit.
@@ -203,9 +207,4 @@ class LiveSessions:
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         """A rollout without a session; its seed has no effect, since sessions have their own."""
         slot = Slot()
-        return BoundModel(model=slot, session=slot)
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        """The turns of the session that the rollout took."""
-        live = bound.model.live
-        return () if live is None else self._service.close(live.bound)
+        return BoundModel(model=slot, session=slot, close=slot.close)
