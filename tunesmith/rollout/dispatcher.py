@@ -28,11 +28,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.errors import RolloutError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
@@ -83,16 +82,14 @@ class Dispatcher:
         feed: TaskFeed | None = None,
         plan: DispatchPlan = NO_TRAINING,
         *,
-        send_weights: Callable[[], None] | None = None,
-        thread: WorkThread | NoThread | None = None,
+        send_weights: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`feed` and `plan`: of a training run; without them groups are evaluated only. `send_weights` sends the
-        current weights to workers that sample on ranks of their own; it is called in `thread`."""
+        current weights to workers that sample on ranks of their own."""
         self._workers = workers
         self._given_feed = feed
         self._plan = plan
         self._send_weights = send_weights
-        self._thread = thread or NoThread()
         self._waiting: list[GroupRequest] = []
         """Groups that no worker has room for, in order."""
         self._index_of: dict[int, int] = {}
@@ -306,7 +303,7 @@ class Dispatcher:
         ]
         if is_sending:
             assert self._send_weights is not None
-            work.append(asyncio.ensure_future(self._thread.run(self._send_weights)))
+            work.append(asyncio.ensure_future(self._send_weights()))
         try:
             answers = await asyncio.gather(*work)
         finally:

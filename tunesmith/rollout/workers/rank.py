@@ -27,13 +27,12 @@ first rank begins the next windows, or ends the phase if enough groups have fini
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tunesmith.cluster.links import Call, Link
-from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.finished_group import FinishedGroup, PathCost, build_reference, measure_group
 from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.group import GroupRequest
@@ -194,19 +193,16 @@ class ServedWorker:
         link: Link,
         *,
         sends_tokens: bool,
-        take_weights: Callable[[int], None] | None = None,
-        thread: WorkThread | NoThread,
+        take_weights: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`sends_tokens`: whether the first rank reads the tokens of a group before the update; `take_weights`
-        overwrites the weights in place, in `thread`, and raises if their number is another: of a rank that only
-        samples."""
+        overwrites the weights in place and raises if their number is another: of a rank that only samples."""
         self.kept: dict[int, Group] = {}
         """Groups that the first rank has references of, or that a step may train here, by number."""
         self._worker = worker
         self._link = link
         self._sends_tokens = sends_tokens
         self._take_weights = take_weights
-        self._thread = thread
         self._progress = RolloutProgress()
         self._untrained: set[int] = set()
         """Numbers of groups that no step trains."""
@@ -237,14 +233,11 @@ class ServedWorker:
         """Drop groups that are too old for a step of this version, and sample with its weights; returns the numbers of
         the dropped ones. `num_weights`: number of values that the first rank sends now, in a collective; None: this
         rank has the weights. New weights are written between two steps of the engine; workflows continue."""
-        worker, take = self._worker, self._take_weights
-        if take is not None:
+        if self._take_weights is not None:
             assert num_weights is not None
-            worker.pause()
-            await self._thread.run(lambda: take(num_weights))
-        dropped = await worker.set_version(policy_version)
-        # one that only samples keeps no groups
-        return dropped if take is not None else dropped + self._drop_kept(policy_version)
+            self._worker.pause()
+            await self._take_weights(num_weights)
+        return await self._worker.set_version(policy_version) + self._drop_kept(policy_version)
 
     async def start(self, requests: Sequence[GroupRequest]) -> None:
         self._untrained |= {each.number for each in requests if not each.is_trained}
