@@ -53,7 +53,7 @@ def test_a_new_run_keeps_no_line(tmp_path):
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    path.write_text('{"step": 1, "kind": "eval"}\n{"ste\n{"step": 3}\n')
     with pytest.raises(StorageError, match="line 2 is not JSON"):
         MetricsFile(path, committed_step=3)
 
@@ -69,3 +69,11 @@ def test_a_full_disk_keeps_whole_lines(tmp_path):
     file.append(2, "train", {"a": 2.0})
     file.close()
     assert [record["step"] for record in load_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ['{"kind": "train"}', "[1]", '{"step": 1}'])
+def test_a_run_is_not_resumed_on_a_line_that_is_no_record(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n')
+    with pytest.raises(StorageError, match="line 2 is not a record of metrics"):
+        MetricsFile(path, committed_step=1)

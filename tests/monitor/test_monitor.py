@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
 import subprocess
 import sys
 import time
@@ -74,6 +75,20 @@ def test_a_new_run_shows_no_old_metrics(tmp_path):
     run(tmp_path, [1, 2, 3])
     run(tmp_path, [1])
     assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5)]
+
+
+def test_a_tracker_that_cannot_end_leaves_nothing_open(tmp_path, monkeypatch):
+    class Broken:
+        def __init__(self, run, name) -> None: ...
+        def close(self, *, is_failed) -> None:
+            raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr("tunesmith.monitor.tensorboard.TensorBoardTracker", Broken)
+    num_open = len(os.listdir("/dev/fd"))
+    monitor = Monitor(tmp_path, MonitorSection(), total_steps=1, stream=io.StringIO())
+    with pytest.raises(ConnectionError):
+        monitor.close(is_failed=True)
+    assert len(os.listdir("/dev/fd")) == num_open
 
 
 def test_without_trackers_only_metrics_jsonl_is_written(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.monitor.metrics_file import Kind, MetricsFile
-from tunesmith.monitor.tracker import TrackedRun, build_trackers, check_trackers, flatten
+from tunesmith.monitor.tracker import TrackedRun, build_trackers, flatten
 from tunesmith.storage import RunPaths
 
 
@@ -29,7 +30,6 @@ class Monitor:
         run_settings: Mapping[str, Any] | None = None,
         stream: IO[str] | None = None,
     ) -> None:
-        check_trackers(settings.trackers)
         self._file = MetricsFile(RunPaths(root).metrics, committed_step=committed_step)
         flat = {key: str(value) for key, value in flatten(run_settings or {}).items()}
         run = TrackedRun(root=root, committed_step=committed_step, settings=flat)
@@ -61,11 +61,12 @@ class Monitor:
         self._console.show_line(text)
 
     def close(self, *, is_failed: bool = False) -> None:
-        """Close the console, the trackers with the outcome of the run, and metrics.jsonl."""
-        self._console.close()
-        for tracker in self._trackers:
-            tracker.close(is_failed=is_failed)
-        self._file.close()
+        """Close the console, the trackers with the outcome of the run, and metrics.jsonl, each also if another fails."""
+        with ExitStack() as closing:
+            closing.callback(self._file.close)
+            for tracker in reversed(self._trackers):
+                closing.callback(tracker.close, is_failed=is_failed)
+            closing.callback(self._console.close)
 
     def __enter__(self) -> Monitor:
         return self
