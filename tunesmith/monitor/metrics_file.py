@@ -7,7 +7,6 @@ the file as series of numbers by name: once, and then only the lines that were a
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from array import array
@@ -22,31 +21,22 @@ import numpy as np
 
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metric_table import MetricTable
-from tunesmith.storage import append_whole, open_atomic, parse_json_line, storage_errors
+from tunesmith.storage import append_json_lines, encode_json_line, open_atomic, parse_json_line, storage_errors
 
 Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
 
 
-class MetricsFile:
-    """Appends to metrics.jsonl, after removing lines past the last commit (all lines if there is none)."""
+def trim_metrics(path: Path, *, committed_step: int | None) -> None:
+    """Remove the lines past the last commit; all lines if there is none."""
+    kept = [] if committed_step is None else [r for r in load_metrics(path) if r["step"] <= committed_step]
+    with open_atomic(path) as file:
+        file.write(b"".join(map(encode_json_line, kept)))
 
-    def __init__(self, path: Path, *, committed_step: int | None) -> None:
-        self._path = path
-        kept = [] if committed_step is None else [r for r in load_metrics(path) if r["step"] <= committed_step]
-        with open_atomic(path) as file:
-            file.write("".join(format_line(record) for record in kept).encode())
-        with storage_errors(path, "write"):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
-    def append(self, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        line = format_line({"step": step, "kind": kind} | finite).encode()
-        with storage_errors(self._path, "write"):
-            append_whole(self._descriptor, line, path=self._path)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def append_metrics(path: Path, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
+    finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    append_json_lines(path, {"step": step, "kind": kind} | finite)
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
@@ -65,10 +55,6 @@ def read_records(file: IO[bytes], *, path: Path, first: int = 1) -> Iterator[tup
         if not isinstance(record, dict) or record.get("kind") not in KINDS or type(record.get("step")) is not int:
             raise StorageError(f"cannot read {path}: line {number} is not a record of metrics")
         yield record, len(line)
-
-
-def format_line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
 
 
 RECENT_SHARE = 5

@@ -38,7 +38,7 @@ from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.replay import compute_staleness
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.stats import BranchingStats
-from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.cancellation import gather_all
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.seeds import derive_seed
@@ -168,15 +168,11 @@ class Dispatcher:
         self._progress.num_expected = self._progress.num_done + sum(request.size for request in requests)
         # also where training groups go to whoever has room: an evaluation must not depend on which worker is faster
         parts = [requests[first :: len(self._workers)] for first in range(len(self._workers))]
-        running = [
-            asyncio.ensure_future(worker.evaluate(part, policy_version=policy_version))
+        found = await gather_all(
+            worker.evaluate(part, policy_version=policy_version)
             for worker, part in zip(self._workers, parts, strict=True)
             if part
-        ]
-        try:
-            found = await asyncio.gather(*running)
-        finally:
-            await cancel_all(running)
+        )
         # the workers have paused their engines, so the next step has to set the version even if it is the same
         self._sampled_version = None
         groups = [found[index % len(self._workers)][index // len(self._workers)] for index in range(len(requests))]
@@ -298,16 +294,11 @@ class Dispatcher:
         started = time.perf_counter()
         is_sending = self._send_weights is not None and policy_version != self._sent_version
         # sending is a collective in which the workers take part once they have their message, so neither comes first
-        work: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(worker.set_version(policy_version)) for worker in self._workers
-        ]
+        work: list[Awaitable[Any]] = [worker.set_version(policy_version) for worker in self._workers]
         if is_sending:
             assert self._send_weights is not None
-            work.append(asyncio.ensure_future(self._send_weights()))
-        try:
-            answers = await asyncio.gather(*work)
-        finally:
-            await cancel_all(work)
+            work.append(self._send_weights())
+        answers = await gather_all(work)
         if is_sending:
             self._sent_version = policy_version
             self._weights_s += time.perf_counter() - started

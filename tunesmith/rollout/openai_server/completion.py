@@ -21,7 +21,7 @@ from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers import Delta, IncrementalParser, ReplyParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
-from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.cancellation import cancel_all, gather_all
 from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
@@ -265,15 +265,10 @@ class PendingTextCompletion(PendingCompletion[TextRequest]):
 
 async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
     """Sample all choices and return the complete response body."""
-    num_choices = pending.num_choices
-    if num_choices == 1:
+    if pending.num_choices == 1:  # without a task of its own
         completions = [await pending.sample_choice(0)]
     else:
-        tasks = [asyncio.ensure_future(pending.sample_choice(choice)) for choice in range(num_choices)]
-        try:
-            completions = await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
+        completions = await gather_all(map(pending.sample_choice, range(pending.num_choices)))
     return pending.build_body(completions)
 
 

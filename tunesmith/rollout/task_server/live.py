@@ -87,9 +87,11 @@ class Slot:
 class LiveSessions:
     """The conversations of a run that wait for feedback, and those that wait for training."""
 
+    service: ModelService
+    """In which sessions are opened; set before the first request."""
+
     def __init__(self, *, seed: int, feedback_timeout_s: float, max_sessions: int) -> None:
         """`max_sessions` bounds each of both; beyond it the oldest is dropped."""
-        self._bound_service: ModelService | None = None
         self._seed = seed
         self._feedback_timeout_s = feedback_timeout_s
         self._max_sessions = max_sessions
@@ -110,15 +112,6 @@ class LiveSessions:
     def num_scored(self) -> int:
         return self._scored.qsize()
 
-    def bind(self, service: ModelService) -> None:
-        """Set the service in which sessions are opened, before the first request."""
-        self._bound_service = service
-
-    @property
-    def _service(self) -> ModelService:
-        assert self._bound_service is not None, "the sessions are bound to a service before they are served"
-        return self._bound_service
-
     def find_or_open(self, session_id: str) -> LiveSession:
         """The session of a model call."""
         if self._is_finished:
@@ -128,8 +121,8 @@ class LiveSessions:
             if len(self._open) >= self._max_sessions:
                 self._drop(self._open.popitem(last=False)[1])
             self._num_opened += 1
-            seed = derive_seed(self._seed, "live", self._service.policy_version, self._num_opened)
-            bound = self._service.open(seed=seed, order=(self._num_opened,))
+            seed = derive_seed(self._seed, "live", self.service.policy_version, self._num_opened)
+            bound = self.service.open(seed=seed, order=(self._num_opened,))
             assert isinstance(bound.session, Session)
             live = self._open[session_id] = LiveSession(bound=bound, session=bound.session, calls=self._calls)
         self._open.move_to_end(session_id)
@@ -172,7 +165,7 @@ class LiveSessions:
 
     def _drop(self, live: LiveSession) -> None:
         live.bound.close()
-        self._service.recorder.count("num_dropped_sessions", 1)
+        self.service.recorder.count("num_dropped_sessions", 1)
 
     @contextlib.asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from tunesmith.errors import RolloutError
 from tunesmith.experience.finished_group import drop_routes
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import GroupTrees
-from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.cancellation import cancel_all, gather_all
 from tunesmith.rollout.group import GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.recording.recorder import Session
@@ -107,11 +107,7 @@ class GroupRunner:
             seed = derive_seed(derive_seed(*request.seed[:-1], "branching"), request.index, request.task.task_id)
             await GroupTrees(branching, group_size=request.size, seed=seed, run=run).run()
             return
-        runs = [asyncio.create_task(self._run_rollout(group, run_index)) for run_index in range(request.size)]
-        try:
-            await asyncio.gather(*runs)
-        finally:
-            await cancel_all(runs)
+        await gather_all(self._run_rollout(group, run_index) for run_index in range(request.size))
 
     async def _run_rollout(
         self, group: RunningGroup, run_index: int, record: RolloutRecord | None = None
@@ -136,7 +132,6 @@ class GroupRunner:
                 order=(request.index, run_index),
                 sampling=request.sampling,
                 watchdog=self.watchdog,
-                record=record,
                 prepare=prepare,
                 gate=self.gate,
             )
