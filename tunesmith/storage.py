@@ -323,8 +323,9 @@ def remove_leftovers(folder: Path, *, name: str | None = None) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def encode_json_line(row: Any) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+def encode_json_line(row: Any, **options: Any) -> bytes:
+    """A line of a JSON Lines file, lone surrogates escaped; `options` are those of `json.dumps`."""
+    return json.dumps(row, ensure_ascii=False, **options).encode(errors="backslashreplace") + b"\n"
 
 
 def append_json_lines(path: Path, *rows: Any) -> None:

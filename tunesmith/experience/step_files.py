@@ -7,7 +7,6 @@ kill in between leaves both and loses nothing. Readers look for the single file 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError
-from tunesmith.storage import TEMPORARY, load_json, load_json_lines, open_atomic, storage_errors
+from tunesmith.storage import TEMPORARY, encode_json_line, load_json, load_json_lines, open_atomic, storage_errors
 
 SINGLE = re.compile(r"step_(\d+)\.(\w+)")
 MERGED = re.compile(r"steps_(\d+)-(\d+)\.(\w+)")
@@ -143,14 +142,14 @@ def merge_json(target: Path, single: Mapping[int, Path]) -> None:
     """Write one JSON line per step, with the step number under `step`."""
     with open_atomic(target) as file:
         for step, path in sorted(single.items()):
-            file.write((json.dumps({"step": step} | load_json(path), ensure_ascii=False) + "\n").encode())
+            file.write(encode_json_line({"step": step} | load_json(path)))
 
 
 def truncate_json(source: Path, target: Path, last: int) -> None:
     with open_atomic(target) as file:
         for line in load_json_lines(source):
             if line["step"] <= last:
-                file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+                file.write(encode_json_line(line))
 
 
 JSON_STEPS = StepFormat(single="json", merged="jsonl", merge=merge_json, truncate=truncate_json)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import encode_json_line, open_atomic, storage_errors
 from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
@@ -174,7 +174,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(path) as file:
             for row in rows:
-                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
-                file.write(line.encode(errors="backslashreplace") + b"\n")
+                file.write(encode_json_line(row, allow_nan=False, default=str))
                 count += 1
     return count

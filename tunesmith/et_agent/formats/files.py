@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunesmith.errors import DataError
-from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.storage import encode_json_line, open_atomic, storage_errors
 
 Row = dict[str, Any]
 HEAD = ("instruction", "input", "answer", "source")
@@ -140,9 +140,9 @@ def save_records(path: Path | str, rows: Sequence[Row], name: str) -> None:
             if form.container == "parquet":
                 pq.write_table(build_table(rows), opened)
             elif form.container == "lines":
-                opened.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+                opened.writelines(map(encode_json_line, rows))
             else:
-                opened.write(json.dumps(rows, ensure_ascii=False, indent=2).encode())
+                opened.write(json.dumps(rows, ensure_ascii=False, indent=2).encode(errors="backslashreplace"))
 
 
 def build_table(rows: Sequence[Row]) -> pa.Table:

@@ -25,7 +25,7 @@ import numpy as np
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.retrieval.corpus import Passage
 from tunesmith.retrieval.settings import IndexSettings
-from tunesmith.storage import list_files, load_json, save_json
+from tunesmith.storage import encode_json_line, list_files, load_json, save_json
 from tunesmith.version import __version__
 
 LINES, OFFSETS, RANKS = "passages.jsonl", "offsets.npy", "id_rank.npy"
@@ -38,8 +38,7 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> str:
     offsets, ids = [0], []
     with (folder / LINES).open("wb") as file:
         for passage in passages:
-            text = json.dumps({"id": passage.passage_id, "contents": passage.contents}, ensure_ascii=False)
-            line = text.encode(errors="backslashreplace") + b"\n"
+            line = encode_json_line({"id": passage.passage_id, "contents": passage.contents})
             digest.update(line)
             file.write(line)
             offsets.append(offsets[-1] + len(line))
