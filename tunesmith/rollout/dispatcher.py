@@ -61,8 +61,6 @@ class DispatchPlan:
     max_staleness: int = 0
     baseline_sampling: Sampling | None = None
     """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
-    has_branches: bool = False
-    """Whether rollouts of a group branch; otherwise all of them start from the task."""
     is_balanced: bool = False
     """As `rollout.assignment: balanced`."""
     max_concurrency: int = 1
@@ -214,11 +212,11 @@ class Dispatcher:
             metrics[name] = total / len(counted) if name.startswith("perf/") else total  # times as means
         if self._plan.baseline_sampling is not None:
             metrics |= compute_baseline_metrics(groups)
-        if self._plan.has_branches:
+        branched = [each.branching for each in counted if each.branching is not None]
+        if branched:
             stats = BranchingStats()
-            for each in counted:
-                if each.branching is not None:
-                    stats.add(each.branching)
+            for part in branched:
+                stats.add(part)
             metrics |= stats.compute()
         if self._send_weights is not None:
             weights_s, self._weights_s = self._weights_s, 0.0
@@ -319,7 +317,6 @@ class Dispatcher:
                     seed=(plan.seed, "in flight", number)
                     if plan.max_staleness
                     else (derive_seed(plan.seed, "refill", round_index) if round_index else plan.seed, step, position),
-                    has_branches=plan.has_branches,
                 )
             )
             self._index_of[number] = index
@@ -422,7 +419,6 @@ class Dispatcher:
                     size=1,
                     seed=(derive_seed(seed, "baseline"), *place),
                     sampling=self._plan.baseline_sampling,
-                    has_branches=False,
                     is_trained=False,
                 )
             )

@@ -109,7 +109,6 @@ class Rank:
             total_steps=total_steps,
             max_staleness=max_staleness,
             baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
-            has_branches=self.actors.branching is not None,
             is_balanced=config.rollout.assignment == "balanced",
             max_concurrency=config.rollout.max_concurrency,
         )

@@ -99,10 +99,8 @@ class GroupRunner:
             raise self._error
 
     async def _run_group(self, group: RunningGroup) -> None:
-        request = group.request
-        if request.has_branches:
-            branching = self._actors.branching
-            assert branching is not None
+        request, branching = group.request, self._actors.branching
+        if request.is_trained and branching is not None:
             run = partial(self._run_rollout, group)
             seed = derive_seed(derive_seed(*request.seed[:-1], "branching"), request.index, request.task.task_id)
             await GroupTrees(branching, group_size=request.size, seed=seed, run=run).run()
